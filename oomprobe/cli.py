@@ -1,10 +1,7 @@
 """The command line: ``oomprobe run | demo | show | compare | devices``.
 
 The report goes to stdout. If a machine reads stdout (``--quiet``, ``--json -``), everything else goes to stderr,
-including what the target writes to file descriptor 1. Exit codes: 0 an answer; 1 nothing fits; 2 usage; 3 the target or
-its step failed, or called ``sys.exit``; 4 no such device; 5 the required size does not fit; 6 no trustworthy number (time
-limit, leak, lost device); 70 an unexpected internal error, with its traceback; 130 interrupted (Ctrl-C); 143 terminated
-(SIGTERM).
+including what the target writes to file descriptor 1. `oomprobe.errors.EXIT_STATUSES` says what each exit status means.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +19,17 @@ from pathlib import Path
 from typing import IO, Any
 
 from oomprobe import errors
-from oomprobe.errors import InvalidArgumentError
+from oomprobe.errors import (
+    EXIT_STATUSES,
+    EXIT_TERMINATED,
+    INTERRUPTED,
+    REQUIRED_FAILS,
+    UNFORESEEN,
+    InvalidArgumentError,
+)
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
+from oomprobe.ground.words import did_you_mean
 from oomprobe.records.axis import Axis
 from oomprobe.records.options import Options
 from oomprobe.records.result import ProbeResult
@@ -59,6 +65,7 @@ RANKS_TWICE = "--nproc-per-node says how many ranks there are, so --world-size c
 NO_MULTIPLE = "--require {size} is not a multiple of {multiple_of}: change one of them"
 NO_SEARCH = "--require runs one size and no search, so it would ignore {options}: leave that out"
 ONLY_FOR_COMMANDS = "--passes-after is for commands: a target's steps are counted"
+NO_FORMAT = "--plot {name}: let the name end in .png, .svg or .pdf"
 CONTAMINATED = "no number printed: other processes kept changing the device's memory; see the notes above"
 NOT_FOR_COMMANDS = (
     "{options} cannot be given for a command: it runs as it is, in processes of its own and on the devices that it chooses "
@@ -70,13 +77,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     command = None  # what follows the two dashes
-    if words[:1] == ["run"] and "--" in words:
+    whole = parser()
+    if not words:
+        whole.print_help(sys.stderr)
+        return InvalidArgumentError.exit_status
+    if words[0] not in (known := [*COMMANDS, "-h", "--help", "--version"]):
+        meant = f"; did you mean oomprobe run {words[0]}?" if ":" in words[0] else did_you_mean(words[0], known)
+        whole.error(f"there is no command {words[0]!r}{meant}")
+    if words[0] == "run" and "--" in words:
         place = words.index("--")
         words, command = words[:place], words[place + 1 :]
-    elif words[:1] == ["run"] and any("{batch}" in word for word in words):
+    elif words[0] == "run" and any("{batch}" in word for word in words):
         tell(f"oomprobe: {NO_DASHES}")
         return InvalidArgumentError.exit_status
-    arguments = parser().parse_args(words)
+    arguments, unknown = whole.parse_known_args(words)
+    if unknown:
+        option = next((word.partition("=")[0] for word in unknown if word[:1] == "-"), None)
+        options = re.findall(r"--[a-z-]+", arguments.parser.format_help())
+        too_many = f"one target at a time, so what is {' '.join(unknown)}? If it belongs to a command, {NO_DASHES}"
+        arguments.parser.error(f"there is no option {option}{did_you_mean(option, options)}" if option else too_many)
     arguments.command, arguments.owns_process = command, argv is None
     try:
         return int(arguments.act(arguments))
@@ -97,7 +116,7 @@ def _run(arguments: argparse.Namespace) -> int:
             probed = _probe(arguments, options)
         except errors.OomProbeError as error:
             if isinstance(error.table, ProbeTable):  # the rows that were finished
-                _save(error.table, arguments.json, arguments.html)
+                _save(error.table, arguments)
             raise
         results = [result for _, result in probed.fitting()] if isinstance(probed, ProbeTable) else [probed]
         contaminated = any(result.contaminated for result in results)
@@ -112,7 +131,7 @@ def _run(arguments: argparse.Namespace) -> int:
         said += [CONTAMINATED] if contaminated else probed.notes if isinstance(probed, ProbeTable) else []
         for note in dict.fromkeys(said):
             tell(f"oomprobe: {note}")
-    _save(probed, arguments.json, arguments.html)
+    _save(probed, arguments)
     if quiet and contaminated:
         return errors.UnreliableError.exit_status
     if isinstance(probed, ProbeTable) and (probed.mixed_failed or len(probed.rows) < len(options["over"][probed.axis])):
@@ -131,13 +150,20 @@ def _numbers(probed: ProbeResult | ProbeTable) -> str:
     return "".join(f"{value} {sizes.get(value, '-')}\n" for value in probed.rows)
 
 
-def _save(probed: ProbeResult | ProbeTable, json_path: Path | None, html_path: Path | None) -> None:
-    for path, write_to in ((json_path, probed.to_json), (html_path, probed.to_html)):
+def _save(probed: ProbeResult | ProbeTable, arguments: argparse.Namespace) -> None:
+    """Write the files that are asked for, and name each on stderr, unless that is to be quiet."""
+    given = vars(arguments)
+    writers: dict[str, Callable[[Path], object]]
+    writers = {"json": probed.to_json, "html": probed.to_html, "plot": probed.plot}
+    for option, write_to in writers.items():
+        path = given.get(option)
         try:
             if path not in (None, STDOUT):
                 write_to(path)
         except OSError as error:
             raise InvalidArgumentError(f"{path} cannot be written: {error}") from None
+        if path not in (None, STDOUT) and not given.get("quiet"):
+            tell(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
 
 
 def _probe(arguments: argparse.Namespace, options: dict[str, Any]) -> ProbeResult | ProbeTable:
@@ -184,9 +210,10 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    check_pictures(arguments)
     shown = _read(arguments.result)
-    print(text(shown, verbose=arguments.verbose), end="")
-    _save(shown, None, arguments.html)
+    print(text(shown, verbose=arguments.verbose), end="", flush=True)
+    _save(shown, arguments)
     return 0
 
 
@@ -221,94 +248,128 @@ def _devices(arguments: argparse.Namespace) -> int:
     return 0
 
 
+COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
+    "run": (_run, "probe a target: path/to/train.py:build, which returns (model, step_fn); or a command"),
+    "demo": (_demo, "probe two small models, on a simulated card and here"),
+    "show": (_show, "print a result that was saved as JSON"),
+    "compare": (_compare, "print two saved results side by side"),
+    "devices": (_devices, "list what can be probed"),
+}
+EXAMPLES = """\
+examples:
+  oomprobe demo                                     two small models, with nothing to prepare
+  oomprobe run train.py:build --device sim:24GiB    your model and step, on a simulated card
+  oomprobe run --help                               all options, more examples, the exit statuses
+
+What is measured: README.md and docs/ in the repository. The functions: help("oomprobe.probe") in Python.
+"""
+EXAMPLES_OF_RUN = """\
+examples:
+  oomprobe run train.py:build --multiple-of 8 --json a.json --html a.html
+  oomprobe run --start-batch 16 -- torchrun --nproc-per-node 8 train.py --batch-size {batch}
+
+exit statuses:
+"""
+
+
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the whole command line; ``act`` is the function of the command."""
+    """Return the parser of the whole command line; ``act`` is the function of the command, and ``parser`` its own parser."""
     whole = argparse.ArgumentParser(
-        prog="oomprobe", description="Find the largest batch size that truly fits, by running it."
+        prog="oomprobe",
+        description="Find the largest batch size that truly fits, by running it.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     whole.add_argument("--version", action="version", version=f"oomprobe {__version__}")
-    commands = whole.add_subparsers(required=True, metavar="COMMAND")
-    run = commands.add_parser(
-        "run",
-        help="probe a target: path/to/train.py:build, which returns (model, step_fn); or a command",
-        usage="%(prog)s [options] TARGET\n       %(prog)s [options] -- COMMAND ... {batch} ...",
-        description="Probe a target, or a command in whose arguments {batch} stands for the batch size.",
-    )
-    demo = commands.add_parser("demo", help="probe two small models, on a simulated card and here")
-    show = commands.add_parser("show", help="print a result that was saved as JSON")
-    compare = commands.add_parser("compare", help="print two saved results side by side")
-    devices = commands.add_parser("devices", help="list what can be probed")
-    for command, act in {run: _run, demo: _demo, show: _show, compare: _compare, devices: _devices}.items():
-        command.set_defaults(act=act)
-    _add_run(run)
+    commands, own = whole.add_subparsers(required=True, metavar="COMMAND", title="commands"), {}
+    for name, (act, meaning) in COMMANDS.items():
+        own[name] = commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
+        own[name].set_defaults(act=act, parser=own[name])
+    run, show = own["run"], own["show"]
+    run.usage = "%(prog)s [options] TARGET\n       %(prog)s [options] -- COMMAND ... {batch} ..."
+    run.description = "Probe a target, or a command in whose arguments {batch} stands for the batch size."
+    statuses = (f"{status:5}  {meaning}".replace("\n", "\n       ") for status, meaning in EXIT_STATUSES.items())
+    run.epilog, run.formatter_class = EXAMPLES_OF_RUN + "\n".join(statuses), argparse.RawDescriptionHelpFormatter
     show.add_argument("result", metavar="RESULT.json")
-    compare.add_argument("first", metavar="A.json")
-    compare.add_argument("second", metavar="B.json")
-    for command in (run, show):
-        command.add_argument(
+    own["compare"].add_argument("first", metavar="A.json")
+    own["compare"].add_argument("second", metavar="B.json")
+    output = _add_run(run)
+    for place in (output, show):
+        place.add_argument(
             "--verbose", action="store_true", help="add the fit and estimates, and explain what is not covered"
         )
-        command.add_argument(
-            "--html", type=_file, metavar="PATH", help="write a self-contained HTML page (needs matplotlib)"
+        place.add_argument("--html", type=_file, metavar="FILE", help="write a self-contained page (needs matplotlib)")
+        place.add_argument(
+            "--plot", type=_file, metavar="FILE", help="draw memory against batch size (needs matplotlib)"
         )
-    for command in (run, demo):
-        command.add_argument(
+    for place in (output, own["demo"]):
+        place.add_argument(
             "--progress", choices=("auto", "plain", "off"), default="auto", help="progress lines on stderr (auto)"
         )
     return whole
 
 
-def _add_run(run: argparse.ArgumentParser) -> None:
+def _add_run(run: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the options of ``run`` in groups, and return that of the output."""
     run.add_argument("target", metavar="TARGET", nargs="?", help="module:function or path/to/file.py:function")
+    groups = {name: run.add_argument_group(name) for name in ("search", "memory", "where", "output")}
 
-    def add(flag: str, meaning: str, **more: Any) -> None:
+    def add(group: str, flag: str, meaning: str, **more: Any) -> None:
         # One that is not given is not passed on either, so that its default is stated in Python alone.
-        run.add_argument(flag, help=meaning, default=argparse.SUPPRESS, **more)
+        groups[group].add_argument(flag, help=meaning, default=argparse.SUPPRESS, **more)
 
-    add(
-        "--device",
-        "cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is)",
-    )
     for option in dataclasses.fields(Options):
         metavar = option.metadata["metavar"]
         kind = {"metavar": metavar, "type": int if metavar == "N" else float} if metavar else {"action": "store_true"}
-        add(_flag(option.name), option.metadata["help"], dest=option.name, **kind)
-    add(
-        "--nproc-per-node",
-        "run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU; on a simulated card, the first of N ranks of DDP",
-        type=lambda words: words if words == "gpu" else _size(words),
-        metavar="N",
+        add(option.metadata["group"], _flag(option.name), option.metadata["help"], dest=option.name, **kind)
+    groups["search"].add_argument(
+        "--require", type=_size, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
+    )
+    groups["search"].add_argument(
+        "--world-size", type=_size, metavar="N", help="ranks that share the global batch, one of which is probed (1)"
     )
     add(
+        "search",
         "--over",
         "make a table: the largest size for each value of an argument of the step, such as length=512,1024,2048",
         type=_axis,
         action="append",
         metavar="NAME=V,V,...",
     )
-    add("--try-larger", "with --over: go on above a value with which nothing fits", action="store_true")
+    add("search", "--try-larger", "with --over: go on above a value with which nothing fits", action="store_true")
     add(
+        "search",
         "--no-mixed",
         "with --over: do not look for sizes that run with all values in turn, as training with buckets does",
         action="store_false",
         dest="mixed",
     )
     add(
+        "where",
+        "--device",
+        "cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is)",
+    )
+    add(
+        "where",
+        "--nproc-per-node",
+        "run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU; on a simulated card, the first of N ranks of DDP",
+        type=lambda words: words if words == "gpu" else _size(words),
+        metavar="N",
+    )
+    add("where", "--in-process", "run trials in this process", action="store_false", dest="isolate")
+    add(
+        "where",
         "--passes-after",
         "a command whose processes report nothing passes after S seconds (last resort)",
         type=float,
         metavar="S",
         dest="passes_after_s",
     )
-    add("--in-process", "run trials in this process", action="store_false", dest="isolate")
-    run.add_argument(
-        "--world-size", type=_size, metavar="N", help="ranks that share the global batch, one of which is probed (1)"
+    groups["output"].add_argument("--json", type=_file, metavar="FILE", help="write the result as JSON; - for stdout")
+    groups["output"].add_argument(
+        "--quiet", action="store_true", help="print only the batch size, and errors and warnings on stderr"
     )
-    run.add_argument(
-        "--require", type=_size, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
-    )
-    run.add_argument("--json", type=_file, metavar="PATH", help="write the result as JSON; - for stdout")
-    run.add_argument("--quiet", action="store_true", help="print only the batch size, and errors on stderr")
+    return groups["output"]
 
 
 def _size(text: str) -> int:
@@ -342,7 +403,8 @@ def _file(text: str) -> Path:
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `probe_target` or `probe_command` that were given, by their names there."""
-    own = {"act", "command", "owns_process", "target", "world_size", "require", "json", "html", "quiet", "verbose"}
+    own = {"act", "parser", "command", "owns_process", "target", "world_size", "require"}
+    own |= {"json", "html", "plot", "quiet", "verbose"}
     given = {name: value for name, value in vars(arguments).items() if name not in own}
     return given | {"over": dict(given["over"])} if "over" in given else given
 
@@ -376,8 +438,15 @@ def check_run(arguments: argparse.Namespace) -> None:
         name_of(arguments.target)  # raises
     if axes:
         Axis.of(given["over"])  # raises
-    if arguments.html is not None:
-        new_figure(1)  # raises if matplotlib is missing
+    check_pictures(arguments)
+
+
+def check_pictures(arguments: argparse.Namespace) -> None:
+    """Raise InvalidArgumentError if matplotlib is missing, or cannot write a file of the name that `--plot` gives."""
+    if arguments.html or arguments.plot:
+        formats = new_figure(1).canvas.get_supported_filetypes()
+        if arguments.plot and arguments.plot.suffix[1:].lower() not in formats:
+            raise InvalidArgumentError(NO_FORMAT.format(name=arguments.plot.name))
 
 
 def _flag(name: str) -> str:
@@ -386,9 +455,6 @@ def _flag(name: str) -> str:
 
 def _flags(names: Sequence[str]) -> str:
     return ", ".join(map(_flag, names))
-
-
-UNFORESEEN, INTERRUPTED = 70, 130
 
 
 @contextlib.contextmanager
@@ -410,8 +476,6 @@ def explain(error: BaseException, *, required: bool) -> int:
         tell("interrupted", *notes)
         return INTERRUPTED
     if isinstance(error, SystemExit):
-        from oomprobe.runners.signals import EXIT_TERMINATED
-
         if error.code == EXIT_TERMINATED:
             tell("terminated", *notes)
             return EXIT_TERMINATED
@@ -436,7 +500,7 @@ def explain(error: BaseException, *, required: bool) -> int:
         tell(errors.traceback_of(error.__cause__))
     tell(f"oomprobe: {error}")
     if required and isinstance(error, errors.NothingFitsError):
-        return 5
+        return REQUIRED_FAILS
     return error.exit_status
 
 

@@ -17,6 +17,7 @@ Each carries ``.trials``, the trials run before it, and ``.exit_status``, that o
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext
@@ -97,6 +98,22 @@ class TimeUp(BaseException):
 
 
 SIGNALS = (KeyboardInterrupt, SystemExit, TimeUp)  # raised by signals, no matter which code was running
+
+REQUIRED_FAILS, UNFORESEEN, INTERRUPTED = 5, 70, 130
+EXIT_TERMINATED = 128 + signal.SIGTERM  # the exit status that a shell reports after SIGTERM
+EXIT_STATUSES = {
+    0: "an answer was found",
+    NothingFitsError.exit_status: "nothing fits",
+    InvalidArgumentError.exit_status: "wrong usage; nothing was run",
+    StepFailedError.exit_status: "the target, its step or the command failed, or called sys.exit",
+    NoDeviceError.exit_status: "no such device",
+    REQUIRED_FAILS: "the size of --require does not fit",
+    OomProbeError.exit_status: "no trustworthy number: no answer in time, a large leak, a lost device; with --quiet also\n"
+    "other processes that took memory",
+    UNFORESEEN: "internal error",
+    INTERRUPTED: "interrupted (Ctrl-C)",
+    int(EXIT_TERMINATED): "terminated (SIGTERM)",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

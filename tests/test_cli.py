@@ -14,7 +14,7 @@ import types
 import pytest
 from helpers import a_result
 
-from oomprobe import InvalidArgumentError, ProbeResult, ProbeTable, cli
+from oomprobe import InvalidArgumentError, ProbeResult, ProbeTable, cli, errors
 from oomprobe.cli import check_run, given_options, parser
 from oomprobe.records.options import Options
 
@@ -233,9 +233,20 @@ def test_require_goes_with_a_multiple_of():
 
 
 WRONG = [
-    ([], "required: COMMAND"),
-    (["fly"], "invalid choice: 'fly'"),
-    (["run", "--memory-fractoin", "0.8", "x:y"], "unrecognized arguments: --memory-fractoin"),
+    ([], "  oomprobe run --help"),
+    (["xyzzy"], "oomprobe: error: there is no command 'xyzzy'\n"),
+    (["devcies"], "there is no command 'devcies'; did you mean devices?"),
+    (["train.py:build"], "did you mean oomprobe run train.py:build?"),
+    (
+        ["run", "--memory-fractoin", "0.8", "x:y"],
+        "run: error: there is no option --memory-fractoin; did you mean --memory-fraction?",
+    ),
+    (
+        ["show", "a.json", "--hmtl=a.html"],
+        "RESULT.json\noomprobe show: error: there is no option --hmtl; did you mean --html?",
+    ),
+    (["run", "python", "train.py"], "so what is train.py? If it belongs to a command, put two dashes"),
+    (["run", "x:y", "--plot", "a.pgn"], "--plot a.pgn: let the name end in .png, .svg or .pdf"),
     (["run", "--min-batch", "9", "--max-batch", "8", "x:y"], "min_batch=9 is larger than max_batch=8: swap them"),
     (["run", "no/such.py:build"], "there is no file"),
     (["run", "train.py"], "'train.py' is not a target"),
@@ -286,6 +297,32 @@ def test_a_file_that_cannot_be_written_loses_no_answer(capsys, target, tmp_path,
     code, out, err = run(capsys, "run", f"{target}:fits", *arguments)
     assert (code, out) == (2, "4\n")
     assert "cannot be written" in err
+
+
+@pytest.mark.parametrize("quiet", [[], ["--quiet"]], ids=["told", "quiet"])
+def test_each_file_that_is_written_is_named(capsys, tmp_path, monkeypatch, quiet):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("oomprobe.probe.probe_target", lambda *_, **__: a_result())
+    monkeypatch.chdir(tmp_path)
+    files = ["--json", "a.json", "--html", "a.html", "--plot", "a.png"]
+    code, out, err = run(capsys, "run", "train:build", *files, *quiet)
+    assert code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.html", "a.json", "a.png"]
+    assert err == ("" if quiet else "wrote a.json\nwrote a.html\nwrote a.png\n")
+    assert "wrote" not in out
+    code, out, err = run(capsys, "show", "a.json", "--plot", str(tmp_path.parent / "b.svg"))
+    assert (code, err) == (0, f"wrote {tmp_path.parent}/b.svg\n")
+
+
+def test_help_of_run_has_groups_examples_and_each_exit_status(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["run", "--help"])
+    shown = capsys.readouterr().out
+    assert left.value.code == 0
+    assert re.findall(r"^([a-z ]+):$", shown, re.MULTILINE)[2:] == [
+        *("search", "memory", "where", "output", "examples", "exit statuses")
+    ]
+    assert [int(status) for status in re.findall(r"^ {2,4}(\d+)  ", shown, re.MULTILINE)] == [*errors.EXIT_STATUSES]
 
 
 # --- streams ---

@@ -5,8 +5,7 @@ import torch
 
 from oomprobe import errors
 from oomprobe.cli import explain, explained
-from oomprobe.errors import OomProbeError, StepFailedError, step_failed
-from oomprobe.runners.signals import EXIT_TERMINATED
+from oomprobe.errors import EXIT_TERMINATED, OomProbeError, StepFailedError, step_failed
 
 TREE = {
     errors.InvalidArgumentError: (ValueError, 2),
@@ -31,6 +30,7 @@ def test_errors_are_builtins_and_have_one_exit_code_in_commands_and_scripts(caps
     with pytest.raises(SystemExit) as left, explained(required=required):
         raise error
     assert left.value.code == code
+    assert code in errors.EXIT_STATUSES
     assert capsys.readouterr() == ("", "oomprobe: what happened\n" * 2)
 
 

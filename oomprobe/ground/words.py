@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import textwrap
+from collections.abc import Iterable
 
 WIDTH = 100  # columns: what job logs and code review show without wrapping
 
@@ -37,3 +39,18 @@ def rate(samples_per_s: float) -> str:
 def count(number: int, one: str, many: str) -> str:
     """Return a number with its noun in singular or plural."""
     return f"{number} {one if number == 1 else many}"
+
+
+def nearest(word: str, known: Iterable[str], most: int = 1) -> list[str]:
+    """Return the known words that `word` may be a slip for, the likeliest first."""
+    return difflib.get_close_matches(word, list(known), n=most, cutoff=0.55)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown word: the nearest known one, or nothing.
+
+    Example:
+        >>> did_you_mean("--multipleof", ["--max-batch", "--multiple-of"])
+        '; did you mean --multiple-of?'
+    """
+    return "".join(f"; did you mean {one}?" for one in nearest(word, known))

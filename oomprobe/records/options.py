@@ -58,12 +58,14 @@ _SHARE = _Number("above 0 and at most 1", lambda x: 0 < x <= 1)
 _RESOLUTION = _Number("at least 0 and under 1", lambda x: 0 <= x < 1)
 
 
-def _option(default: object, metavar: str, help: str, judge: Judge | None = None, *, in_checks: bool = False) -> Any:
-    """Return the field of an option, with its `metavar` and `help` on the command line, where ``{}`` stands for the default.
+def _option(
+    default: object, group: str, metavar: str, help: str, judge: Judge | None = None, *, in_checks: bool = False
+) -> Any:
+    """Return the field of an option. Its `group`, `metavar` and `help`, in which ``{}`` stands for the default, are those of the command line.
 
     A flag has no metavar and no judge of its values. `in_checks` says whether a check of one size takes the option too.
     """
-    about = {"metavar": metavar, "help": help.format(default), "judge": judge, "in_checks": in_checks}
+    about = {"group": group, "metavar": metavar, "help": help.format(default), "judge": judge, "in_checks": in_checks}
     return field(default=default, metadata=about)
 
 
@@ -71,20 +73,24 @@ def _option(default: object, metavar: str, help: str, judge: Judge | None = None
 class Options:
     """The options of `find_max_batch` that are numbers or flags; their meaning is documented there."""
 
-    memory_fraction: float = _option(0.9, "F", "share of available memory to use ({})", _SHARE, in_checks=True)
-    min_batch: int = _option(1, "N", "smallest size to try ({})", check_size)
-    max_batch: int | None = _option(None, "N", "largest size to try (no limit)", check_size)
-    multiple_of: int = _option(1, "N", "try only multiples of this ({})", check_size)
-    start_batch: int | None = _option(None, "N", "size to begin at, then doubled or halved (--min-batch)", check_size)
-    steps: int = _option(2, "N", "full steps per trial ({})", check_size)
-    confirm_steps: int = _option(5, "N", "full steps to confirm the answer ({})", check_size, in_checks=True)
-    global_batch: int | None = _option(None, "N", "plan gradient accumulation for N samples", check_size)
-    resolution: float = _option(
-        0.0, "F", "stop within this fraction of the size (0: exact; a command: 1/64)", _RESOLUTION
+    memory_fraction: float = _option(
+        0.9, "memory", "F", "share of available memory to use ({})", _SHARE, in_checks=True
     )
-    time_limit_s: float | None = _option(None, "S", "seconds for the whole probe", _LIMIT, in_checks=True)
-    trial_time_limit_s: float | None = _option(None, "S", "seconds for one trial", _LIMIT)
-    breakdown: bool = _option(False, "", "run one more step to show where the memory went", in_checks=True)
+    min_batch: int = _option(1, "search", "N", "smallest size to try ({})", check_size)
+    max_batch: int | None = _option(None, "search", "N", "largest size to try (no limit)", check_size)
+    multiple_of: int = _option(1, "search", "N", "try only multiples of this ({})", check_size)
+    start_batch: int | None = _option(
+        None, "search", "N", "size to begin at, then doubled or halved (--min-batch)", check_size
+    )
+    steps: int = _option(2, "search", "N", "full steps per trial ({})", check_size)
+    confirm_steps: int = _option(5, "search", "N", "full steps to confirm the answer ({})", check_size, in_checks=True)
+    global_batch: int | None = _option(None, "search", "N", "plan gradient accumulation for N samples", check_size)
+    resolution: float = _option(
+        0.0, "search", "F", "stop within this fraction of the size (0: exact; a command: 1/64)", _RESOLUTION
+    )
+    time_limit_s: float | None = _option(None, "search", "S", "seconds for the whole probe", _LIMIT, in_checks=True)
+    trial_time_limit_s: float | None = _option(None, "search", "S", "seconds for one trial", _LIMIT)
+    breakdown: bool = _option(False, "memory", "", "run one more step to show where the memory went", in_checks=True)
 
     def __post_init__(self) -> None:
         for option in fields(self):

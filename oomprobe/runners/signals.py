@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-from oomprobe.errors import TimeLimitError, TimeUp
+from oomprobe.errors import EXIT_TERMINATED, TimeLimitError, TimeUp
 from oomprobe.ground.frames import interrupts_library
 from oomprobe.ground.units import format_seconds
 from oomprobe.records.options import Options
@@ -20,7 +20,6 @@ from oomprobe.records.trials import Trial
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
 LONGEST_TIMER_S = 10**8  # three years; the kernel rejects timers of about 300
 CONFIRM_SLACK = 1.5  # a confirmation step may take this many times as long as a step of the search
-EXIT_TERMINATED = 128 + signal.SIGTERM  # the exit status that a shell reports after SIGTERM
 
 
 class Interrupts:

@@ -17,13 +17,14 @@ figure but whose address is unknown. Multiprocessor counts are printed with the 
 
 from __future__ import annotations
 
-import difflib
 import re
 
 from oomprobe.errors import NoDeviceError
+from oomprobe.ground.words import nearest
 from oomprobe.simulation.cards import Card
 
 _MIB = 2**20
+LARGEST_GB = 300  # a number below it is rather a size without a unit than the name of a card
 _STATED_SIZE = re.compile(r"(?<![a-z0-9])(\d{1,4}) *g(?:i?b)?\b")
 _NOISE = re.compile(r"^ *sim *:|\b(?:nvidia|geforce|tesla|graphics|card|gpu)\b|\bhbm\d\w?|sxm\d?\b|[^a-z0-9]")
 
@@ -158,9 +159,11 @@ def find_card(name: str) -> Card:
         return found[0]
     if found:
         problem = f"is ambiguous: {' or '.join(card.name for card in found)}"
+    elif name.removeprefix("sim:").isdecimal() and int(key) < LARGEST_GB:
+        problem = f"is the name of no card; did you mean 'sim:{key}GiB'?"
     else:
-        problem = f"is not in the catalogue; {_similar(key)}"
-    raise NoDeviceError(f"{name!r} {problem}; or give the memory itself, such as 'sim:24GiB'")
+        problem = f"is not in the catalogue{_similar(key)}"
+    raise NoDeviceError(f"{name!r} {problem}\n`oomprobe devices` lists all cards; 'sim:24GiB' is one of 24 GiB")
 
 
 def _key(name: str) -> str:
@@ -178,8 +181,8 @@ def _fits(card: Card, stated: re.Match[str] | None) -> bool:
 
 
 def _similar(key: str) -> str:
-    """Name the cards with similar names (the RTX-4090 for a laptop 4090); if there are none, name all."""
+    """Name the cards with similar names: the RTX-4090 for a laptop 4090."""
     keys = {card.name: _key(card.name) for card in CARDS}
-    close = difflib.get_close_matches(key, keys.values(), n=5, cutoff=0.55)
+    close = nearest(key, keys.values(), 5)
     similar = [name for name, other in keys.items() if other in close]
-    return f"similar cards: {', '.join(similar)}" if similar else f"it has {', '.join(keys)}"
+    return f"; similar cards: {', '.join(similar)}" if similar else ""
