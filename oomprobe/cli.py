@@ -163,7 +163,9 @@ def _save(probed: ProbeResult | ProbeTable, arguments: argparse.Namespace) -> No
         except OSError as error:
             raise InvalidArgumentError(f"{path} cannot be written: {error}") from None
         if path not in (None, STDOUT) and not given.get("quiet"):
-            tell(f"wrote {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+            with contextlib.suppress(OSError, ValueError):  # the working directory is gone, or another one
+                path = path.relative_to(Path.cwd())
+            tell(f"wrote {path}")
 
 
 def _probe(arguments: argparse.Namespace, options: dict[str, Any]) -> ProbeResult | ProbeTable:

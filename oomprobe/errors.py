@@ -143,7 +143,9 @@ def step_failed(
     """
     known = trial == 1 and not simulated and caller is None and (largest_passed is None or largest_passed < batch_size)
     call = f"step_fn(model, {batch_size}{row and ', '}{row})"
-    if caller is not None:
+    if caller is None and NO_GPU.search(text_of(error)):
+        alone = NO_GPU_FOR_STEP
+    elif caller is not None:
         how = caller.alone.replace("{batch_size}", str(batch_size))
         alone = f"To see whether it comes without oomprobe, {how}. {caller.more}".rstrip()
     elif known:
@@ -165,6 +167,10 @@ def step_failed(
 NO_GPU = re.compile(
     r"Torch not compiled with (?:CUDA|XPU) enabled|Found no NVIDIA driver|No (?:CUDA|HIP) GPUs are available"
     r"|No XPU devices are available"
+)
+NO_GPU_FOR_STEP = (
+    'The step needs a GPU, and this process sees none: simulate one with device="sim:24GiB" or, where building the model calls '
+    ".cuda() too, with oomprobe run train.py:build --device sim:24GiB. Or run it where a GPU is."
 )
 # What os.environ["LOCAL_RANK"] raises, and torch/distributed/rendezvous.py (_env_rendezvous_handler).
 OF_A_RANK = re.compile(

@@ -157,6 +157,16 @@ def test_a_step_with_other_arguments_is_refused_before_it_runs(step, said):
     assert text.endswith("Write it as def step_fn(model, batch_size): ...")
 
 
+def test_a_step_with_its_first_two_arguments_swapped_is_refused():
+    said = "(batch_size, model) is called with (model, batch_size): swap its first two parameters"
+    assert said in refused(lambda: named_steps(lambda batch_size, model: None))
+    assert refused(lambda: named_steps(lambda n, net, length=8: None)).startswith(
+        "step(n, net, length=8) is called with"
+    )
+    for step in (lambda batch, x: None, lambda x, model: None, lambda model, n: None, lambda *both: None):
+        assert named_steps(step)
+
+
 @pytest.mark.parametrize(
     ("steps", "said"),
     [

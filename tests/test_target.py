@@ -115,6 +115,8 @@ def test_a_file_named_like_a_module_does_not_replace_it(folder):
         *((text, f"{text!r} is not a target.") for text in (".train:build", "a:1")),
         ("no_such.py:build", "there is no file '{}/no_such.py'."),
         ("folder.py:build", "there is no file '{}/folder.py'."),
+        ("my_trian.py:build", "there is no file '{}/my_trian.py'; did you mean my_train.py?"),
+        ("my_train.py:biuld", "my_train.py has no function 'biuld'; did you mean build?"),
         ("no_such.train:build", "there is no module 'no_such' to import."),
         ("os.no_such:build", "there is no module 'os.no_such' to import."),
         ("my_train:no_such", "my_train has no function 'no_such'."),

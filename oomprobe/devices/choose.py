@@ -100,7 +100,7 @@ def _open(device: object) -> Device:
             named = torch.device(named)
         except RuntimeError:
             raise InvalidArgumentError(
-                f"device={device!r} is not a device that torch knows: use 'cuda', 'cuda:1', 'cuda:1:8GiB' or 'cpu:4GiB'"
+                f"device={device!r} is not a device that torch knows: use 'cuda', 'cuda:1', 'cuda:1:8GiB', 'cpu:4GiB' or 'sim:24GiB'"
             ) from None
     if not isinstance(named, torch.device):
         raise InvalidArgumentError(
@@ -139,7 +139,7 @@ def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> 
         present = "no accelerator" if current is None else f"{count} of type {current.type}"
         raise NoDeviceError(
             f"no device {str(device)!r} here: torch {torch.__version__} sees {present}. "
-            "Type `oomprobe devices` to list what can be probed; 'cpu:4GiB' probes host memory"
+            "Type `oomprobe devices` to list what can be probed; 'sim:24GiB' simulates a GPU, and 'cpu:4GiB' probes host memory"
         )
     if device.type != "mps":
         return AcceleratorDevice(device, stated_bytes)

@@ -20,6 +20,8 @@ StepFn = Callable[..., object]  # of the model and a batch size; in a table also
 MAX_CALLS = 32  # of a step in which no optimizer steps, before it is assumed to have none
 # The same where an optimizer has gradients to step with, as in loops that accumulate them, if time allows.
 MAX_WAITING_CALLS, WAITING_S = 300, 10.0
+SIZE_NAMES = {"batch", "batch_size", "batchsize", "bs", "b", "n", "size"}  # of parameters
+MODEL_NAMES = {"model", "module", "net", "network", "m"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,10 +165,13 @@ def _check_step(name: str, step: object, axis: Axis) -> None:
         signature = inspect.signature(step)
     except (TypeError, ValueError):  # a callable implemented in C
         return
+    arguments = f"(model, batch_size{axis.name and ', '}{axis.name})"
+    first, second = [*map(str.lower, signature.parameters), "", ""][:2]
+    if first in SIZE_NAMES and second in MODEL_NAMES:
+        raise InvalidArgumentError(f"{name}{signature} is called with {arguments}: swap its first two parameters")
     try:
         signature.bind(None, 1, **axis.arguments(0))
     except TypeError as error:
-        arguments = f"(model, batch_size{axis.name and ', '}{axis.name})"
         raise InvalidArgumentError(
             f"{name}{signature} cannot be called with {arguments}: {error}. Write it as def step_fn{arguments}: ..."
         ) from None

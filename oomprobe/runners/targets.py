@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.ground.words import did_you_mean
 from oomprobe.records.options import StepFn
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def load(target: str) -> Callable[[], Any]:
     module = _from_file(Path(place).resolve()) if place.endswith(".py") else _from_name(place)
     function = getattr(module, name, None)
     if not callable(function):
-        raise InvalidArgumentError(f"{place} has no function {name!r}. {RECIPE}")
+        functions = [one for one, value in vars(module).items() if callable(value)]
+        raise InvalidArgumentError(f"{place} has no function {name!r}{did_you_mean(name, functions) or '.'} {RECIPE}")
     return function  # type: ignore[no-any-return]
 
 
@@ -72,7 +74,9 @@ def _split(target: str) -> tuple[str, str]:
     if not place or (place.startswith(".") and not place.endswith(".py")) or not name.isidentifier():
         raise InvalidArgumentError(f"{target!r} is not a target. {RECIPE}")
     if place.endswith(".py") and not Path(place).is_file():
-        raise InvalidArgumentError(f"there is no file {str(Path(place).resolve())!r}. {RECIPE}")
+        files = (one.name for one in Path(place).parent.glob("*.py") if one.is_file())
+        meant = did_you_mean(Path(place).name, files) or "."
+        raise InvalidArgumentError(f"there is no file {str(Path(place).resolve())!r}{meant} {RECIPE}")
     return place, name
 
 
