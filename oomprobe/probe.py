@@ -32,6 +32,7 @@ from oomprobe.records.options import Options, Steps
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
 from oomprobe.report.progress import Progress
+from oomprobe.runners.targets import name_of
 
 COMMAND_RESOLUTION = 1 / 64  # each trial is a whole run of the command
 RANKS_RESOLUTION = 1 / 128  # a trial that fails ends its ranks, which must be built again
@@ -270,8 +271,11 @@ def probe_target(
     on_ranks = nproc_per_node is not None and not names_simulated(options.get("device"))
     axis = NO_AXIS if over is None else Axis.of(over)
     order = Order.of(options, axis=axis, resolution=RANKS_RESOLUTION if on_ranks else 0.0)
-    opened = open_target(order, target, isolate=isolate, nproc_per_node=nproc_per_node)
-    return _answer(opened) if over is None else _table(axis, opened, try_larger=try_larger, mixed=mixed)
+    name = name_of(target)
+    opened = open_target(order, name, isolate=isolate, nproc_per_node=nproc_per_node)
+    if over is None:
+        return _answer(opened, target=name)
+    return _table(axis, opened, try_larger=try_larger, mixed=mixed, target=name)
 
 
 def check_target(
@@ -283,8 +287,8 @@ def check_target(
     **options: Unpack[CheckOptions],
 ) -> ProbeResult:
     """Check that one size fits for a target; see `probe_target` and `check` for arguments and errors."""
-    order = Order.of(options, batch_size=batch_size)
-    return _answer(open_target(order, target, isolate=isolate, nproc_per_node=nproc_per_node), batch_size)
+    order, name = Order.of(options, batch_size=batch_size), name_of(target)
+    return _answer(open_target(order, name, isolate=isolate, nproc_per_node=nproc_per_node), batch_size, name)
 
 
 def probe_command(
@@ -345,14 +349,18 @@ def _refuse_for_commands(options: Mapping[str, object]) -> None:
         )
 
 
-def _answer(opened: AbstractContextManager[Session], batch_size: int | None = None) -> ProbeResult:
+def _answer(
+    opened: AbstractContextManager[Session], batch_size: int | None = None, target: str | None = None
+) -> ProbeResult:
     """Search, or check one size."""
     with opened as session:
         found = finish(session, session.find() if batch_size is None else session.confirm_only(batch_size))
-    return result_of(session, found)
+    return result_of(session, found, target)
 
 
-def _table(axis: Axis, opened: AbstractContextManager[Session], *, try_larger: bool, mixed: bool) -> ProbeTable:
-    with Rows(axis) as rows, opened as session:
+def _table(
+    axis: Axis, opened: AbstractContextManager[Session], *, try_larger: bool, mixed: bool, target: str | None = None
+) -> ProbeTable:
+    with Rows(axis, target) as rows, opened as session:
         rows.search(session, try_larger=try_larger, mixed=mixed)
     return rows.table()

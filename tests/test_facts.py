@@ -112,8 +112,12 @@ TRIED = (
             "batch 4 ran for 50 optimizer steps; batch 7 failed",
         ),
         (
-            {"trials": (a_trial(6), *TRIED, a_trial(5, Verdict.OOM, cap_bytes=90)), "limit_batch_size": 6},
-            "memory; batch 4 ran for 50 calls; batch 5 failed under the budget (90 B); without it, batch 6 ran",
+            {
+                "trials": (a_trial(6), *TRIED, a_trial(5, Verdict.OOM, cap_bytes=90)),
+                "limit_batch_size": 6,
+                "first_failing_batch_size": 8,
+            },
+            "memory; batch 4 ran for 50 calls; batch 5 failed under the budget (90 B); without it, batch 6 ran and 8 failed",
         ),
         (
             {

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from example_results import EXAMPLES, gpu
 from helpers import a_result, a_trial, same_as_golden
+from test_probe_table import a_table
 
 import oomprobe
 from oomprobe import cli
@@ -90,7 +91,7 @@ def test_a_page_has_everything_and_loads_nothing():
     assert text.count("<svg") == 2
     assert len(re.findall(r'<tr class="(?:failed|passed|answer)"', text)) == len(result.trials)
     remark = "backward, model.py:142: CUDA out of memory. Tried to allocate 2.00 GiB"
-    for words in ("Batch 98 fits in 21.60 GiB", remark, *result.notes, *result.not_covered, "Environment"):
+    for words in ("Batch 98 fits in 21.60 GiB", remark, *result.notes, *result.not_covered, "Options"):
         assert words in html.unescape(text)
     kinds = re.findall(r'<tr class="(\w+)"><td>(\d+)</td><td class="text">(\w+)</td>', text)
     assert {("passed", "64", "grow"), ("failed", "128", "grow"), ("answer", "98", "confirm")} < set(kinds)
@@ -100,26 +101,69 @@ def test_a_page_has_everything_and_loads_nothing():
 
 
 def test_text_from_outside_is_escaped():
-    text = page(
-        a_result(device="<script>alert(1)</script>", notes=("a & b <b>",), trials=(a_trial(step_name="<script>"),))
+    result = a_result(
+        device="<script>alert(1)</script>",
+        notes=("a & b <b>",),
+        trials=(a_trial(step_name="<script>"),),
+        environment={"target": "<script>"},
     )
-    assert "<script" not in text
-    assert "a &amp; b &lt;b&gt;" in text
+    for text in (page(result), result._repr_html_()):
+        assert "<script" not in text
+        assert "a &amp; b &lt;b&gt;" in text
+        assert text.count("&lt;script&gt;alert(1)") == text.count("90 % of 100 B")  # the verdict
+
+
+def test_a_page_names_date_target_and_options():
+    environment = {"date": "2026-11-26T18:40:00+00:00", "target": "train.py:build", "cuda": None}
+    result = a_result(environment=environment, options={"multiple_of": 8, "max_batch": None})
+    of_a_table = a_table(rows={512: result}, mixed={}, unfit={})
+    for text in map(page, (result, of_a_table)):
+        _, appendix = text.split("<h2>Environment</h2>")[-2:]
+        assert "<dt>target</dt><dd>train.py:build</dd>" in appendix
+        assert "<dt>date</dt><dd>2026-11-26T18:40:00+00:00</dd>" in appendix
+        assert "<dl><dt>multiple_of</dt><dd>8</dd></dl>" in appendix
+        assert "<details>" not in appendix
+
+
+# --- notebooks ---
+
+
+def test_a_notebook_shows_every_note_and_what_limits():
+    result = replace(gpu(), notes=("weak: no optimizer stepped", "a < b"), breakdown=a_breakdown(), contaminated=True)
+    text = html.unescape(result._repr_html_())
+    for words in (*result.notes, "memory; batch 98 ran for 5 calls; batch 99 failed", "WARNING: memory outside"):
+        assert words in text
+    for words in ("not covered: the longest sequence", "Where the memory went", "12 = ", "... 4 of 16 trials left out"):
+        assert words in text
+    assert text.index("weak: no optimizer") < text.index("<table>")
+
+
+def test_a_notebook_shows_the_plot_without_magic():
+    formatters = pytest.importorskip("IPython.core.formatters")
+    shown, _ = formatters.DisplayFormatter().format(gpu().plot())
+    assert shown["image/png"].startswith(b"\x89PNG")
+    assert shown.keys() == {"image/png", "text/plain"}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_shows_the_page_on_a_phone_without_horizontal_scrolling(tmp_path):
     tell = (
-        "f=>{let d=f.contentDocument;document.title=[d.documentElement.scrollWidth,d.querySelectorAll('svg').length]}"
+        "f=>{let d=f.contentDocument,t=d.querySelector('.scroll');"
+        "let reserved=[...d.querySelectorAll('th')].find(h=>h.textContent=='reserved');"
+        "document.title=[d.documentElement.scrollWidth,d.querySelectorAll('svg').length,"
+        "Math.ceil(reserved.getBoundingClientRect().right),t.scrollWidth>t.clientWidth,"
+        "f.contentWindow.getComputedStyle(t).backgroundAttachment.includes('local')]}"
     )
     (tmp_path / "frame.html").write_text(
         f'<title>-</title><iframe width="390" srcdoc="{html.escape(page(gpu()))}" onload="({tell})(this)"></iframe>'
     )
     command = [CHROMIUM, *QUIETLY, f"--user-data-dir={tmp_path}/user", "--virtual-time-budget=5000", "--dump-dom"]
     done = subprocess.run([*command, str(tmp_path / "frame.html")], capture_output=True, text=True, timeout=100)
-    wide, pictures = re.search(r"<title>(\d+),(\d+)</title>", done.stdout).groups()
+    wide, pictures, reserved, goes_on, has_shadow = re.search(r"<title>(.*?)</title>", done.stdout)[1].split(",")
     assert int(wide) <= 390
     assert pictures == "2"
+    assert int(reserved) <= 390  # the columns that matter are in sight
+    assert (goes_on, has_shadow) == ("true", "true")  # and a shadow says that there are more
 
 
 # --- where the memory went ---

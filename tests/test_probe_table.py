@@ -6,6 +6,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import numpy as np
 import pytest
@@ -30,6 +31,11 @@ def linear():
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters())
     return model, training_step(optimizer, lambda n, length: torch.randn(n, length, 16))
+
+
+def linear_of_8():
+    model, step = linear()
+    return model, lambda model, batch_size: step(model, batch_size, length=8)
 
 
 def too_large():
@@ -232,9 +238,29 @@ def test_contamination_of_a_row_is_a_warning_of_the_table():
 def test_the_page_folds_the_report_of_each_row():
     page = page_of(a_table())
     assert page.count("<details>") == 2
-    assert re.search(r'<tr class="answer"><td>512</td><td>98</td>', page)
+    assert re.search(r'<tr class="answer"><td>\* 512</td><td>98</td>', page)
     assert '<tr class="failed"><td>8192</td><td>-</td>' in page
     assert "<b>verdict: 2 of 4 values of length fit" in a_table()._repr_html_()
+
+
+def test_rows_with_the_largest_product_are_starred_alike():
+    table = a_table(rows={512: replace(gpu(), batch_size=64), 1024: replace(gpu(), batch_size=32), 8: gpu(), 9: None})
+    assert re.findall(r"^\* +(\d+) ", report(table), re.MULTILINE) == ["512", "1024"]
+    assert re.findall(r"<td>\* (\d+)</td>", page_of(table)) == ["512", "1024"]
+    assert "* largest batch x length: 32768" in page_of(table)
+    for without in (replace(table, rows={"a": gpu()}, unfit={}, mixed={}), replace(table, rows={9: None})):
+        assert "*" not in report(without)
+
+
+def test_a_table_is_one_line_or_a_flat_summary():
+    assert (
+        repr(a_table())
+        == "<ProbeTable: 2 of 4 values of length fit in 21.60 GiB (90 % of 24.00 GiB on NVIDIA GeForce RTX 4090)>"
+    )
+    told = a_table().summary()
+    assert (told["length=512/batch_size"], told["length=512/mixed_batch_size"]) == (98, 80)
+    assert told["length=8192/batch_size"] is None
+    assert all(value is None or isinstance(value, str | int | float) for value in told.values())
 
 
 def test_many_values_have_room_in_the_plot(tmp_path):
@@ -257,6 +283,18 @@ def test_quiet_prints_a_line_for_each_value(capsys, tmp_path):
     assert cli.main(["show", str(saved)]) == 0
     assert capsys.readouterr().out.startswith("verdict: 2 of 2 values of length fit in ")
     assert cli.main(["compare", str(saved), str(saved)]) == 2
+
+
+@pytest.mark.parametrize("more", [["--over", "length=8"], ["--require", "2"], []])
+def test_a_saved_result_has_its_date_and_its_target(tmp_path, more):
+    saved, name = tmp_path / "saved.json", "linear" if "--over" in more else "linear_of_8"
+    options = [] if "--require" in more else ["--max-batch", "2"]
+    assert run(name, *more, *options, "--quiet", "--json", str(saved)) == 0
+    data = json.loads(saved.read_text())
+    environment = (data["rows"][0]["result"] if "rows" in data else data)["environment"]
+    assert environment["target"] == f"{__file__}:{name}"
+    age = datetime.now(UTC) - datetime.fromisoformat(environment["date"])
+    assert 0 <= age.total_seconds() < 100
 
 
 def test_where_nothing_fits_the_exit_status_is_1(capsys):

@@ -1,12 +1,14 @@
 import re
+from dataclasses import replace
 
 import pytest
-from example_results import EXAMPLES
+from example_results import EXAMPLES, gpu
 from helpers import a_result, same_as_golden
 from hypothesis import given
 from strategies import results
 
 from oomprobe.report.table import text as report
+from oomprobe.report.trials import FEW
 
 VERDICT = re.compile(r"^verdict: batch (\d+)", re.MULTILINE)
 every_example = pytest.mark.parametrize("name", EXAMPLES)
@@ -26,6 +28,10 @@ def test_the_report_is_short_lines_of_ascii_and_the_verbose_one_has_more(name):
     same_as_golden(verbose, f"report_{name}.txt")
     without, *details = VERBOSE.sub("", verbose).split("\nnot covered by the trials:\n")
     items = [line.removeprefix("  - ") for line in "".join(details).splitlines()]
+    if len(result.trials) > FEW:
+        rows, of_all = (text.split("\n\n")[1] for text in (brief, verbose))
+        assert set(rows.splitlines()[:-1]) < set(of_all.splitlines())
+        without = without.replace(of_all, rows)
     assert brief == without + "".join(f"\nnot covered: {'; '.join(items)}\n" for _ in details)
     assert len(re.findall(r"^  \w", brief.split("\n\n")[2], re.MULTILINE)) <= 8
     assert max(map(len, verbose.splitlines())) <= 100
@@ -49,6 +55,16 @@ def test_any_result_has_a_report_with_one_verdict(result):
     text = report(result)
     assert VERDICT.findall(text) == [str(result.batch_size)]
     assert text.isascii()
+
+
+def test_a_brief_report_has_the_trials_that_it_mentions():
+    size, note = 96, "leak: 5.00 MiB was not freed after batch {size}, even by garbage collection"
+    result = replace(gpu(), notes=(note.format(size=size),))
+    assert "\n     96  bisect   fits " not in report(gpu())
+    assert "\n     96  bisect   fits " in report(result)
+    assert "\n  ... 4 of 16 trials left out; all are in result.trials" in report(gpu())
+    for whole in (report(gpu(), verbose=True), report(EXAMPLES["ranks"]())):
+        assert "left out" not in whole
 
 
 def test_contamination_is_a_warning_below_the_verdict():

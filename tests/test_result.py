@@ -32,6 +32,29 @@ def test_a_result_of_version_1_is_read():
         assert {key: value for key, value in values.items() if key != "trials"}.items() <= kept.items()
 
 
+def test_a_summary_is_flat_and_has_what_was_measured():
+    trials = (a_trial(4, samples_per_s=9.0), a_trial(4, phase=Phase.CONFIRM, step_s=0.5, samples_per_s=8.0))
+    plan = a_trial(4, accumulation_steps=2, samples_per_s=1.0)
+    told = a_result(
+        trials=(*trials, plan),
+        notes=("a", "b"),
+        environment={"torch": "2.14", "allocator_settings": {"x": "y"}},
+        options={"memory_fraction": 0.9, "max_batch": None},
+    ).summary()
+    expected = {"batch_size": 4, "limited_by": "memory", "contaminated": False, "limiting_step": None, "notes": "a\nb",
+                "samples_per_s": 8.0, "step_s": 0.5, "environment/torch": "2.14", "options/memory_fraction": 0.9,
+                "options/max_batch": None}  # fmt: skip
+    assert expected.items() <= told.items()
+    assert not {"trials", "fit", "environment", "environment/allocator_settings"} & told.keys()
+
+
+@given(results)
+def test_any_result_has_a_summary_and_a_repr_in_one_line(result):
+    assert all(value is None or isinstance(value, bool | int | float | str) for value in result.summary().values())
+    assert repr(result).startswith(f"<ProbeResult: batch {result.batch_size} ")
+    assert "\n" not in repr(result)
+
+
 def test_to_json_writes_what_it_returns(tmp_path):
     path = tmp_path / "result.json"
     text = a_result(notes=("gr\u00f6\u00dfer",), options={"somewhere": tmp_path}).to_json(path)

@@ -9,7 +9,7 @@ from hypothesis import given
 from strategies import trials
 
 from oomprobe.records.trials import Phase, Trial, Verdict
-from oomprobe.report.trials import trial_line, trials_table
+from oomprobe.report.trials import trial_line, trials_block, trials_table
 
 
 def remarks(*some):
@@ -60,6 +60,38 @@ def test_each_kind_of_error_is_shown_once_and_in_one_line():
         0: "backward, model.py:142: CUDA out of memory. Tried to allocate 2.00 GiB",
         4: "train.py:12: it timed out",
     }
+
+
+def rows(block):
+    return [" ".join(row.cells[:2]) for row in block.content.rows]
+
+
+def test_a_long_table_has_the_trials_that_decide():
+    grown = [a_trial(2**power) for power in range(12)]
+    failed = [a_trial(4096, Verdict.OOM), a_trial(128, steps=50)]  # the look comes last
+    bisected = [a_trial(size, phase=Phase.BISECT) for size in range(2100, 3000, 100)]
+    hung = a_trial(3000, Verdict.TIMED_OUT, Phase.BISECT)
+    last = [a_trial(2901, Verdict.OOM, Phase.RECHECK), a_trial(2900, phase=Phase.CONFIRM)]
+    searched = [*grown, *failed, *bisected, hung, *last]
+    table = trials_block(searched, 2900, mentioned={2900, 2200})
+    assert rows(table) == [
+        "1 grow", "256 grow", "512 grow", "1024 grow", "2048 grow", "4096 grow", "128 grow",
+        "2200 bisect", "2900 bisect", "3000 bisect", "2901 recheck", "2900 confirm",
+    ]  # fmt: skip
+    assert table.content.foot == [
+        "  ... 14 of 26 trials left out; all are in result.trials, the JSON, the page, and with --verbose"
+    ]
+    assert len(rows(trials_block(searched, 2900))) == len(searched)
+    assert rows(trials_block(searched[:12], 8, mentioned=())) == rows(trials_block(searched[:12], 8))
+
+
+def test_a_size_above_a_failure_says_why_it_is_tried():
+    why = "tried although 6 failed: fragmentation can fail a size and spare a larger one"
+    hole = a_trial(6, Verdict.OOM, Phase.BISECT)
+    above = [a_trial(size, phase=Phase.BISECT) for size in (7, 8)]
+    assert remarks(a_trial(4), hole, *above) == {2: why}
+    assert remarks(hole, a_trial(6, phase=Phase.RECHECK), *above) == {}
+    assert remarks(hole, a_trial(7, phase=Phase.CONFIRM)) == {}
 
 
 def test_one_trial_is_one_line():

@@ -6,7 +6,7 @@ import gc
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +43,7 @@ from oomprobe.runners.hooks import OptimizerWatch, outside_modes, preload_dynamo
 from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.runners.ranks_here import check_process_group, ranks_to_start, refuse_in_a_rank
 from oomprobe.runners.signals import Clock, Interrupts
-from oomprobe.runners.targets import build, name_of
+from oomprobe.runners.targets import build
 from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
 from oomprobe.state.surroundings import garbage_frozen
 
@@ -78,10 +78,9 @@ def open_model(order: Order, model: torch.nn.Module, step_fn: Steps) -> Abstract
 
 
 def open_target(
-    order: Order, target: str | Callable[[], Any], *, isolate: bool, nproc_per_node: int | str | None
+    order: Order, name: str, *, isolate: bool, nproc_per_node: int | str | None
 ) -> AbstractContextManager[Session]:
-    """Open a session for a target: in child processes, on several ranks, or in this process."""
-    name = name_of(target)
+    """Open a session for a target by its name: in child processes, on several ranks, or in this process."""
     if nproc_per_node is not None and names_simulated(order.device):
         return _on_simulated_ranks(order, name, nproc_per_node)
     if nproc_per_node is not None:

@@ -7,6 +7,7 @@ import platform
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ _LIMITED_BY = {
 }
 
 
-def result_of(session: Session, found: Found) -> ProbeResult:
-    """Make the result from the trials of a session."""
+def result_of(session: Session, found: Found, target: str | None = None) -> ProbeResult:
+    """Make the result from the trials of a session; `target` is what was probed, if it has a name."""
     assert found.batch_size is not None
     answer = last_of(session.trials, found.batch_size)
     deciding = None if found.deciding is None else last_of(session.trials, found.deciding, passed=False)
@@ -80,7 +81,7 @@ def result_of(session: Session, found: Found) -> ProbeResult:
         not_covered=tuple(_not_covered(session)),
         contaminated=session.neighbours.contaminated,
         state_verified=session.state_verified,
-        environment=_environment(session),
+        environment={"target": target, **_environment(session)},
         estimates={} if fit is None else estimates(points, budget_bytes=session.budget.total_bytes),
         options=asdict(session.options),
         elapsed_s=session.clock.elapsed_s,
@@ -125,6 +126,7 @@ def nothing_fits(session: Session) -> NothingFitsError:
 
 def _environment(session: Session) -> dict[str, Any]:
     return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "oomprobe": __version__,
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,

@@ -24,8 +24,8 @@ CUT_OFF = "time limit: there are no rows for {axis} {values}. Allow more time, o
 class Rows:
     """The rows of a table while it is made. As a context manager it attaches those that are finished to an error."""
 
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
+    def __init__(self, axis: Axis, target: str | None) -> None:
+        self._axis, self._target = axis, target
         self._opened: Session | None = None
         self._results: dict[Any, ProbeResult | None] = {}
         self._unfit: dict[Any, str] = {}
@@ -79,7 +79,7 @@ class Rows:
             opened.reporter.row(label)
             session = self._session(opened, row, last)
             try:
-                result = result_of(session, finish(session, session.find()))
+                result = result_of(session, finish(session, session.find()), self._target)
             except NothingFitsError as error:
                 self._results[value], self._unfit[value] = None, str(error)
             except OomProbeError as error:

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SCHEMA_VERSION = 1
+MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_s", "samples_per_s")  # of a trial, for a summary
+Flat = dict[str, int | float | str | bool | None]  # what trackers of experiments take
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ProbeResult:
     """The answer and all the evidence for it.
 
@@ -41,7 +43,7 @@ class ProbeResult:
         not_covered: What could need memory in training but was not part of the trials.
         contaminated: Whether other processes may have changed the answer.
         state_verified: Whether the restored state was compared bit for bit and equal.
-        environment: Versions and settings the number is valid for.
+        environment: Versions and settings the number is valid for, and the date and the target of the probe.
         estimates: What rules of thumb would have answered, by name. Never used.
         options: The options of the call.
         elapsed_s: Wall time of the probe.
@@ -75,6 +77,12 @@ class ProbeResult:
     world_size: int = 1
     limiting_rank: int | None = None
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def confirmation(self) -> Trial | None:
+        """The last trial of the answer, which confirmed it; None if `trials` has none."""
+        ran = (t for t in reversed(self.trials) if t.passed and t.accumulation_steps == 1)
+        return next((t for t in ran if t.batch_size == self.batch_size), None)
 
     def plan(self, global_batch: int, world_size: int | None = None) -> tuple[PlanEntry, ...]:
         """Return ways to reach a global batch with gradient accumulation, best first.
@@ -120,6 +128,26 @@ class ProbeResult:
         with reading("result", data, SCHEMA_VERSION):
             return from_plain(cls, data)
 
+    def summary(self) -> Flat:
+        """Return the result as one flat mapping for a tracker of experiments.
+
+        It has the fields that are numbers or texts, all notes as one text, what was measured at the answer, and the environment and
+        the options, as ``"environment/torch"`` and ``"options/memory_fraction"``.
+
+        Example:
+            >>> result = ProbeResult(
+            ...     batch_size=8, limit_batch_size=8, first_failing_batch_size=9, limited_by="memory", trials=(), device="a card",
+            ...     budget_bytes=90, available_bytes=100, options={"memory_fraction": 0.9},
+            ... )
+            >>> result.summary()["batch_size"], result.summary()["options/memory_fraction"]
+            (8, 0.9)
+        """
+        plain = self.to_dict()
+        parts = {f"{part}/{name}": value for part in ("environment", "options") for name, value in plain[part].items()}
+        measured = {name: getattr(self.confirmation, name, None) for name in MEASURED}
+        told = {**plain, "notes": "\n".join(self.notes), **measured, **parts}
+        return {name: value for name, value in told.items() if value is None or isinstance(value, int | float | str)}
+
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw peak memory and throughput against batch size.
 
@@ -150,6 +178,11 @@ class ProbeResult:
         from oomprobe.report.html import notebook
 
         return notebook(self)
+
+    def __repr__(self) -> str:
+        from oomprobe.report.table import in_one_line
+
+        return in_one_line(self)
 
     def __str__(self) -> str:
         from oomprobe.report.table import text

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from oomprobe.records.axis import magnitude, text_of_value
 from oomprobe.records.plain import reading, written
-from oomprobe.records.result import SCHEMA_VERSION, ProbeResult
+from oomprobe.records.result import SCHEMA_VERSION, Flat, ProbeResult
 from oomprobe.records.trials import last_of
 
 # As for results, the methods that render import `report` when they are called.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ProbeTable:
     """The largest batch size for each value of one axis, such as each length of a sequence.
 
@@ -63,6 +63,15 @@ class ProbeTable:
         """Return the value with the largest product of value and batch size; None without any."""
         products = {value: product for value in self.rows if (product := self.product(value)) is not None}
         return max(products, key=lambda value: products[value], default=None)
+
+    def summary(self) -> Flat:
+        """Return the batch sizes as one flat mapping for a tracker of experiments, such as ``"length=512/batch_size"``."""
+        told: Flat = {"notes": "\n".join(self.notes), "elapsed_s": self.elapsed_s}
+        for value, result in self.rows.items():
+            name = f"{self.axis}={text_of_value(value)}"
+            told[f"{name}/batch_size"] = None if result is None else result.batch_size
+            told[f"{name}/mixed_batch_size"] = self.mixed.get(value)
+        return told
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON types; `from_dict` reads them back, except values other than numbers, texts and tuples."""
@@ -135,6 +144,11 @@ class ProbeTable:
         from oomprobe.report.html import notebook
 
         return notebook(self)
+
+    def __repr__(self) -> str:
+        from oomprobe.report.table import in_one_line
+
+        return in_one_line(self)
 
     def __str__(self) -> str:
         from oomprobe.report.table import text

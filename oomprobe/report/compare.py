@@ -15,11 +15,7 @@ NAME_WIDTH, CELL_WIDTH = 24, 30
 def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) -> str:
     """Compare answers, memory, times, breakdowns, options and environments; `names` are the file names."""
     both = first, second
-    ran = [
-        [t for t in one.trials if t.passed and t.batch_size == one.batch_size and t.accumulation_steps == 1]
-        for one in both
-    ]
-    confirmed = [trials[-1] if trials else None for trials in ran]
+    confirmed = [one.confirmation for one in both]
     compared: tuple[tuple[str, Sequence[object], str, Callable[[Any], str]], ...] = (
         ("device", both, "device", str),
         ("batch size", both, "batch_size", str),

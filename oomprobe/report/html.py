@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -25,14 +26,19 @@ HEAD = """<!doctype html>
 <style>
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 60rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.35rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
-.scroll { overflow-x: auto; } caption { text-align: left; color: #555; } table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
+/* A shadow at the edge behind which a table goes on: the first two layers move with the table and cover it at the ends. */
+.scroll { overflow-x: auto; background: linear-gradient(90deg, #fff 50%, #fff0) left / 3rem 100% no-repeat local,
+  linear-gradient(-90deg, #fff 50%, #fff0) right / 3rem 100% no-repeat local,
+  linear-gradient(90deg, #0004, #0000) left / .8rem 100% no-repeat, linear-gradient(-90deg, #0004, #0000) right / .8rem 100% no-repeat; }
+caption { text-align: left; color: #555; } table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .6rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #ddd; }
-th.text, td.text { text-align: left; } tr.failed td { color: #8a1c1c; } tr.answer td { font-weight: 600; background: #eef4fb; }
+.text { text-align: left; } tr.failed td { color: #8a1c1c; } tr.answer td { font-weight: 600; background: #4a90e21a; }
 td.why { text-align: left; white-space: normal; color: #555; font-size: .8rem; }
 .warning { background: #fdecea; border-left: 4px solid #b3261e; padding: .5rem 1rem; }
 .pictures { display: flex; flex-wrap: wrap; gap: 1rem; align-items: flex-start; } figure { margin: 0; flex: 1 1 20rem; max-width: 30rem; }
 figure svg { width: 100%; height: auto; } dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
 dt { color: #555; } dd { margin: 0; overflow-wrap: anywhere; }
+@media (max-width: 40rem) { table { font-size: .72rem; } th, td { padding: .15rem .25rem; } .text { white-space: normal; } td.why { font-size: .68rem; } }
 details { border-top: 1px solid #ddd; padding: .4rem 0; } summary { cursor: pointer; font-weight: 600; }
 </style>
 """
@@ -47,12 +53,11 @@ def page(found: ProbeResult | ProbeTable) -> str:
 
 
 def notebook(found: ProbeResult | ProbeTable) -> str:
-    """Render the verdict, the notes and the first table for a notebook, which has its own style for tables."""
+    """Render the brief report for a notebook, which has its own style for tables; the notes come first."""
     report = report_of(found)
-    shown = [*(block for block in report.blocks if block.title == NOTES), report.blocks[0]]
-    return "\n".join(
-        [f"<p><b>{escape(report.verdict)}</b></p>", *_warning(report), *(_content(block.content) for block in shown)]
-    )
+    blocks = sorted(report.blocks, key=lambda block: block.title != NOTES)
+    shown = (_block(block, heading="h4") for block in blocks if block.content)
+    return "\n".join([f"<p><b>{escape(report.verdict)}</b></p>", *_warning(report), *shown])
 
 
 def _body(report: Report) -> list[str]:
@@ -82,10 +87,10 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _block(block: Block) -> str:
+def _block(block: Block, heading: str = "h2") -> str:
     title, _, detail = block.title.rstrip(":").partition(" (")
-    heading = f"<h2>{escape(_sentence(title))}</h2>" if title else ""
-    return heading + _content(block.content, detail.rstrip(")"))
+    head = f"<{heading}>{escape(_sentence(title))}</{heading}>" if title else ""
+    return head + _content(block.content, detail.rstrip(")"))
 
 
 def _content(content: str | Iterable[str] | Facts | Table, caption: str = "") -> str:
@@ -113,6 +118,8 @@ def _table(table: Table, caption: str) -> str:
     lines = [f"<caption>{escape(caption)}</caption>"] if caption else []
     lines += [f"<tr>{line('th', Row(cells=table.heads))}</tr>"] if table.heads else []
     for row in table.rows:
+        if table.marks and row.kind == "answer":
+            row = replace(row, cells=[f"* {row.cells[0]}", *row.cells[1:]])
         lines.append(f'<tr class="{row.kind}">{line("td", row)}</tr>')
         if row.remark:
             lines.append(f'<tr><td class="why" colspan="{len(row.cells)}">{escape(row.remark)}</td></tr>')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,16 @@ def new_figure(height_inches: float) -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise InvalidArgumentError("plots need matplotlib: pip install 'oomprobe[plot]'") from None
-    return Figure(figsize=(COLUMN_INCHES, height_inches), layout="constrained", dpi=200)
+
+    class ProbeFigure(Figure):
+        """A figure that a notebook shows, also without ``%matplotlib inline``."""
+
+        def _repr_png_(self) -> bytes:
+            stream = io.BytesIO()
+            self.savefig(stream, format="png")
+            return stream.getvalue()
+
+    return ProbeFigure(figsize=(COLUMN_INCHES, height_inches), layout="constrained", dpi=200)
 
 
 def saved(figure: Figure, path: str | Path | None) -> Figure:

@@ -38,13 +38,15 @@ _UNTOLD = (Verdict.CRASHED, Verdict.TIMED_OUT)  # they say nothing about the siz
 
 def result_report(result: ProbeResult, *, verbose: bool = False) -> Report:
     """Make the report of a result."""
-    environment = {name: [_value(value)] for name, value in result.environment.items() if value not in (None, {}, "")}
+    told = facts(result, verbose=verbose)
+    sentences = " ".join((*(sentence for label in told.values() for sentence in label), *result.notes))
+    mentioned = {int(size) for size in re.findall(r"(?:batch|between|and|,) (\d+)", sentences)}
     return Report(
         verdict=verdict_line(result),
         warning=WARNING if result.contaminated else "",
         blocks=[
-            trials_block(result.trials, result.batch_size),
-            Block("", facts(result, verbose=verbose)),
+            trials_block(result.trials, result.batch_size, mentioned=None if verbose else mentioned),
+            Block("", told),
             *([] if result.breakdown is None else breakdown_blocks(result.breakdown)),
             Block(NOTES, result.notes),
             not_covered(result, verbose=verbose),
@@ -53,8 +55,18 @@ def result_report(result: ProbeResult, *, verbose: bool = False) -> Report:
             "peak memory and throughput against batch size": partial(result_figure, result),
             "each trial in order, closing in on the answer": partial(bracket_figure, result),
         },
-        appendix=[Block("environment", environment)],
+        appendix=appendix(result),
     )
+
+
+def appendix(result: ProbeResult) -> list[Block]:
+    """Return what the page adds: where and when the probe ran, and its options."""
+    parts = {"environment": result.environment, "options": result.options}
+    return [
+        Block(title, {name: [_value(value)] for name, value in part.items() if value not in (None, {}, "")})
+        for title, part in parts.items()
+        if part
+    ]
 
 
 def verdict_line(result: ProbeResult) -> str:
@@ -115,7 +127,7 @@ def _limit(result: ProbeResult) -> str:
     step = "" if result.limiting_step is None else f", in step {result.limiting_step!r}"
     limit, size = _LIMITS.get(result.limited_by, result.limited_by), result.batch_size
     tried = [t for t in result.trials if t.accumulation_steps == 1 and t.verdict not in _UNTOLD]
-    calls = next((t.steps for t in reversed(tried) if t.passed and t.batch_size == size), 0)
+    calls = 0 if result.confirmation is None else result.confirmation.steps
     kind = "optimizer step" if "command" in result.environment else "call"
     ran = f"{limit}{step}; batch {size} ran" + (f" for {count(calls, kind, kind + 's')}" if calls else "")
     failed = min((t for t in tried if not t.passed and t.batch_size > size), key=lambda t: t.batch_size, default=None)
@@ -127,12 +139,14 @@ def _limit(result: ProbeResult) -> str:
     if largest < failed.batch_size or not larger:
         return ran
     passed = "passed a replay" if all(t.replayed for t in larger) else "ran"
+    larger_failed = result.first_failing_batch_size or 0
+    passed += f" and {larger_failed} failed" if larger_failed > largest else ""
     return f"{ran} under the budget ({format_bytes(failed.cap_bytes or 0)}); without it, batch {largest} {passed}"
 
 
 def _ranks(result: ProbeResult, *, verbose: bool) -> list[str]:
     """Say how much memory each rank took at the answer, and which one limits."""
-    told = next((t.ranks for t in reversed(result.trials) if t.passed and t.batch_size == result.batch_size), ())
+    told = () if result.confirmation is None else result.confirmation.ranks
     if len(told) < 2:
         return []
     limits = next((one for one in told if one.rank == result.limiting_rank), told[0])

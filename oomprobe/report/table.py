@@ -13,7 +13,7 @@ from oomprobe.records.table import ProbeTable
 from oomprobe.records.trials import last_of
 from oomprobe.report.blocks import NOTES, Block, Report, Row, Table, as_text
 from oomprobe.report.plot import table_figure
-from oomprobe.report.result import WARNING, facts, not_covered, result_report, within
+from oomprobe.report.result import WARNING, appendix, facts, not_covered, result_report, within
 
 _SHARED = ("ranks", "holds for", "state")  # facts that are the same for all rows
 
@@ -28,6 +28,11 @@ def report_of(found: ProbeResult | ProbeTable, *, verbose: bool = False) -> Repo
 def text(found: ProbeResult | ProbeTable, *, verbose: bool = False) -> str:
     """Render a result or a table for a job log."""
     return as_text(report_of(found, verbose=verbose))
+
+
+def in_one_line(found: ProbeResult | ProbeTable) -> str:
+    """Return the verdict, as the ``repr`` of a result or a table."""
+    return f"<{type(found).__name__}: {report_of(found).verdict.removeprefix('verdict: ')}>"
 
 
 def table_report(table: ProbeTable, *, verbose: bool = False) -> Report:
@@ -48,6 +53,7 @@ def table_report(table: ProbeTable, *, verbose: bool = False) -> Report:
             *([] if verbose or not results else [not_covered(results[-1], verbose=False)]),
         ],
         parts=parts if verbose else {},
+        appendix=appendix(results[-1]) if results else [],
         pictures={f"batch size for each {table.axis}": partial(table_figure, table)},
     )
 
@@ -66,11 +72,12 @@ def _rows(table: ProbeTable) -> Table:
     cells = {value: _cells(table, value) for value in table.rows}
     used = [place for place in range(len(heads)) if place < 2 or any(one[place] != "-" for one in cells.values())]
     best = table.best()
+    largest = None if best is None else table.product(best)
     rows = [
         Row(
             cells=[cells[value][place] for place in used],
             remark=clean(table.unfit.get(value, "")),
-            kind="failed" if result is None else "answer" if value == best else "passed",
+            kind="failed" if result is None else "answer" if largest and table.product(value) == largest else "passed",
         )
         for value, result in table.rows.items()
     ]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 
 from oomprobe.ground.units import byte_unit, format_bytes, format_seconds
 from oomprobe.ground.words import WIDTH, clean, clip, count, rate, shortened
-from oomprobe.records.trials import Phase, Trial
+from oomprobe.records.trials import SECOND_OPINIONS, Phase, Trial
 from oomprobe.report.blocks import Block, Row, Table, block_lines
 
 TEXT_COLUMNS = ("phase", "verdict", "step name")  # all others hold numbers
+FEW = 12  # trials that a brief table has room for
+LEFT_OUT = "  ... {left_out} of {all} trials left out; all are in result.trials, the JSON, the page, and with --verbose"
+ABOVE_FAILURE = "tried although {size} failed: fragmentation can fail a size and spare a larger one"
 
 
 def trials_table(trials: Iterable[Trial]) -> str:
@@ -17,29 +20,61 @@ def trials_table(trials: Iterable[Trial]) -> str:
     return "\n".join(block_lines(trials_block(trials)))
 
 
-def trials_block(trials: Iterable[Trial], answer: int | None = None) -> Block:
-    """Return the table of trials; it omits columns that no trial measured."""
+def trials_block(
+    trials: Iterable[Trial], answer: int | None = None, *, mentioned: Container[int] | None = None
+) -> Block:
+    """Return the table of trials; it omits columns that no trial measured.
+
+    With `mentioned`, sizes that other parts of the report mention, a long table has only the trials that decide.
+    """
     trials = tuple(trials)
     if not trials:
         return Block("", "no trial was run")
+    kept = range(len(trials)) if mentioned is None else _deciding(trials, mentioned)
     sizes = [size for t in trials for size in (t.peak_allocated_bytes, t.peak_reserved_bytes, t.cap_bytes) if size]
     unit, factor = byte_unit(max(sizes, default=0))
     columns = {head: cell for head, cell in _columns(factor).items() if any(cell(t) is not None for t in trials)}
-    rows, shown = [], set()
-    for trial in trials:
+    rows, shown, failed = [], set[str](), set[int]()
+    for place, trial in enumerate(trials):
+        smallest = min(failed, default=trial.batch_size)
+        (failed.discard if trial.passed else failed.add)(trial.batch_size)
+        if place not in kept:
+            continue
         failure = "" if trial.verdict in shown else _failure(trial)
-        shown.add(trial.verdict)
+        above = trial.phase is Phase.BISECT and smallest < trial.batch_size and ABOVE_FAILURE not in shown
+        shown |= {trial.verdict, *([ABOVE_FAILURE] if above else [])}
         answers = trial.batch_size == answer and trial.phase is Phase.CONFIRM
         rows.append(
             Row(
                 cells=[cell(trial) or "-" for cell in columns.values()],
-                remark="; ".join(part for part in (*_remarks(trial), failure) if part),
+                remark="; ".join(
+                    part
+                    for part in (*_remarks(trial), ABOVE_FAILURE.format(size=smallest) if above else "", failure)
+                    if part
+                ),
                 kind="failed" if not trial.passed else "answer" if answers else "passed",
             )
         )
     texts = {place for place, head in enumerate(columns) if head in TEXT_COLUMNS}
     title = f"trials (memory in {unit}; '-': not measured, or no cap; each kind of error is shown once)"
-    return Block(title, Table(heads=tuple(columns), rows=rows, texts=texts))
+    foot = [LEFT_OUT.format(left_out=len(trials) - len(kept), all=len(trials))] if len(kept) < len(trials) else []
+    return Block(title, Table(heads=tuple(columns), rows=rows, texts=texts, foot=foot))
+
+
+def _deciding(trials: Sequence[Trial], mentioned: Container[int]) -> Sequence[int]:
+    """Return the places of all trials if they are few; otherwise of those that decide, and of others as far as there is room.
+
+    The first trial, second opinions, the look, the first of each verdict and all sizes that the report mentions decide.
+    """
+    places, seen, deciding = range(len(trials)), set[str](), list[int]()
+    for place, trial in enumerate(trials):
+        grown = (one.batch_size for one in trials[:place] if one.passed and one.phase is Phase.GROW)
+        looks = trial.phase is Phase.GROW and trial.batch_size < max(grown, default=0)
+        if trial.phase in SECOND_OPINIONS or trial.batch_size in mentioned or looks or trial.verdict not in seen:
+            deciding.append(place)
+        seen.add(trial.verdict)
+    rest = sorted(set(places) - set(deciding), key=lambda place: (trials[place].phase is not Phase.GROW, -place))
+    return sorted([*deciding, *rest[: max(0, FEW - len(deciding))]]) if len(trials) > FEW else places
 
 
 def trial_line(trial: Trial) -> str:

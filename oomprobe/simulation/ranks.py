@@ -30,8 +30,8 @@ NCCL = (
 )
 HOOK = "DDP's communication hooks are not simulated: compressed copies of gradients are left out"
 ONLY_DDP = (
-    "a simulated card has ranks for DDP only, not for FSDP or a device mesh: probe on real cards, without --device sim:..., or "
-    "simulate the whole model on one rank"
+    "a simulated card has ranks for DDP only, not for FSDP or a device mesh. Probe real cards: leave out --device sim:.... Or simulate "
+    "the whole model on one card: leave out --nproc-per-node, and let build() return the model that it would shard"
 )
 
 # Functions of torch.distributed; their operators run on tensors without data in newer versions of torch only.

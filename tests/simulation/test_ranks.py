@@ -48,7 +48,7 @@ def test_a_card_of_80_gb_keeps_a_gibibyte_for_nccl():
     ("name", "ranks", "said"),
     [
         ("fsdp2", 8, "a simulated card has ranks for DDP only"),
-        ("fsdp1", 8, "a simulated card has ranks for DDP only"),
+        ("fsdp1", 8, "leave out --nproc-per-node, and let build"),
         ("no_group", 8, "initialised a process group"),
         ("ddp", "gpu", "nproc_per_node must be an integer of at least 1, not 'gpu'"),
         ("ddp", 0, "nproc_per_node must be an integer of at least 1, not 0"),
