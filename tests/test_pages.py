@@ -79,7 +79,7 @@ def test_the_release_files_name_this_version():
 
 
 def test_the_map_of_the_code_is_complete():
-    drawn = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8").partition("\noomprobe/\n")[2]
+    drawn = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\noomprobe/\n")[2]
     for name in re.findall(r"\b(\w+\.py|\w+/)(?=\s)", drawn.partition("```")[0]):
         found = [ROOT / "oomprobe" / name, *(ROOT / "oomprobe").glob(f"*/{name}")]
         assert any(path.exists() for path in found), name
