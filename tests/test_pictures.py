@@ -63,7 +63,9 @@ def test_a_plot_shows_peaks_lines_and_throughput(tmp_path):
         [t.batch_size, t.peak_allocated_bytes / GIB] for t in result.trials if t.passed
     )
     assert any("not used (off by 0.0 %)" in label for label in labels(memory))
-    assert [text.get_text() for text in throughput.texts] == ["knee: batch 64, 95 % of the best rate"]
+    assert [text.get_text() for text in throughput.texts] == ["knee: batch 64, 95 % of the best"]
+    figure.draw_without_rendering()
+    assert throughput.texts[0].get_window_extent().x0 > throughput.get_window_extent().x0
     assert (tmp_path / "probe.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -164,6 +166,18 @@ def test_a_browser_shows_the_page_on_a_phone_without_horizontal_scrolling(tmp_pa
     assert pictures == "2"
     assert int(reserved) <= 390  # the columns that matter are in sight
     assert (goes_on, has_shadow) == ("true", "true")  # and a shadow says that there are more
+
+
+def test_the_picture_of_a_report_is_that_of_the_first_example():
+    """If this fails, draw it again: python scripts/picture.py."""
+    pytest.importorskip("rich")
+    from picture import PICTURE, drawn, report
+
+    kept = PICTURE.read_text()
+    assert re.findall(r"https?://[^\"')]*", kept) == ["http://www.w3.org/2000/svg"]
+    lines, now = (re.findall(r"<text[^>]*>([^<]*)<", svg) for svg in (kept, drawn(report())))
+    assert len(lines) > 30
+    assert [one for one in lines if "inside" not in one] == [one for one in now if "inside" not in one]  # the time
 
 
 # --- where the memory went ---

@@ -55,13 +55,13 @@ def result_figure(result: ProbeResult) -> Figure:
     """Plot peaks against batch size with budget and available memory, and throughput below if it was measured."""
     timed = [t for t in _plain(result) if t.passed and t.samples_per_s]
     figure = new_figure(4.4 if timed else 3.2)
+    parts = figure.subplots(1 + bool(timed), 1, sharex=True, squeeze=False, height_ratios=(5, 2) if timed else (1,))[
+        :, 0
+    ]
+    _draw_memory(parts[0], result)
     if timed:
-        memory, lowest = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
-        _draw_throughput(lowest, timed)
-    else:
-        memory = lowest = figure.subplots()
-    lowest.set_xlabel("batch size", fontsize=SMALL)
-    _draw_memory(memory, result)
+        _draw_throughput(parts[1], timed)
+    parts[-1].set_xlabel("batch size", fontsize=SMALL)
     return figure
 
 
@@ -146,9 +146,9 @@ def _draw_throughput(axes: Any, timed: Sequence[Trial]) -> None:
     axes.plot(*zip(*sorted(rates.items()), strict=True), "o-", color=DARK, markersize=3, linewidth=0.8)
     knee = min(size for size, speed in rates.items() if speed >= KNEE_SHARE * max(rates.values()))
     axes.axvline(knee, color=GREY, linewidth=0.8, linestyle="--")
-    is_left = 2 * knee < max(rates)  # otherwise the text would leave the figure
+    is_left = 2 * knee < axes.get_xlim()[1]  # otherwise the text would leave the figure
     axes.annotate(
-        f"knee: batch {knee}, {100 * KNEE_SHARE:.0f} % of the best rate", (knee, 0), xytext=(3 if is_left else -3, 3),
+        f"knee: batch {knee}, {100 * KNEE_SHARE:.0f} % of the best", (knee, 0), xytext=(3 if is_left else -3, 3),
         textcoords="offset points", fontsize=SMALL - 1, va="bottom", ha="left" if is_left else "right",
     )  # fmt: skip
     axes.set_ylim(0, max(rates.values()) * PADDING)
