@@ -93,6 +93,16 @@ class StepFailedError(OomProbeError, RuntimeError):
         self.batch_size = batch_size
 
 
+class FramesHidden:
+    """Lets an error of this package leave a public function without a frame inside it: its traceback ends at the caller's line."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, OomProbeError):
+            error.__traceback__, error.__suppress_context__ = None, True
+
+
 class TimeUp(BaseException):
     """Raised inside a step when its time has passed. Not an Exception, so that no step swallows it."""
 
@@ -141,6 +151,7 @@ def step_failed(
     ``length=512``, if it has a further argument. Of the trials of a process only the first, `trial` 1, ran from the state as it was
     found; later ones, those of an adapter and those of a `simulated` device may themselves be at fault.
     """
+    hide_frames(error)
     known = trial == 1 and not simulated and caller is None and (largest_passed is None or largest_passed < batch_size)
     call = f"step_fn(model, {batch_size}{row and ', '}{row})"
     if caller is None and NO_GPU.search(text_of(error)):
@@ -180,6 +191,7 @@ OF_A_RANK = re.compile(
 
 def target_failed(error: BaseException, target: str) -> OomProbeError:
     """Return the error for an exception raised while a target was imported or built."""
+    hide_frames(error)
     if NO_GPU.search(text_of(error)):
         return NoDeviceError(
             f"the target {target} needs a GPU, and this process sees none ({type(error).__name__}: {text_of(error)}). Try it on "
@@ -254,10 +266,24 @@ def text_of(error: BaseException) -> str:
         return "(no text)"
 
 
+IN_CHILD = "in the trial's process:\n"  # begins the note with the traceback of an exception that was raised there
+
+
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an exception and its causes, as Python prints it."""
+    """Return the traceback of an exception and its causes, as Python prints it; that of another process, if it was raised there."""
+    for note in getattr(error, "__notes__", ()):
+        if note.startswith(IN_CHILD):
+            return str(note.removeprefix(IN_CHILD))
     with _tensors_by_shape():
         return "".join(traceback.format_exception(error)).rstrip()
+
+
+def hide_frames(error: BaseException) -> None:
+    """Leave only frames of the user's code, and of what it called, in the traceback of an exception of a step or target."""
+    if "torch" in sys.modules:  # as below
+        from oomprobe.ground import frames
+
+        frames.hide(error)
 
 
 def _tensors_by_shape() -> AbstractContextManager[object]:

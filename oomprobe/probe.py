@@ -12,7 +12,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 
 from oomprobe.devices import Device, names_simulated
-from oomprobe.errors import InvalidArgumentError
+from oomprobe.errors import FramesHidden, InvalidArgumentError
 from oomprobe.probing.finish import finish
 from oomprobe.probing.opening import open_command, open_model, open_target
 from oomprobe.probing.order import (
@@ -119,24 +119,27 @@ def find_max_batch(
         >>> result.batch_size, result.limited_by, result.state_verified
         (64, 'max_batch', True)
     """
-    options = Options(
-        memory_fraction=memory_fraction,
-        min_batch=min_batch,
-        max_batch=max_batch,
-        multiple_of=multiple_of,
-        start_batch=start_batch,
-        steps=steps,
-        confirm_steps=confirm_steps,
-        global_batch=global_batch,
-        resolution=resolution,
-        time_limit_s=time_limit_s,
-        trial_time_limit_s=trial_time_limit_s,
-        breakdown=breakdown,
-    )
-    order = Order(options=options, device=device, preserve=preserve, progress=progress)
-    with open_model(order, model, step_fn) as session:  # `_answer` would be one more frame in the traceback of a step
-        found = finish(session, session.find())
-    return result_of(session, found)
+    with FramesHidden():
+        options = Options(
+            memory_fraction=memory_fraction,
+            min_batch=min_batch,
+            max_batch=max_batch,
+            multiple_of=multiple_of,
+            start_batch=start_batch,
+            steps=steps,
+            confirm_steps=confirm_steps,
+            global_batch=global_batch,
+            resolution=resolution,
+            time_limit_s=time_limit_s,
+            trial_time_limit_s=trial_time_limit_s,
+            breakdown=breakdown,
+        )
+        order = Order(options=options, device=device, preserve=preserve, progress=progress)
+        with open_model(
+            order, model, step_fn
+        ) as session:  # not in `_answer`: one frame less between the call and the step
+            found = finish(session, session.find())
+        return result_of(session, found)
 
 
 def find_max_batches(
@@ -184,8 +187,11 @@ def find_max_batches(
         >>> table.batch_sizes()
         {8: 64, 16: 64}
     """
-    axis = Axis.of(over)
-    return _table(axis, open_model(Order.of(options, axis=axis), model, step_fn), try_larger=try_larger, mixed=mixed)
+    with FramesHidden():
+        axis = Axis.of(over)
+        return _table(
+            axis, open_model(Order.of(options, axis=axis), model, step_fn), try_larger=try_larger, mixed=mixed
+        )
 
 
 def check(model: torch.nn.Module, step_fn: Steps, batch_size: int, **options: Unpack[CheckOptions]) -> ProbeResult:
@@ -204,7 +210,8 @@ def check(model: torch.nn.Module, step_fn: Steps, batch_size: int, **options: Un
         >>> check(model, step, 32, device="cpu:1GiB", progress="off").batch_size
         32
     """
-    return _answer(open_model(Order.of(options, batch_size=batch_size), model, step_fn), batch_size)
+    with FramesHidden():
+        return _answer(open_model(Order.of(options, batch_size=batch_size), model, step_fn), batch_size)
 
 
 @overload
@@ -268,14 +275,15 @@ def probe_target(
         >>> probe_target("oomprobe.demo:small_gpt", device="sim:16GiB", resolution=0.5, progress="off").limited_by
         'memory'
     """
-    on_ranks = nproc_per_node is not None and not names_simulated(options.get("device"))
-    axis = NO_AXIS if over is None else Axis.of(over)
-    order = Order.of(options, axis=axis, resolution=RANKS_RESOLUTION if on_ranks else 0.0)
-    name = name_of(target)
-    opened = open_target(order, name, isolate=isolate, nproc_per_node=nproc_per_node)
-    if over is None:
-        return _answer(opened, target=name)
-    return _table(axis, opened, try_larger=try_larger, mixed=mixed, target=name)
+    with FramesHidden():
+        on_ranks = nproc_per_node is not None and not names_simulated(options.get("device"))
+        axis = NO_AXIS if over is None else Axis.of(over)
+        order = Order.of(options, axis=axis, resolution=RANKS_RESOLUTION if on_ranks else 0.0)
+        name = name_of(target)
+        opened = open_target(order, name, isolate=isolate, nproc_per_node=nproc_per_node)
+        if over is None:
+            return _answer(opened, target=name)
+        return _table(axis, opened, try_larger=try_larger, mixed=mixed, target=name)
 
 
 def check_target(
@@ -287,8 +295,9 @@ def check_target(
     **options: Unpack[CheckOptions],
 ) -> ProbeResult:
     """Check that one size fits for a target; see `probe_target` and `check` for arguments and errors."""
-    order, name = Order.of(options, batch_size=batch_size), name_of(target)
-    return _answer(open_target(order, name, isolate=isolate, nproc_per_node=nproc_per_node), batch_size, name)
+    with FramesHidden():
+        order, name = Order.of(options, batch_size=batch_size), name_of(target)
+        return _answer(open_target(order, name, isolate=isolate, nproc_per_node=nproc_per_node), batch_size, name)
 
 
 def probe_command(
@@ -323,9 +332,10 @@ def probe_command(
         Traceback (most recent call last):
         oomprobe.errors.InvalidArgumentError: the command does not use the batch size: ...
     """
-    _refuse_for_commands(options)
-    order = Order.of(options, resolution=COMMAND_RESOLUTION)
-    return _answer(open_command(order, command, passes_after_s))
+    with FramesHidden():
+        _refuse_for_commands(options)
+        order = Order.of(options, resolution=COMMAND_RESOLUTION)
+        return _answer(open_command(order, command, passes_after_s))
 
 
 def check_command(
@@ -336,8 +346,9 @@ def check_command(
     **options: Unpack[CommandCheckOptions],
 ) -> ProbeResult:
     """Check that a command runs with one size; see `probe_command` and `check` for arguments and errors."""
-    _refuse_for_commands(options)
-    return _answer(open_command(Order.of(options, batch_size=batch_size), command, passes_after_s), batch_size)
+    with FramesHidden():
+        _refuse_for_commands(options)
+        return _answer(open_command(Order.of(options, batch_size=batch_size), command, passes_after_s), batch_size)
 
 
 def _refuse_for_commands(options: Mapping[str, object]) -> None:

@@ -160,6 +160,7 @@ def test_paths_are_relative_to_where_the_command_started(capsys, target, tmp_pat
         (["no/such/file.py:build"], 2, "there is no file"),
         (["{}:bug"], 3, "raise KeyError(\"labels\")\nKeyError: 'labels'"),
         (["{}:bug", *RUN], 3, "raise KeyError(\"labels\")\nKeyError: 'labels'"),
+        (["{}:raises"], 3, 'raise LookupError("config of mine")'),
         (["{}:raises", *RUN], 3, 'raise LookupError("config of mine")'),
         (["{}:bare", *RUN], 3, "Bare: not an Exception"),
         (["{}:leaves", *RUN], 3, "left the process, sys.exit(0)"),
@@ -175,6 +176,8 @@ def test_exit_codes(capsys, target, arguments, code, said):
     got, out, err = run(capsys, "run", *arguments, *options, "--quiet")
     assert (got, out) == (code, "")
     assert said in err
+    assert "in the trial's process" not in err
+    assert "/oomprobe/runners/" not in err  # a traceback has the user's frames alone
 
 
 def test_a_step_that_exits_is_3_with_the_table_so_far(capsys, target):

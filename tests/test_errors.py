@@ -1,8 +1,13 @@
 """The errors: their classes, exit codes and texts."""
 
+import traceback
+from pathlib import Path
+
 import pytest
 import torch
+from ledger import LedgerDevice
 
+import oomprobe
 from oomprobe import errors
 from oomprobe.cli import explain, explained
 from oomprobe.errors import EXIT_TERMINATED, OomProbeError, StepFailedError, step_failed
@@ -143,6 +148,34 @@ def test_a_step_that_needs_a_gpu_is_told_of_simulated_cards():
     assert 'simulate one with device="sim:24GiB"' in told
     assert "with oomprobe run train.py:build --device sim:24GiB" in told
     assert "sim:" not in str(step_failed(RuntimeError("No CUDA GPUs are available"), batch_size=1, caller=CALLER))
+
+
+def files_of(error):
+    return [Path(frame.f_code.co_filename).name for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+@pytest.mark.parametrize("device", [LedgerDevice(), "sim:1GiB"], ids=["real", "simulated"])
+def test_the_traceback_of_a_failed_step_has_only_frames_of_its_own(device):
+    def step(model, batch_size):
+        try:
+            raise KeyError("labels")
+        except KeyError:
+            model(torch.ones(batch_size, 3))
+
+    with pytest.raises(StepFailedError) as caught:
+        oomprobe.find_max_batch(torch.nn.Linear(2, 2), step, device=device, progress="off")
+    own = Path(__file__).name
+    assert files_of(caught.value) == [own]
+    assert files_of(caught.value.__cause__) == [own, "module.py", "module.py", "linear.py"]
+    assert files_of(caught.value.__cause__.__context__) == [own]
+
+
+def test_other_errors_begin_at_the_call_without_what_led_to_them():
+    for options in ({"max_batch": 0}, {"device": "sim:24"}, {"device": LedgerDevice(1)}):
+        with pytest.raises(OomProbeError) as caught:
+            oomprobe.find_max_batch(torch.nn.Linear(2, 2), lambda model, n: torch.ones(n), progress="off", **options)
+        assert files_of(caught.value) == [Path(__file__).name]
+        assert caught.value.__suppress_context__
 
 
 # --- an error that holds tensors ---

@@ -49,6 +49,31 @@ def raised_at(error: BaseException) -> str | None:
     return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
+def hide(error: BaseException | None) -> None:
+    """Take oomprobe's frames out of the tracebacks of a user's exception and its causes, and what a simulated card does below the user's line."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        links, link = [], error.__traceback__
+        while link is not None:
+            links.append(link)
+            link = link.tb_next
+        paths = [Path(link.tb_frame.f_code.co_filename) for link in links]
+        # The frames of an import say nothing either.
+        hidden = [
+            (is_library(path) and TORCH not in path.parents) or path.name.startswith("<frozen importlib")
+            for path in paths
+        ]
+        users = [place for place, path in enumerate(paths) if not hidden[place] and not is_library(path)]
+        if users:
+            end = next((place for place in range(users[-1], len(links)) if hidden[place]), len(links))
+            kept = [links[place] for place in range(end) if not hidden[place]]
+            for one, following in zip(kept, [*kept[1:], None], strict=True):
+                one.tb_next = following
+            error.__traceback__ = kept[0]
+        error = error.__cause__ or error.__context__
+
+
 def is_own_fault(error: BaseException) -> bool:
     """Return whether an error comes from oomprobe's own code rather than from what that code called.
 

@@ -106,6 +106,8 @@ def failed(error: BaseException, *, building: str | None = None) -> Failed:
     """Turn an exception into a message; `building` names the target if it was raised while building it."""
     cause = error.__cause__ if isinstance(error, errors.StepFailedError) and error.__cause__ is not None else error
     text = failure_of(cause).text
+    if building is not None:
+        errors.hide_frames(cause)
     is_plain = all(isinstance(argument, str | int | float | None) for argument in cause.args)
     return Failed(
         kind=type(error).__name__ if isinstance(error, errors.OomProbeError) else None,
@@ -145,5 +147,5 @@ def _rebuild(failed: Failed) -> BaseException:
     if isinstance(kind, type) and issubclass(kind, BaseException):
         with suppress(Exception):  # its constructor may take other arguments
             error = kind(*failed.arguments)
-    error.add_note(f"in the trial's process:\n{failed.traceback}")
+    error.add_note(errors.IN_CHILD + failed.traceback)
     return error
