@@ -124,7 +124,7 @@ def test_a_page_names_date_target_and_options():
         assert "<dt>target</dt><dd>train.py:build</dd>" in appendix
         assert "<dt>date</dt><dd>2026-11-26T18:40:00+00:00</dd>" in appendix
         assert "<dl><dt>multiple_of</dt><dd>8</dd></dl>" in appendix
-        assert "<details>" not in appendix
+        assert "</details>" not in appendix
 
 
 # --- notebooks ---

@@ -82,6 +82,8 @@ def test_a_long_table_has_the_trials_that_decide():
         "  ... 14 of 26 trials left out; all are in result.trials, the JSON, the page, and with --verbose"
     ]
     assert len(rows(trials_block(searched, 2900))) == len(searched)
+    moved_down = [a_trial(size, Verdict.OOM, Phase.CONFIRM) for size in range(30, 10, -1)]
+    assert "128 grow" in rows(trials_block([*searched, *moved_down], 2900, mentioned={2900}))
     assert rows(trials_block(searched[:12], 8, mentioned=())) == rows(trials_block(searched[:12], 8))
 
 

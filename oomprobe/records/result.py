@@ -23,7 +23,7 @@ MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_s", "samples_pe
 Flat = dict[str, int | float | str | bool | None]  # what trackers of experiments take
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
     """The answer and all the evidence for it.
 

@@ -62,19 +62,17 @@ def trials_block(
 
 
 def _deciding(trials: Sequence[Trial], mentioned: Container[int]) -> Sequence[int]:
-    """Return the places of all trials if they are few; otherwise of those that decide, and of others as far as there is room.
+    """Return the places of the trials that decide, and of others as far as there is room, the last that grew first.
 
-    The first trial, second opinions, the look, the first of each verdict and all sizes that the report mentions decide.
+    The first of each verdict, second opinions and all sizes that the report mentions decide. The look is the last that grew.
     """
     places, seen, deciding = range(len(trials)), set[str](), list[int]()
     for place, trial in enumerate(trials):
-        grown = (one.batch_size for one in trials[:place] if one.passed and one.phase is Phase.GROW)
-        looks = trial.phase is Phase.GROW and trial.batch_size < max(grown, default=0)
-        if trial.phase in SECOND_OPINIONS or trial.batch_size in mentioned or looks or trial.verdict not in seen:
+        if trial.phase in SECOND_OPINIONS or trial.batch_size in mentioned or trial.verdict not in seen:
             deciding.append(place)
         seen.add(trial.verdict)
     rest = sorted(set(places) - set(deciding), key=lambda place: (trials[place].phase is not Phase.GROW, -place))
-    return sorted([*deciding, *rest[: max(0, FEW - len(deciding))]]) if len(trials) > FEW else places
+    return sorted([*deciding, *rest[: max(1, FEW - len(deciding))]])
 
 
 def trial_line(trial: Trial) -> str:
