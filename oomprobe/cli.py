@@ -298,7 +298,7 @@ def parser() -> argparse.ArgumentParser:
     output = _add_run(run)
     for place in (output, show):
         place.add_argument(
-            "--verbose", action="store_true", help="add the fit and estimates, and explain what is not covered"
+            "--verbose", action="store_true", help="add all trials, fit, estimates, and what is not covered in full"
         )
         place.add_argument("--html", type=_file, metavar="FILE", help="write a self-contained page (needs matplotlib)")
         place.add_argument(
