@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import torch
 
 from oomprobe.devices import Device, names_simulated
 from oomprobe.errors import FramesHidden, InvalidArgumentError
+from oomprobe.probing.cards import search_cards
 from oomprobe.probing.finish import finish
 from oomprobe.probing.opening import open_command, open_model, open_target
 from oomprobe.probing.order import (
@@ -21,13 +23,14 @@ from oomprobe.probing.order import (
     CommandOptions,
     Order,
     SearchOptions,
+    TableOptions,
     TargetOptions,
     TargetTableOptions,
 )
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
-from oomprobe.records.axis import NO_AXIS, Axis
+from oomprobe.records.axis import CARDS, NO_AXIS, Axis
 from oomprobe.records.options import Options, Steps
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
@@ -145,26 +148,32 @@ def find_max_batch(
 def find_max_batches(
     model: torch.nn.Module,
     step_fn: Steps,
-    over: Mapping[str, Iterable[Any]],
+    over: Mapping[str, Iterable[Any]] | None = None,
     *,
     try_larger: bool = False,
     mixed: bool = True,
-    **options: Unpack[SearchOptions],
+    require: int | None = None,
+    **options: Unpack[TableOptions],
 ) -> ProbeTable:
-    """Find the largest batch size for each value of one argument of the step, such as each length of a sequence.
+    """Find the largest batch size for each value of one argument of the step, such as each length of a sequence, or on each card.
 
     Each row of the table is a whole search, and its answer is run and confirmed as in `find_max_batch`. From the second row
     on, a search begins near its answer. Whatever does not depend on the value is learned once: which optimizers step, how
     many calls a trial must make, and the memory that libraries take. Only the first row looks at many calls of a small size.
 
+    With a list as `device`, the rows are simulated cards: ``device=["sim:RTX-4090", "sim:L40S"]``, or ``["sim:all"]``. The step runs on
+    the largest card of each compute capability, and on the others its allocations are replayed, which takes no time. The answer
+    is that of a search on this card; its trials are marked as replayed.
+
     Args:
         model: The model, already on its device.
         step_fn: ``step_fn(model, batch_size, length=...)``, or a mapping of several. You choose the name of the extra argument.
         over: The argument's name and its values, ``{"length": [512, 1024, 2048]}``: numbers, tuples such as ``(640, 480)``,
-            or any other hashable values. They are searched in this order.
+            or any other hashable values. They are searched in this order. None for a table of cards.
         mixed: Also run all values in turn, in random order in one process, as training with a bucket for each does: at the
             answers or, while that runs out of memory, at a smaller share of them. These sizes are in `ProbeTable.mixed`.
         try_larger: Also try values above one with which not even the smallest batch fits; otherwise they count as not fitting.
+        require: Of cards: name the smallest on which this batch size runs, and run the answer there.
         **options: Those of `find_max_batch`, for each row; but `start_batch` is for the first row, and `time_limit_s` for the
             whole table. When that time is over, the table has the rows that are finished.
 
@@ -188,10 +197,15 @@ def find_max_batches(
         {8: 64, 16: 64}
     """
     with FramesHidden():
+        given = dict(options)
+        if isinstance(devices := given.get("device"), list | tuple):
+            over = {**(over or {}), CARDS: devices}
+            del given["device"]
+        if over is not None and [*over] == [CARDS]:
+            opened = partial(open_model, model=model, step_fn=step_fn)
+            return search_cards(over[CARDS], Order.of(given), opened, required=require)
         axis = Axis.of(over)
-        return _table(
-            axis, open_model(Order.of(options, axis=axis), model, step_fn), try_larger=try_larger, mixed=mixed
-        )
+        return _table(axis, open_model(Order.of(given, axis=axis), model, step_fn), try_larger=try_larger, mixed=mixed)
 
 
 def check(model: torch.nn.Module, step_fn: Steps, batch_size: int, **options: Unpack[CheckOptions]) -> ProbeResult:
@@ -232,6 +246,7 @@ def probe_target(
     over: Mapping[str, Iterable[Any]] | None = None,
     try_larger: bool = False,
     mixed: bool = True,
+    require: int | None = None,
     isolate: bool = True,
     nproc_per_node: int | Literal["gpu"] | None = None,
     **options: Unpack[SearchOptions],
@@ -254,6 +269,7 @@ def probe_target(
         over: Make a table of the answers for these values; see `find_max_batches`.
         try_larger: Only with `over`; see `find_max_batches`.
         mixed: Only with `over`; see `find_max_batches`.
+        require: Only with ``over={"device": [...]}``; see `find_max_batches`.
         isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
         nproc_per_node: Ranks, at least 1, or "gpu" for as many as there are accelerators; None for one process without a
             group. With ranks on real accelerators, `resolution` is 1/128 by default.
@@ -276,14 +292,17 @@ def probe_target(
         'memory'
     """
     with FramesHidden():
+        name = name_of(target)
+        open_order = partial(open_target, name=name, isolate=isolate, nproc_per_node=nproc_per_node)
+        if over is not None and [*over] == [CARDS]:
+            ranks = nproc_per_node if isinstance(nproc_per_node, int) else 1
+            return search_cards(over[CARDS], Order.of(options), open_order, required=require, ranks=ranks, target=name)
         on_ranks = nproc_per_node is not None and not names_simulated(options.get("device"))
         axis = NO_AXIS if over is None else Axis.of(over)
         order = Order.of(options, axis=axis, resolution=RANKS_RESOLUTION if on_ranks else 0.0)
-        name = name_of(target)
-        opened = open_target(order, name, isolate=isolate, nproc_per_node=nproc_per_node)
         if over is None:
-            return _answer(opened, target=name)
-        return _table(axis, opened, try_larger=try_larger, mixed=mixed, target=name)
+            return _answer(open_order(order), target=name)
+        return _table(axis, open_order(order), try_larger=try_larger, mixed=mixed, target=name)
 
 
 def check_target(

@@ -288,6 +288,22 @@ class SimulatedDevice(Device, Replay):
             replayed=True,
         )
 
+    def follow(self, card: SimulatedDevice) -> bool:
+        """Predict trials as another card of the same compute capability does, from what it held and what the step did there.
+
+        Return False if it predicts nothing, or held more before a trial than fits here.
+        """
+        predictor = card._predictor.on(self.card.processors)
+        if predictor is None or card._cold is None:
+            return False
+        cold, live = card._cold
+        if cold.reserved_bytes > self.available_bytes():
+            return False
+        allocator = cold.copy()
+        allocator.capacity_bytes, allocator.total_bytes = self.card.available_bytes, self.card.total_bytes
+        self._cold, self._predictor, self._workspace_bytes = (allocator, live), predictor, card._workspace_bytes
+        return True
+
     def _upper_bytes(self, reserved_bytes: int, workspace_bytes: int, cap_bytes: int | None) -> int:
         """Return the peak reserved if a convolution takes the workspace that it may want, as far as the cap allows."""
         return max(reserved_bytes, min(reserved_bytes + workspace_bytes, self._memory.allowed(cap_bytes)))

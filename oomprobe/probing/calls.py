@@ -41,7 +41,7 @@ class CallPlan:
 
     def __init__(self, facts: RunnerInfo, options: Options, clock: Clock) -> None:
         self._facts, self._options, self._clock, self._patience = facts, options, clock, clock.patience
-        self._first = 0  # calls until every optimizer has stepped
+        self.first = 0  # calls until every optimizer has stepped
         self._full = 0  # calls of a full step after that; 0: no trial has passed yet
         self._most = self._patience.look_calls  # fewer if a late call failed with a bug
         self._most_to_confirm = self._most
@@ -55,7 +55,7 @@ class CallPlan:
 
     def follow(self, last: CallPlan) -> None:
         """Begin with what another row of the table has shown of the step; its look and its confirmation count for all rows."""
-        self._first, self._full, self._most, self._counts = last._first, last._full, last._most, last._counts
+        self.first, self._full, self._most, self._counts = last.first, last._full, last._most, last._counts
         self.needed, self.looked = last.needed, last.looked
         self._most_to_confirm = ROW_CALLS
 
@@ -78,7 +78,7 @@ class CallPlan:
     def _ordinary(self, steps: int) -> int:
         """Return the calls until every optimizer has stepped, and of this many full steps more, or of one long step."""
         steps = steps if self._full <= MAX_CALLS else min(steps, 1)
-        return self._first + steps * self._full
+        return self.first + steps * self._full
 
     def _steps(self, *, confirms: bool) -> int:
         """Return the full steps of a trial; where calls are repeated, which takes no time, every trial runs the most."""
@@ -149,7 +149,7 @@ class CallPlan:
         if calls.call_s:
             self._call_s[size] = calls.call_s
         if trial.passed and not self._full and calls.made and trial.accumulation_steps == 1:
-            self._first = calls.first
+            self.first = calls.first
             self._full = max(1, (calls.made - calls.first) // request.steps)
         self.needed = max(self.needed, calls.needed)
         if calls.ended_early is not None:

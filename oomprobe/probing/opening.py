@@ -81,7 +81,7 @@ def open_target(
     order: Order, name: str, *, isolate: bool, nproc_per_node: int | str | None
 ) -> AbstractContextManager[Session]:
     """Open a session for a target by its name: in child processes, on several ranks, or in this process."""
-    if nproc_per_node is not None and names_simulated(order.device):
+    if nproc_per_node is not None and (names_simulated(order.device) or replays(order.device)):
         return _on_simulated_ranks(order, name, nproc_per_node)
     if nproc_per_node is not None:
         _refuse_isolation(order.preserve)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -37,8 +37,10 @@ class CommandOptions(CommandCheckOptions, total=False):
     trial_time_limit_s: float | None
 
 
+OneDevice = str | torch.device | Device | None
+
+
 class _ModelOptions(TypedDict, total=False):
-    device: str | torch.device | Device | None
     preserve: Iterable[Any]
     breakdown: bool
 
@@ -46,9 +48,19 @@ class _ModelOptions(TypedDict, total=False):
 class CheckOptions(CommandCheckOptions, _ModelOptions, total=False):
     """The options of `oomprobe.check`."""
 
+    device: OneDevice
+
 
 class SearchOptions(CommandOptions, _ModelOptions, total=False):
     """The options of `oomprobe.find_max_batch`."""
+
+    device: OneDevice
+
+
+class TableOptions(CommandOptions, _ModelOptions, total=False):
+    """The options of `oomprobe.find_max_batches`."""
+
+    device: OneDevice | Sequence[str]
 
 
 class TargetOptions(SearchOptions, total=False):
@@ -63,6 +75,7 @@ class TargetTableOptions(TargetOptions, total=False):
 
     try_larger: bool
     mixed: bool
+    require: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

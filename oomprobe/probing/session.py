@@ -95,7 +95,7 @@ class Session:
         self.held_by_step = ""  # a sentence that names what grows from call to call
         self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
         self._asked_calls: int | None = None  # of the last trial
-        self._predicts = True  # whether a device that replays may predict trials
+        self.predicts = True  # whether a device that replays may predict trials
         self._allocated: dict[int, Allocated] = {}  # by batch size
         self._ends: dict[tuple[int, int | None, int | None], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
@@ -110,7 +110,7 @@ class Session:
         """Begin with what the session of another row has learned of the step; `start_batch` is expected to be near the limit."""
         self.budget.expect(last.budget)
         self.call_plan.follow(last.call_plan)
-        self._learned, self._predicts = last._learned, last._predicts
+        self._learned, self.predicts = last._learned, last.predicts
         tolerance = tolerance_of(self.call_plan.needed)
         self._known = Reply(passed=True, varies=self.call_plan.is_long, tolerance=tolerance)
 
@@ -241,7 +241,7 @@ class Session:
             confirms=confirms,
             fresh=fresh,
             as_built=confirms and self.runner.facts.builds and not self.needs_emptying,
-            exact=looks or confirms or not self._predicts,
+            exact=looks or confirms or not self.predicts,
         )
         request = self.call_plan.planned(request, decides=phase is not Phase.GROW or self._known is not None)
         self._asked_calls = request.calls
@@ -317,7 +317,7 @@ class Session:
 
     def _stop_predicting(self) -> None:
         """Forget predicted trials and run every size from here on."""
-        self._predicts = False
+        self.predicts = False
         self.trials[:] = [trial for trial in self.trials if not trial.replayed]
 
     # --- what trials say about the step ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -25,19 +26,21 @@ class Rows:
     """The rows of a table while it is made. As a context manager it attaches those that are finished to an error."""
 
     def __init__(self, axis: Axis, target: str | None) -> None:
-        self._axis, self._target = axis, target
+        self._axis, self.target = axis, target
         self._opened: Session | None = None
-        self._results: dict[Any, ProbeResult | None] = {}
-        self._unfit: dict[Any, str] = {}
-        self._notes: list[str] = []
+        self.results: dict[Any, ProbeResult | None] = {}
+        self.unfit: dict[Any, str] = {}
+        self.notes: list[str] = []
+        self.required: int | None = None  # of cards
         self._mixed: dict[Any, int] = {}
         self._mixed_failed = False
+        self._started_s = time.monotonic()
 
     def __enter__(self) -> Rows:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self._results:
+        if not self.results:
             return
         if isinstance(error, OomProbeError):
             error.table = self.table()
@@ -45,22 +48,23 @@ class Rows:
             error.add_note(f"the rows that were finished:\n{self.table()}")
 
     def table(self) -> ProbeTable:
-        """Return the table, once the session is closed: closing it restores and compares the state."""
-        opened = self._opened
-        assert opened is not None
-        rows = {
-            value: result
-            and replace(result, notes=(*opened.notes, *result.notes), state_verified=opened.state_verified)
-            for value, result in self._results.items()
-        }
+        """Return the table. Once the session of all its rows is closed, which restores and compares the state, each row has its notes."""
+        rows = {value: self.results[value] for value in self._axis.values if value in self.results}
+        if opened := self._opened:
+            verified = opened.state_verified
+            rows = {
+                value: result and replace(result, notes=(*opened.notes, *result.notes), state_verified=verified)
+                for value, result in rows.items()
+            }
         return ProbeTable(
             axis=self._axis.name,
             rows=rows,
             mixed=self._mixed,
             mixed_failed=self._mixed_failed,
-            unfit=self._unfit,
-            notes=tuple(self._notes),
-            elapsed_s=opened.clock.elapsed_s,
+            unfit=self.unfit,
+            required=self.required,
+            notes=tuple(self.notes),
+            elapsed_s=time.monotonic() - self._started_s,
         )
 
     def search(self, opened: Session, *, try_larger: bool, mixed: bool) -> None:
@@ -70,40 +74,40 @@ class Rows:
         """
         self._opened, last = opened, None
         for row, value in enumerate(self._axis.values):
-            smaller = next((other for other in self._unfit if is_larger(value, other)), None)
+            smaller = next((other for other in self.unfit if is_larger(value, other)), None)
             if smaller is not None and not try_larger:
-                self._results[value] = None
-                self._unfit[value] = NOT_TRIED.format(axis=self._axis.name, value=text_of_value(smaller))
+                self.results[value] = None
+                self.unfit[value] = NOT_TRIED.format(axis=self._axis.name, value=text_of_value(smaller))
                 continue
             label = self._axis.label(row)
             opened.reporter.row(label)
             session = self._session(opened, row, last)
             try:
-                result = result_of(session, finish(session, session.find()), self._target)
+                result = result_of(session, finish(session, session.find()), self.target)
             except NothingFitsError as error:
-                self._results[value], self._unfit[value] = None, str(error)
+                self.results[value], self.unfit[value] = None, str(error)
             except OomProbeError as error:
-                if not isinstance(error, TimeLimitError) or not any(self._results.values()):
+                if not isinstance(error, TimeLimitError) or not any(self.results.values()):
                     error.args = (f"{label}: {error}", *error.args[1:])
                     raise
                 values = ", ".join(map(text_of_value, self._axis.values[row:]))
-                self._notes.append(CUT_OFF.format(axis=self._axis.name, values=values))
+                self.notes.append(CUT_OFF.format(axis=self._axis.name, values=values))
                 return
             else:
-                self._results[value] = result
+                self.results[value] = result
                 last = session, value, result
-        answers = {row: one.batch_size for row, value in enumerate(self._axis.values) if (one := self._results[value])}
+        answers = {row: one.batch_size for row, value in enumerate(self._axis.values) if (one := self.results[value])}
         alone = len(answers) == 1
         if last is None or (opened.device.on_host and not alone):
             return
-        limits = {result.limited_by for result in self._results.values() if result is not None}
+        limits = {result.limited_by for result in self.results.values() if result is not None}
         if not alone and limits == {"memory"} and max(answers.values()) <= ALIKE * min(answers.values()):
-            self._notes.append(UNUSED.format(axis=self._axis.name))
+            self.notes.append(UNUSED.format(axis=self._axis.name))
         if mixed:
             sizes, notes = (answers, []) if alone else mixed_sizes(last[0], self._axis, answers)
             self._mixed = {self._axis.values[row]: size for row, size in sizes.items()}
             self._mixed_failed = not sizes
-            self._notes += notes
+            self.notes += notes
 
     def _session(self, opened: Session, row: int, last: tuple[Session, Any, ProbeResult] | None) -> Session:
         """Return the session of a row, which begins with what the last one that has an answer learned, if memory limited it."""

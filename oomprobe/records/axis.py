@@ -59,6 +59,7 @@ class Axis:
 
 
 NO_AXIS = Axis()
+CARDS = "device"  # the axis of a table of simulated cards, which no step takes
 
 
 def _checked(name: str, values: Iterable[Any]) -> tuple[Any, ...]:

@@ -84,6 +84,11 @@ class ProbeResult:
         ran = (t for t in reversed(self.trials) if t.passed and t.accumulation_steps == 1)
         return next((t for t in ran if t.batch_size == self.batch_size), None)
 
+    @property
+    def was_replayed(self) -> bool:
+        """Whether the answer was not run: in a table of simulated cards, what the step allocated on one is replayed on others."""
+        return self.trials[-1].replayed
+
     def plan(self, global_batch: int, world_size: int | None = None) -> tuple[PlanEntry, ...]:
         """Return ways to reach a global batch with gradient accumulation, best first.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,16 +23,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeTable:
-    """The largest batch size for each value of one axis, such as each length of a sequence.
+    """The largest batch size for each value of one axis, such as each length of a sequence; or on each of several simulated cards.
 
     Attributes:
-        axis: Name of the step's argument.
+        axis: Name of the step's argument; of cards, ``"device"``.
         rows: The result for each value, in the order of the search; None where even the smallest batch does not fit. Values
             that a time limit cut off are missing.
         mixed: The batch size for each value with which steps of all values took turns in one process, in random order, as in
             training with a bucket for each value; empty if that was not tried or did not run.
         mixed_failed: Whether steps of all values were to run in turn, and no sizes were found with which they do.
         unfit: Why there is no result, for each value that has none.
+        required: Of cards: the batch size that must run.
         notes: What concerns the table rather than one row.
         elapsed_s: Wall time of all searches.
         schema_version: Version of the JSON form.
@@ -42,6 +44,7 @@ class ProbeTable:
     mixed: Mapping[Any, int] = field(default_factory=dict)
     mixed_failed: bool = False
     unfit: Mapping[Any, str] = field(default_factory=dict)
+    required: int | None = None
     notes: tuple[str, ...] = ()
     elapsed_s: float = 0.0
     schema_version: int = SCHEMA_VERSION
@@ -63,6 +66,13 @@ class ProbeTable:
         """Return the value with the largest product of value and batch size; None without any."""
         products = {value: product for value in self.rows if (product := self.product(value)) is not None}
         return max(products, key=lambda value: products[value], default=None)
+
+    def smallest(self) -> Any:
+        """Return the card with the least memory on which the `required` batch size runs; None without any."""
+        able = {
+            name: one.available_bytes for name, one in self.fitting() if one.batch_size >= (self.required or math.inf)
+        }
+        return min(able, key=lambda name: able[name], default=None)
 
     def summary(self) -> Flat:
         """Return the batch sizes as one flat mapping for a tracker of experiments, such as ``"length=512/batch_size"``."""
@@ -86,7 +96,8 @@ class ProbeTable:
             for value, result in self.rows.items()
         ]
         about = {"mixed_failed": self.mixed_failed, "notes": list(self.notes), "elapsed_s": self.elapsed_s}
-        return {"schema_version": self.schema_version, "axis": self.axis, "rows": rows, **about}
+        head = {"schema_version": self.schema_version, "axis": self.axis, "required": self.required}
+        return {**head, "rows": rows, **about}
 
     def to_json(self, path: str | Path | None = None) -> str:
         """Return the table as JSON text, and write it to `path` if given."""
@@ -124,6 +135,7 @@ class ProbeTable:
                 mixed={value: row["mixed_batch_size"] for value, row in rows.items() if row["mixed_batch_size"]},
                 mixed_failed=data.get("mixed_failed", False),
                 unfit={value: row["unfit"] for value, row in rows.items() if row["unfit"] is not None},
+                required=data.get("required"),
                 notes=tuple(data["notes"]),
                 elapsed_s=data["elapsed_s"],
             )

@@ -7,7 +7,7 @@ from functools import partial
 
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import WIDTH, clean, clip, count, rate
-from oomprobe.records.axis import text_of_value
+from oomprobe.records.axis import CARDS, text_of_value
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
 from oomprobe.records.trials import last_of
@@ -59,13 +59,29 @@ def table_report(table: ProbeTable, *, verbose: bool = False) -> Report:
 
 
 def _verdict(table: ProbeTable) -> str:
+    if table.axis == CARDS:
+        return clip(f"verdict: {_cards_verdict(table)}", WIDTH)
     results = [result for _, result in table.fitting()]
     start = f"verdict: {len(results)} of {count(len(table.rows), 'value', 'values')} of {clean(table.axis)}"
     return clip(within(results[-1], f"{start} fit") if results else f"{start} fit", WIDTH)
 
 
+def _cards_verdict(table: ProbeTable) -> str:
+    """Name the smallest card on which the required size runs or, if none is required, the range of answers."""
+    cards, required, sizes = count(len(table.rows), "card", "cards"), table.required, table.batch_sizes()
+    if required is not None:
+        able = sum(size >= required for size in sizes.values())
+        smallest = f"; the smallest is {table.smallest()}" if able else ""
+        return f"batch {required} runs on {able} of {cards}{smallest}"
+    fewest, most = (choose(sizes, key=lambda name: sizes[name], default=None) for choose in (min, max))
+    fits = f": from {sizes[fewest]} ({fewest}) to {sizes[most]} ({most})" if sizes else ""
+    return f"the step fits on {len(sizes)} of {cards}{fits}"
+
+
 def _rows(table: ProbeTable) -> Table:
     """Return the cells of each value; omit columns that no row has."""
+    if table.axis == CARDS:
+        return _cards(table)
     axis, per_rank = clean(table.axis), any(result.world_size > 1 for _, result in table.fitting())
     batch = "batch per rank" if per_rank else "batch"
     heads = [axis, batch, "mixed", f"batch x {axis}", "reserved", "of budget", "samples/s"]
@@ -82,6 +98,28 @@ def _rows(table: ProbeTable) -> Table:
         for value, result in table.rows.items()
     ]
     return Table(heads=[heads[place] for place in used], rows=rows, marks=True, clips=False, foot=_foot(table))
+
+
+def _cards(table: ProbeTable) -> Table:
+    required, smallest = table.required, table.smallest()
+    asked = [] if required is None else [f"runs {required}"]
+    rows = []
+    for name, result in table.rows.items():
+        if result is None:
+            cells = [name, *"----", *("no" for _ in asked), "-"]
+        else:
+            peak_bytes = last_of(result.trials, result.batch_size).peak_reserved_bytes or 0
+            share = f"{100 * peak_bytes / result.available_bytes:.1f} %"
+            sizes = [str(result.batch_size), format_bytes(result.available_bytes), format_bytes(peak_bytes), share]
+            runs = ["yes" if result.batch_size >= (required or 0) else "no" for _ in asked]
+            cells = [name, *sizes, *runs, "replay" if result.was_replayed else "ran"]
+        kind = "failed" if result is None else "answer" if name == smallest else "passed"
+        rows.append(Row(cells=cells, remark=clean(table.unfit.get(name, "")), kind=kind))
+    heads = ["card", "batch", "memory", "reserved", "of memory", *asked, "answer"]
+    foot = [] if smallest is None else [f"* the smallest card that runs batch {required}"]
+    if any(result.was_replayed for _, result in table.fitting()):
+        foot.append("replay: the step ran on a larger card of the kind, and its allocations were replayed on this one")
+    return Table(heads=heads, rows=rows, texts={0, len(heads) - 1}, marks=True, clips=False, foot=foot)
 
 
 def _cells(table: ProbeTable, value: object) -> list[str]:

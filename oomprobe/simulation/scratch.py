@@ -10,7 +10,7 @@ losses not listed below is not counted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -38,6 +38,11 @@ class Kernel:
     rule: Callable[..., Needs]
     fixed: tuple[Any, ...]
     count: int
+
+    def on(self, processors: Processors) -> Kernel:
+        """Return the rule on a card of the same compute capability with these processors."""
+        fixed = (replace(one, processors=processors) if isinstance(one, Reduction) else one for one in self.fixed)
+        return replace(self, fixed=tuple(fixed))
 
 
 @lru_cache(maxsize=4096)

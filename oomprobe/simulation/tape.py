@@ -9,11 +9,12 @@ are not predicted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from oomprobe.simulation.allocator import CachingAllocator
+from oomprobe.simulation.reductions import Processors
 from oomprobe.simulation.scratch import Kernel, needs_of
 
 # Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, 0, 0) for the cache, and, for a kernel with scratch
@@ -146,6 +147,14 @@ class Line:
         sizes = (size + slope * more for size, slope in zip(self.call.sizes, self.slopes, strict=True))
         return RecordedCall(self.call.events, tuple(sizes))
 
+    def on(self, processors: Processors) -> Line:
+        """Return the line on a card of the same compute capability with these processors."""
+        events = (
+            (kind, index, detail.on(processors) if isinstance(detail, Kernel) else detail)
+            for kind, index, detail in self.call.events
+        )
+        return replace(self, call=replace(self.call, events=tuple(events)))
+
 
 def lines_through(
     size: int, calls: Sequence[RecordedCall], other_size: int, other_calls: Sequence[RecordedCall]
@@ -201,6 +210,14 @@ class Predictor:
             (size, first), (other_size, second) = list(self._trials.items())[-2:]
             self.lines = lines_through(size, first, other_size, second)
         return True
+
+    def on(self, processors: Processors) -> Predictor | None:
+        """Return the prediction for a card of the same compute capability with these processors; None if there is none."""
+        if self.lines is None:
+            return None
+        other = Predictor(gives_up=True)
+        other.lines = [line.on(processors) for line in self.lines]
+        return other
 
     def steady(self, calls: Sequence[RecordedCall]) -> RecordedCall | None:
         """Return the call that would repeat: the last one if it equals the one before."""

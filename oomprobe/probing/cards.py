@@ -1,0 +1,177 @@
+"""A search on each of several simulated cards: steps run on the largest card of each kind, and are replayed on the others.
+
+Cards of one compute capability run the same kernels, so they make the same requests, but for the scratch memory that depends on the
+number of multiprocessors, which a replay computes anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from oomprobe.devices import describe, names_simulated, opened_if_simulated
+from oomprobe.errors import InvalidArgumentError, NothingFitsError, OomProbeError, TimeLimitError, check_size
+from oomprobe.probing.finish import finish
+from oomprobe.probing.order import Order
+from oomprobe.probing.session import Session
+from oomprobe.probing.summary import result_of
+from oomprobe.probing.tables import Rows
+from oomprobe.records.axis import CARDS, Axis
+from oomprobe.records.table import ProbeTable
+from oomprobe.records.trials import Calls, Measured, Outcome, Request, RunnerInfo
+from oomprobe.report.progress import reporter
+from oomprobe.rules.search import Found
+from oomprobe.runners.signals import Clock
+from oomprobe.simulation.catalogue import CARDS as CATALOGUE
+
+if TYPE_CHECKING:
+    from oomprobe.devices.simulated import SimulatedDevice  # takes a second to import
+
+Open = Callable[[Order], AbstractContextManager[Session]]
+
+ALL = "sim:all"
+NOT_CARDS = (
+    "several devices can only be simulated cards, and one of them is {device!r}: write names such as 'sim:24GiB' or 'sim:H100-80GB' "
+    "(`oomprobe devices` lists them), or 'sim:all', and probe a real device alone"
+)
+NOT_TRIED = "not tried: nothing fits {card}, which has more memory"
+CUT_OFF = "time limit: there are no rows for {cards}. Allow more time, or name fewer cards"
+
+
+def cards_of(devices: Iterable[object], ranks: int = 1) -> dict[str, SimulatedDevice]:
+    """Return the simulated cards that are named, by their names; ``"sim:all"`` names the whole catalogue.
+
+    Raises:
+        InvalidArgumentError: one is no simulated card, is named twice, or there is none.
+        NoDeviceError: the catalogue has no such card.
+    """
+    every = [f"sim:{card.name}" for card in CATALOGUE]
+    names = [name for one in devices for name in (every if one == ALL else [one])]
+    if other := next((name for name in names if not names_simulated(name)), None):
+        raise InvalidArgumentError(NOT_CARDS.format(device=other))
+    if not names or len(set(names)) < len(names):
+        raise InvalidArgumentError(f"name at least one card, and each only once, not {names}")
+    return {str(name): opened_if_simulated(name, ranks) for name in names}
+
+
+def search_cards(
+    devices: Iterable[object],
+    order: Order,
+    opened: Open,
+    *,
+    required: int | None = None,
+    ranks: int = 1,
+    target: str | None = None,
+) -> ProbeTable:
+    """Find the largest size on each card, and run it on the smallest one on which it is at least `required`.
+
+    `opened` opens a session for an order, whose device is a card, or one of several `ranks` with such a card.
+    """
+    if required is not None:
+        check_size("require", required)
+    cards = cards_of(devices, ranks)
+    kinds = defaultdict[tuple[int, int], list[str]](list)
+    for name in sorted(cards, key=lambda name: -cards[name].available_bytes()):
+        kinds[cards[name].card.compute_capability].append(name)
+    with Rows(Axis(CARDS, tuple(cards)), target) as rows:
+        search, rows.required = _Search(rows, order, opened, cards), required
+        try:
+            for largest, *others in kinds.values():
+                search.run(largest, others)
+            search.run_smallest()
+        except TimeLimitError:
+            if not any(rows.results.values()):
+                raise
+            rows.notes.append(CUT_OFF.format(cards=", ".join(name for name in cards if name not in rows.results)))
+    return rows.table()
+
+
+class _Search:
+    """Searches on cards, and enters what it finds into the rows of a table."""
+
+    def __init__(self, rows: Rows, order: Order, opened: Open, cards: Mapping[str, SimulatedDevice]) -> None:
+        self._rows, self._order, self._opened, self._cards = rows, order, opened, cards
+        self._clock = Clock(order.options, patience=order.patience)
+
+    def run(self, name: str, smaller: Sequence[str] = ()) -> None:
+        """Search on a card by running the step, and on smaller ones of its kind by replaying what it did."""
+        card, rows, left = self._cards[name], self._rows, list[str]()
+        replayed: dict[str, tuple[Session, Found]] = {}
+        end_s = self._clock.end_s
+        left_s = None if end_s is None else max(1e-3, end_s - time.monotonic())
+        options = replace(self._order.options, time_limit_s=left_s)
+        try:
+            with self._opened(replace(self._order, device=card, options=options)) as session:
+                found = session.find()
+                for other in smaller if found.batch_size is not None else ():
+                    try:
+                        replayed[other] = _replayed(session, card, self._cards[other], self._order)
+                    except _CannotReplayError:
+                        left.append(other)
+                    except NothingFitsError as error:
+                        rows.results[other], rows.unfit[other] = None, str(error)
+                finish(session, found)
+        except NothingFitsError as error:
+            rows.results |= dict.fromkeys((name, *smaller))
+            rows.unfit |= {name: str(error), **dict.fromkeys(smaller, NOT_TRIED.format(card=name))}
+            return
+        except OomProbeError as error:
+            error.args = (f"{name}: {error}", *error.args[1:])
+            raise
+        rows.results[name] = result_of(session, found, rows.target)
+        for other, (its_session, its_found) in replayed.items():
+            its_session.state_verified = session.state_verified
+            rows.results[other] = result_of(its_session, its_found, rows.target)
+        for other in left:
+            self.run(other)
+
+    def run_smallest(self) -> None:
+        """Run the answer of the smallest card on which the required size runs."""
+        while (name := self._rows.table().smallest()) is not None:
+            result = self._rows.results[name]
+            if result is None or not result.was_replayed:
+                return
+            self.run(name)
+
+
+class _CannotReplayError(Exception):
+    """A trial cannot be replayed: the card needs a search of its own."""
+
+
+class _Replays:
+    """Replays the trials of another card of the kind; see `oomprobe.records.trials.Runner`."""
+
+    def __init__(self, facts: RunnerInfo, card: SimulatedDevice, first: int) -> None:
+        self.facts, self._card, self._first = facts, card, first
+
+    def measure(self) -> Measured:
+        """Return the memory of the card."""
+        return Measured(available_bytes=self._card.available_bytes(), outside_bytes=None)
+
+    def run(self, request: Request) -> Outcome:
+        """Replay a trial."""
+        must_run = request.exact and not request.confirms
+        trial = None if must_run else self._card.predict_trial(replace(request, exact=False))
+        if trial is None:
+            raise _CannotReplayError
+        calls = Calls(made=request.wanted_calls, first=self._first)
+        return Outcome(trial=trial, calls=calls, measured=self.measure() if trial.passed else None)
+
+
+def _replayed(session: Session, card: SimulatedDevice, other: SimulatedDevice, order: Order) -> tuple[Session, Found]:
+    """Search on another card of the kind by replaying what the step did on this one.
+
+    Raises:
+        _CannotReplayError: the step's calls differ, or memory was not as predicted.
+        NothingFitsError: not even the smallest size fits.
+    """
+    if not session.predicts or not other.follow(card):
+        raise _CannotReplayError
+    options = replace(order.options, global_batch=None, breakdown=False)  # these run the step
+    runner = _Replays(replace(session.runner.facts, device=describe(other)), other, session.call_plan.first)
+    replays = Session(runner, options, reporter("off"), Clock(options, patience=order.patience), [])
+    return replays, finish(replays, replays.find())

@@ -1,0 +1,160 @@
+"""Tables of simulated cards: each row equals a search on that card, whether it ran or was replayed."""
+
+import pytest
+import torch
+from torch import nn
+from zoo import numbered
+
+import oomprobe
+
+CARDS = [
+    f"sim:{name}"
+    for name in (
+        *("RTX-3060-12GB", "RTX-3090", "A10G", "A40", "RTX-4070", "RTX-4080", "L4", "L40S", "T4", "RTX-2080Ti"),
+        "8GiB",
+    )
+]
+QUIET = {"progress": "off"}
+
+
+class Attending(nn.Module):
+    """A layer of attention and a head, whose bias gradients are large reductions."""
+
+    def __init__(self, width=256):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
+        self.head = nn.Linear(width, 4096)
+
+    def forward(self, x):
+        return self.head(self.layer(x))
+
+
+def trained(model, sample):
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=len(sample) == 2):
+            model(torch.randn(batch_size, *sample)).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def attention():
+    return trained(Attending(), (512, 256))
+
+
+def convolutions():
+    body = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3), nn.AdaptiveAvgPool2d(1)]
+    return trained(nn.Sequential(*body), (3, 128, 128))
+
+
+def told(trial):
+    return trial.batch_size, trial.phase, trial.cap_bytes, trial.verdict, trial.peak_reserved_bytes
+
+
+@pytest.mark.parametrize("make", [attention, convolutions])
+def test_each_row_equals_a_search_on_its_card(make):
+    table = oomprobe.find_max_batches(*make(), device=CARDS, **QUIET)
+    own = {card: oomprobe.find_max_batch(*make(), device=card, **QUIET) for card in CARDS}
+    assert table.batch_sizes() == {card: result.batch_size for card, result in own.items()}
+    assert [*table.rows] == CARDS
+    ran = {card for card, result in table.rows.items() if not result.was_replayed}
+    assert ran == {"sim:A40", "sim:L40S", "sim:T4"}  # the largest of each kind
+    for card, result in table.rows.items():
+        assert [told(trial) for trial in result.trials] == [told(trial) for trial in own[card].trials]
+        assert (result.available_bytes, result.device) == (own[card].available_bytes, own[card].device)
+        assert result.state_verified
+
+
+def test_the_number_of_multiprocessors_decides_a_replay():
+    """The partial results of a reduction are as many as fit the card."""
+
+    def step(model, batch_size):
+        model(torch.randn(256 * batch_size, 256, device="cuda")).sum(0)
+
+    sizes = {"max_batch": 512, **QUIET}
+    own = {card: oomprobe.find_max_batch(nn.Identity(), step, device=card, **sizes) for card in CARDS[:2]}
+    table = oomprobe.find_max_batches(nn.Identity(), step, device=[*own], **sizes)
+    peaks = [{card: one.trials[-1].peak_allocated_bytes for card, one in every.items()} for every in (own, table.rows)]
+    assert peaks[0] == peaks[1]
+    assert len({*peaks[0].values()}) == 2
+
+
+def test_the_smallest_card_for_a_size_is_run_with_its_plan():
+    table = oomprobe.find_max_batches(
+        *attention(), device=["sim:8GiB", "sim:2GiB", "sim:4GiB", "sim:1GiB"], require=60, global_batch=240, **QUIET
+    )
+    assert [result.batch_size >= 60 for _, result in table.fitting()] == [True, False, True, False]
+    assert table.smallest() == "sim:4GiB"
+    assert [card for card, result in table.rows.items() if not result.was_replayed] == ["sim:8GiB", "sim:4GiB"]
+    assert table.rows["sim:4GiB"].plan(240)[0].ran
+    replayed = [trial for card in ("sim:2GiB", "sim:1GiB") for trial in table.rows[card].trials]
+    assert {trial.accumulation_steps for trial in replayed} == {1}
+    assert "batch 60 runs on 2 of 4 cards; the smallest is sim:4GiB" in str(table)
+    assert table == oomprobe.ProbeTable.from_dict(table.to_dict())
+    assert "none" not in str(oomprobe.find_max_batches(*attention(), device=["sim:2GiB"], require=10**6, **QUIET))
+
+
+def test_a_step_that_knows_its_call_runs_on_every_card():
+    model, step = trained(nn.Linear(256, 256), (256,))
+
+    @numbered
+    def evaluating(number, model, size):
+        step(model, size * (1 + (number % 7 == 0)))
+
+    table = oomprobe.find_max_batches(model, evaluating, device=["sim:2GiB", "sim:1GiB"], multiple_of=1024, **QUIET)
+    assert not any(result.was_replayed for _, result in table.fitting())
+    own = oomprobe.find_max_batch(model, evaluating, device="sim:1GiB", multiple_of=1024, **QUIET)
+    assert table.rows["sim:1GiB"].batch_size == own.batch_size
+
+
+def test_cards_on_which_nothing_fits():
+    model, step = trained(nn.Linear(8192, 8192), (8192,))
+    table = oomprobe.find_max_batches(model, step, device=["sim:256MiB", "sim:2GiB", "sim:1GiB", "sim:T4"], **QUIET)
+    assert [*table.batch_sizes()] == ["sim:2GiB", "sim:T4"]
+    assert "too little" in table.unfit["sim:256MiB"]
+    assert "even the smallest" in table.unfit["sim:1GiB"] or "batch 1" in table.unfit["sim:1GiB"]
+    table = oomprobe.find_max_batches(model, step, device=["sim:1GiB", "sim:512MiB"], **QUIET)
+    assert table.unfit["sim:512MiB"] == "not tried: nothing fits sim:1GiB, which has more memory"
+
+
+@pytest.mark.parametrize(
+    ("devices", "error", "text"),
+    [
+        (
+            ["sim:24GiB", "cuda"],
+            oomprobe.InvalidArgumentError,
+            "can only be simulated cards, and one of them is 'cuda'",
+        ),
+        (["sim:24GiB", "sim:RTX-9999X"], oomprobe.NoDeviceError, "RTX-9999X"),
+        (["sim:24GiB", "sim:24GiB"], oomprobe.InvalidArgumentError, "each only once"),
+        ([], oomprobe.InvalidArgumentError, "at least one card"),
+    ],
+)
+def test_wrong_cards_are_refused_before_anything_runs(devices, error, text):
+    def step(model, batch_size):
+        raise AssertionError
+
+    with pytest.raises(error, match=text):
+        oomprobe.find_max_batches(nn.Linear(1, 1), step, device=devices, **QUIET)
+
+
+def test_a_bug_names_its_card_and_keeps_the_rows():
+    model, inner = attention()
+
+    def step(model, batch_size):
+        if torch.cuda.get_device_capability() == (7, 5):
+            raise KeyError("bf16")
+        inner(model, batch_size)
+
+    with pytest.raises(oomprobe.StepFailedError, match=r"^sim:T4: ") as caught:
+        oomprobe.find_max_batches(model, step, device=["sim:T4", "sim:24GiB"], **QUIET)
+    assert [*caught.value.table.batch_sizes()] == ["sim:24GiB"]
+
+
+def test_a_time_limit_is_for_all_cards():
+    model, step = attention()
+    with pytest.raises(oomprobe.TimeLimitError):
+        oomprobe.find_max_batches(model, step, device=["sim:T4", "sim:24GiB"], time_limit_s=1e-3, **QUIET)
