@@ -43,6 +43,12 @@ details { border-top: 1px solid #ddd; padding: .4rem 0; } summary { cursor: poin
 </style>
 """
 
+IN_NOTEBOOK = """<style>
+.oomprobe :is(.text, .why) { text-align: left !important; } .oomprobe :is(.failed, .warning) { color: #c0392b; }
+.oomprobe :is(.answer, .warning) { font-weight: 600; }
+.oomprobe dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; } .oomprobe :is(dt, dd) { margin: 0; }
+</style>"""
+
 
 def page(found: ProbeResult | ProbeTable) -> str:
     """Render a result or a table as an HTML document, with the report of each row folded."""
@@ -53,11 +59,12 @@ def page(found: ProbeResult | ProbeTable) -> str:
 
 
 def notebook(found: ProbeResult | ProbeTable) -> str:
-    """Render the brief report for a notebook, which has its own style for tables; the notes come first."""
+    """Render the brief report for a notebook; the notes come first."""
     report = report_of(found)
     blocks = sorted(report.blocks, key=lambda block: block.title != NOTES)
     shown = (_block(block, heading="h4") for block in blocks if block.content)
-    return "\n".join([f"<p><b>{escape(report.verdict)}</b></p>", *_warning(report), *shown])
+    lines = [IN_NOTEBOOK, f"<p><b>{escape(report.verdict)}</b></p>", *_warning(report), *shown]
+    return '<div class="oomprobe">\n' + "\n".join(lines) + "\n</div>"
 
 
 def _body(report: Report) -> list[str]:
