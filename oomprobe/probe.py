@@ -96,7 +96,7 @@ def find_max_batch(
             is not interrupted.
         trial_time_limit_s: Seconds for one trial, above 0; None for no limit.
         breakdown: Run one more step at the answer to record what held the memory (`ProbeResult.breakdown`).
-        progress: "auto" (on stderr: a live line on a terminal, otherwise a line before and after each trial), "plain",
+        progress: "auto" (on stderr: a live line on a terminal and in a notebook, otherwise a line for each trial), "plain",
             "off", or a function that is called with each `Trial`.
 
     Returns:

@@ -68,7 +68,7 @@ GOOD, BAD = a_trial(64), a_trial(128, Verdict.OOM)
 
 
 def lines(trial):
-    return f"batch {trial.batch_size}  {trial.phase} ...\n{trial_line(trial)}\n"
+    return trial_line(trial).replace(f"batch {trial.batch_size}  ", f"batch {trial.batch_size} ... ") + "\n"
 
 
 def test_the_status_line_says_trial_bracket_and_time_and_leaves_the_last_column_free(terminal, monkeypatch):
@@ -110,7 +110,7 @@ def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
 )
 def test_bisecting_says_how_many_trials_are_left(terminal, good, bad, options, left):
     status = reporter("auto")
-    status.opened("a device", Options(**options))
+    status.opened("a device", Options(**options), False)
     status.finished(a_trial(good))
     status.finished(a_trial(bad, Verdict.OOM))
     assert "left" not in terminal.screen
@@ -124,8 +124,8 @@ def test_force_color_colours_a_log_unless_no_color_is_set(monkeypatch, capsys, n
     monkeypatch.setenv("FORCE_COLOR", "1")
     play(reporter("auto"), GOOD, BAD)
     written = capsys.readouterr().err
-    assert (f"\x1b[32m{trial_line(GOOD)}" in written) == coloured
-    assert (f"\x1b[31m{trial_line(BAD)}" in written) == coloured
+    assert ("batch 64 ... \x1b[32mfits  " in written) == coloured
+    assert ("batch 128 ... \x1b[31mout of memory  " in written) == coloured
 
 
 @pytest.mark.parametrize(("progress", "written"), [("auto", True), ("plain", True), ("off", False)])
@@ -139,6 +139,47 @@ def test_plain_lines_on_a_dumb_terminal_or_on_request(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     play(reporter("auto"), BAD)
     assert terminal.getvalue() == lines(GOOD) + lines(BAD)
+
+
+def test_a_simulated_trial_is_a_line_written_after_it(capsys):
+    status = reporter("plain")
+    status.opened("a card", Options(), True)
+    status.started(64, Phase.GROW)
+    assert capsys.readouterr().err == "probing a card\n"
+    play(status, GOOD)
+    assert capsys.readouterr().err == f"{trial_line(GOOD)}\n"
+    model, step = torch.nn.Linear(1, 1), lambda model, n: model(torch.ones(n, 1))
+    result = oomprobe.check(model, step, 4, device="sim:1GiB", progress="plain")
+    assert capsys.readouterr().err == f"probing {result.device}\n{trial_line(result.trials[0])}\n"
+
+
+def test_a_line_that_no_verdict_ends_is_ended_when_the_probe_closes(capsys):
+    status = reporter("plain")
+    status.started(64, Phase.GROW)
+    status.close()
+    status.close()
+    assert capsys.readouterr().err == "batch 64 ... \n"
+
+
+class Cell(io.StringIO):
+    """What ipykernel puts in the place of stderr."""
+
+    __module__ = "ipykernel.iostream"
+
+
+def test_in_a_notebook_one_output_is_updated_and_cleared(monkeypatch):
+    def display(data, *, raw, display_id):
+        shown.append(data["text/plain"])
+        return types.SimpleNamespace(update=lambda data, raw: shown.append(data["text/plain"]))
+
+    cell, shown = Cell(), []
+    write_to(monkeypatch, cell)
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
+    play(reporter("auto"), GOOD, BAD)
+    words = ["64 ...", "64 fits", "128 ...", "128 out of memory"]
+    assert [text.split(" | ")[0] for text in shown] == ["", *(f"oomprobe: grow  batch {one}" for one in words), ""]
+    assert cell.getvalue() == ""
 
 
 def test_a_callable_gets_each_trial_once_and_may_raise(capsys):
@@ -169,14 +210,14 @@ def test_an_unknown_value_is_refused():
 
 def test_the_log_names_the_size_before_its_step_runs(monkeypatch):
     def step(model, batch_size):
-        assert raw.getvalue().decode().splitlines()[-1].startswith(f"batch {batch_size}  ")
+        assert raw.getvalue().decode().splitlines()[-1] == f"batch {batch_size} ... "
         torch.ones(batch_size)
         device.take(batch_size * MIB)
 
     raw, device = io.BytesIO(), LedgerDevice(8 * MIB)
     write_to(monkeypatch, io.TextIOWrapper(raw))
     result = oomprobe.find_max_batch(torch.nn.Linear(1, 1), step, device=device, memory_fraction=1.0, progress="plain")
-    assert raw.getvalue().decode().splitlines()[-1] == trial_line(result.trials[-1])
+    assert raw.getvalue().decode() == "probing ledger\n" + "".join(map(lines, result.trials))
 
 
 # --- on a pseudo-terminal, with and without rich ---

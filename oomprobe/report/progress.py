@@ -1,4 +1,4 @@
-"""Progress while a probe runs: a status line on a terminal, otherwise a line before and after each trial."""
+"""Progress while a probe runs: a status line on a terminal and in a notebook, otherwise a line for each trial."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_seconds
@@ -33,7 +35,9 @@ def _ignore(*arguments: object) -> None:
 class Reporter:
     """Callbacks for the progress of a probe."""
 
-    opened: Callable[[str, Options], object] = _ignore  # with the device name, before the first trial
+    opened: Callable[[str, Options, bool], object] = (
+        _ignore  # with the device and whether it is simulated, before the first trial
+    )
     row: Callable[[str], object] = _ignore  # before each row of a table, with its name
     started: Callable[[int, Phase], object] = _ignore  # before each trial
     finished: Callable[[Trial], object] = _ignore  # with each trial that ended, passed or not
@@ -43,33 +47,56 @@ class Reporter:
 def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> Reporter:
     """Return the reporter for the `progress` option.
 
-    ``"auto"`` shows a status line on a terminal, and a table above it if rich is installed; elsewhere it is ``"plain"``.
-    ``"plain"`` writes a line after each trial, and one before it, which names the size if the machine freezes. ``"off"``
-    writes nothing. A callable gets each `Trial`, and what it raises is not caught.
+    ``"auto"`` shows a status line in a notebook and on a terminal, there with a table above it if rich is installed; elsewhere
+    it is ``"plain"``, which writes a line for each trial. ``"off"`` writes nothing. A callable gets each `Trial`, and what it
+    raises is not caught.
     """
     if callable(progress):
         return Reporter(finished=progress)
     if progress == "off":
         return Reporter()
-    if progress == "auto" and _is_terminal():
-        show, close = _rich_screen() or (_show_line, lambda: _write(_ERASE))
+    screen = _screen() if progress == "auto" else None
+    if screen is not None:
+        show, close = screen
         line = _StatusLine(show, clock)
         return Reporter(opened=line.opened, row=line.row, started=line.started, finished=line.finished, close=close)
     if progress in ("auto", "plain"):
-        return Reporter(
-            opened=lambda device, options: _write(f"probing {device}\n"),
-            row=lambda name: _write(f"{name}\n"),
-            started=lambda batch_size, phase: _write(f"batch {batch_size}  {phase} ...\n"),
-            finished=_write_trial,
-        )
+        log = _Log()
+        return Reporter(opened=log.opened, row=log.row, started=log.started, finished=log.finished, close=log.close)
     raise InvalidArgumentError(f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}")
 
 
-def _write_trial(trial: Trial) -> None:
-    line = trial_line(trial)
-    if os.environ.get("FORCE_COLOR") and not os.environ.get("NO_COLOR"):  # set for logs that show colours, such as CI's
-        line = f"{_GREEN if trial.passed else _RED}{line}{_NORMAL}"
-    _write(line + "\n")
+class _Log:
+    """A line for each trial. On a real device its beginning is written before the trial: it names the size if the machine freezes."""
+
+    def __init__(self) -> None:
+        self._is_real, self._is_open = True, False
+
+    def opened(self, device: str, options: Options, is_simulated: bool) -> None:
+        self._is_real = not is_simulated
+        _write(f"probing {device}\n")
+
+    def row(self, name: str) -> None:
+        _write(f"{name}\n")
+
+    def started(self, batch_size: int, phase: Phase) -> None:
+        if self._is_real:
+            self.close()
+            self._is_open = True
+            _write(f"batch {batch_size} ... ")
+
+    def finished(self, trial: Trial) -> None:
+        line = trial_line(trial).removeprefix(f"batch {trial.batch_size}  " * self._is_open)
+        self._is_open = False
+        # Set for logs that show colours, such as CI's.
+        if os.environ.get("FORCE_COLOR") and not os.environ.get("NO_COLOR"):
+            line = f"{_GREEN if trial.passed else _RED}{line}{_NORMAL}"
+        _write(line + "\n")
+
+    def close(self) -> None:
+        if self._is_open:
+            _write("\n")
+        self._is_open = False
 
 
 _Show = Callable[[str, "Sequence[Trial]"], None]
@@ -84,7 +111,7 @@ class _StatusLine:
         self._row = ""
         self._step, self._resolution = 1, 0.0
 
-    def opened(self, device: str, options: Options) -> None:
+    def opened(self, device: str, options: Options, is_simulated: bool) -> None:
         self._step, self._resolution = options.multiple_of, options.resolution
 
     def row(self, name: str) -> None:
@@ -119,6 +146,26 @@ class _StatusLine:
 def _show_line(line: str, trials: Sequence[Trial]) -> None:
     # Leave the last column free: some terminals wrap a full line.
     _write(_ERASE + line[: max(0, shutil.get_terminal_size().columns - 1)])
+
+
+def _screen() -> tuple[_Show, Callable[[], object]] | None:
+    """Return functions that show the status line on a terminal or in a notebook, and that clear it; None if stderr is neither."""
+    if type(sys.stderr).__module__ == "ipykernel.iostream":
+        return _cell()
+    if not _is_terminal():
+        return None
+    return _rich_screen() or (_show_line, lambda: _write(_ERASE))
+
+
+def _cell() -> tuple[_Show, Callable[[], object]]:
+    """Return functions for an output of the running cell that is updated: each write to stderr would be kept in the file."""
+    handle = import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
+
+    def show(line: str, trials: Sequence[Trial] = ()) -> None:
+        with suppress(OSError, ValueError):
+            handle.update({"text/plain": line}, raw=True)
+
+    return show, partial(show, "")
 
 
 def _rich_screen() -> tuple[_Show, Callable[[], object]] | None:
