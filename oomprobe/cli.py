@@ -35,6 +35,7 @@ from oomprobe.records.options import Options
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
 from oomprobe.report.blocks import as_text
+from oomprobe.report.log import is_warning
 from oomprobe.report.plot import new_figure
 from oomprobe.report.table import report_of, text
 from oomprobe.report.trials import trials_table
@@ -127,7 +128,7 @@ def _run(arguments: argparse.Namespace) -> int:
         elif quiet and not contaminated:
             write(stdout, _numbers(probed))
     if quiet:
-        said = [note for result in results for note in result.notes if note.startswith("weak: ")]
+        said = [note for result in results for note in result.notes if is_warning(note)]
         said += [CONTAMINATED] if contaminated else probed.notes if isinstance(probed, ProbeTable) else []
         for note in dict.fromkeys(said):
             tell(f"oomprobe: {note}")

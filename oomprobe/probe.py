@@ -34,6 +34,7 @@ from oomprobe.records.axis import CARDS, NO_AXIS, Axis
 from oomprobe.records.options import Options, Steps
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
+from oomprobe.report.log import logged
 from oomprobe.report.progress import Progress
 from oomprobe.runners.targets import name_of
 
@@ -138,11 +139,9 @@ def find_max_batch(
             breakdown=breakdown,
         )
         order = Order(options=options, device=device, preserve=preserve, progress=progress)
-        with open_model(
-            order, model, step_fn
-        ) as session:  # not in `_answer`: one frame less between the call and the step
+        with open_model(order, model, step_fn) as session:  # `_answer` would be one more frame above the step
             found = finish(session, session.find())
-        return result_of(session, found)
+        return logged(result_of(session, found))
 
 
 def find_max_batches(
@@ -203,7 +202,7 @@ def find_max_batches(
             del given["device"]
         if over is not None and [*over] == [CARDS]:
             opened = partial(open_model, model=model, step_fn=step_fn)
-            return search_cards(over[CARDS], Order.of(given), opened, required=require)
+            return logged(search_cards(over[CARDS], Order.of(given), opened, required=require))
         axis = Axis.of(over)
         return _table(axis, open_model(Order.of(given, axis=axis), model, step_fn), try_larger=try_larger, mixed=mixed)
 
@@ -296,7 +295,8 @@ def probe_target(
         open_order = partial(open_target, name=name, isolate=isolate, nproc_per_node=nproc_per_node)
         if over is not None and [*over] == [CARDS]:
             ranks = nproc_per_node if isinstance(nproc_per_node, int) else 1
-            return search_cards(over[CARDS], Order.of(options), open_order, required=require, ranks=ranks, target=name)
+            table = search_cards(over[CARDS], Order.of(options), open_order, required=require, ranks=ranks, target=name)
+            return logged(table)
         on_ranks = nproc_per_node is not None and not names_simulated(options.get("device"))
         axis = NO_AXIS if over is None else Axis.of(over)
         order = Order.of(options, axis=axis, resolution=RANKS_RESOLUTION if on_ranks else 0.0)
@@ -385,7 +385,7 @@ def _answer(
     """Search, or check one size."""
     with opened as session:
         found = finish(session, session.find() if batch_size is None else session.confirm_only(batch_size))
-    return result_of(session, found, target)
+    return logged(result_of(session, found, target))
 
 
 def _table(
@@ -393,4 +393,4 @@ def _table(
 ) -> ProbeTable:
     with Rows(axis, target) as rows, opened as session:
         rows.search(session, try_larger=try_larger, mixed=mixed)
-    return rows.table()
+    return logged(rows.table())

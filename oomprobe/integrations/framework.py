@@ -20,6 +20,7 @@ from oomprobe.probe import find_max_batch
 from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Options, Step
 from oomprobe.records.result import ProbeResult
+from oomprobe.report.log import log_notes
 from oomprobe.state import Tracker, generator_states, preserved
 from oomprobe.worst_case import LargestFirst
 
@@ -111,9 +112,11 @@ def probe(loop: Loop, options: SearchOptions) -> ProbeResult:
     covered = (*loop.covered, *(["longest sequence"] if has_largest else []))
     not_covered = [item for item in result.not_covered if not item.startswith(covered)]
     notes = [note for what, one in loop.scanned for note in one.notes(what)]
+    notes += loop.notes(result)
+    log_notes(notes)
     return replace(
         result,
-        notes=(*result.notes, *notes, *loop.notes(result)),
+        notes=(*result.notes, *notes),
         not_covered=(*not_covered, *loop.not_covered()),
     )
 

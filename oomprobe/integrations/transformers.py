@@ -30,6 +30,7 @@ from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Step
 from oomprobe.records.plan import PlanEntry, plan
 from oomprobe.records.result import ProbeResult
+from oomprobe.report.log import log_notes
 from oomprobe.runners.ranks_here import refuse_ranks
 from oomprobe.worst_case import LargestFirst, largest_first
 
@@ -113,7 +114,9 @@ def find_max_batch(
     if split is not None:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
         trainer._train_batch_size = args.train_batch_size  # the Trainer copies it when it is created
-    return replace(result, notes=(*result.notes, *([note] if note else [])))
+    added = [note] if note else []
+    log_notes(added)
+    return replace(result, notes=(*result.notes, *added))
 
 
 def model_and_step(trainer: Any, *, scan_s: float = 30.0) -> tuple[torch.nn.Module, dict[str, Step]]:

@@ -1,0 +1,81 @@
+"""The logger ``oomprobe``: what a finished probe notes, once, and nothing that is printed by itself."""
+
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import a_result
+
+import oomprobe
+from oomprobe.records.table import ProbeTable
+from oomprobe.report.log import is_warning, logged
+from oomprobe.report.result import WARNING
+
+QUIET = {"device": "sim:1GiB", "max_batch": 4, "progress": "off"}
+
+
+def forward(model, batch_size, length=8):
+    return model(torch.randn(batch_size, length, 8)).sum()
+
+
+def levels(caplog):
+    return [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "oomprobe"]
+
+
+@pytest.fixture(autouse=True)
+def listens(caplog):
+    caplog.set_level(logging.INFO, logger="oomprobe")
+
+
+def test_each_note_of_a_result_is_logged_once_at_the_end(caplog):
+    result = oomprobe.find_max_batch(torch.nn.Linear(8, 8), forward, **QUIET)
+    weak = [note.startswith("weak: ") for note in result.notes]
+    assert any(weak)
+    assert not all(weak)
+    assert levels(caplog) == [
+        (logging.WARNING if one else logging.INFO, note) for one, note in zip(weak, result.notes, strict=True)
+    ]
+
+
+def test_a_check_logs_its_notes_too(caplog):
+    result = oomprobe.check(torch.nn.Linear(8, 8), forward, 4, device="sim:1GiB", progress="off")
+    assert [text for _, text in levels(caplog)] == [*result.notes]
+
+
+def test_a_table_logs_what_its_rows_share_once(caplog):
+    table = oomprobe.find_max_batches(torch.nn.Linear(8, 8), forward, {"length": [8, 16]}, **QUIET)
+    shared = [note for note in table.rows[8].notes if note in table.rows[16].notes]
+    texts = [text for _, text in levels(caplog)]
+    assert [texts.count(note) for note in shared] == [1] * len(shared)
+    assert any(note.startswith("weak: ") for note in shared)
+
+
+@pytest.mark.parametrize("contaminated", [True, False])
+def test_a_contaminated_answer_is_a_warning(caplog, contaminated):
+    for found in (result := a_result(contaminated=contaminated), ProbeTable(axis="n", rows={1: result})):
+        caplog.clear()
+        assert logged(found) is found
+        assert ((logging.WARNING, WARNING) in levels(caplog)) == contaminated
+
+
+@pytest.mark.parametrize(
+    ("note", "warns"),
+    [
+        ("leak: 1 MiB was not freed", True),
+        ("length=8, 16: not restored: data", True),
+        ("THE MODEL IS ON THE CPU, but", True),
+        ("the step varies: batch 8 ended", True),
+        ("repeats: within 9 calls", False),
+        ("the plan was not run to completion (leaks)", False),
+    ],
+)
+def test_what_is_a_warning(note, warns):
+    assert is_warning(note) == warns
+
+
+def test_without_logging_configured_nothing_is_printed():
+    code = "from oomprobe.report.log import log_notes; log_notes(['weak: no optimizer stepped'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
