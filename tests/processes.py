@@ -170,25 +170,26 @@ class Child:
 
 def run_script(script, *arguments):
     """Run a script in a child, as ``python script arguments`` in its folder; return its exit status, stdout and stderr."""
+    return start(in_child, script, *arguments).result(limit_s=300)
 
-    def run():
-        import torch
 
-        torch.set_num_threads(1)  # the threads of this process do not exist in the child
-        warnings.simplefilter("default")
-        os.chdir(script.parent)
-        sys.argv, status = [script.name, *arguments], 0
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-            try:
-                runpy.run_path(str(script), run_name="__main__")
-            except SystemExit as left:
-                status = left.code
-            except BaseException:
-                traceback.print_exc()
-                status = 1
-        return status, out.getvalue(), err.getvalue()
+def in_child(script, *arguments, folder=None):
+    """Run a script in this process, a child, as `run_script` does; in its folder unless another is given."""
+    import torch
 
-    return start(run).result(limit_s=300)
+    torch.set_num_threads(1)  # the threads of the parent do not exist here
+    warnings.simplefilter("default")
+    os.chdir(folder or script.parent)
+    sys.argv, status = [script.name, *arguments], 0
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as left:
+            status = left.code
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+    return status, out.getvalue(), err.getvalue()
 
 
 # --- in /proc ---

@@ -14,7 +14,7 @@ from oomprobe.cli import parser
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -38,7 +38,7 @@ def test_its_code_runs_and_prints_what_it_shows(page, tmp_path):
 def test_code_for_frameworks_compiles_and_files_exist(page):
     for block in blocks(page, "py"):
         compile(block, page.name, "exec")
-    for name in re.findall(r"`((?:scripts|tests|oomprobe)/[\w/.]+)`", page.read_text(encoding="utf-8")):
+    for name in re.findall(r"`((?:scripts|tests|oomprobe|examples)/[\w/.]+)`", page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists(), name
 
 

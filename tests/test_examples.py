@@ -1,0 +1,147 @@
+"""The examples on simulated cards, typed as their docstrings say, and the notebooks; tests/cuda and tests/integrations have more."""
+
+import ast
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from processes import REPOSITORY, environment, start
+from typed import EXAMPLES, commands, typed
+
+import oomprobe
+
+FILES = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb", ".slurm"))
+NOTEBOOKS = [path for path in FILES if path.suffix == ".ipynb"]
+TESTS = [Path(__file__).parent / folder / "test_examples.py" for folder in ("", "cuda", "integrations")]
+
+
+def cells(path):
+    """Return the code of a notebook's cells, without what installs oomprobe."""
+    code = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    return [re.sub("^%pip .*", "", one, flags=re.MULTILINE) for one in code]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_each_is_short_and_run_by_a_test(path):
+    assert any(f'"{path.name}"' in test.read_text() for test in TESTS)
+    assert f"]({path.name})" in (EXAMPLES / "README.md").read_text()
+    assert path.suffix == ".ipynb" or len(path.read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.suffix != ".slurm"], ids=lambda path: path.name)
+def test_only_public_names_are_used(path):
+    code = path.read_text() if path.suffix == ".py" else "\n".join(cells(path))
+    for node in ast.walk(ast.parse(re.sub("^[%!].*", "", code, flags=re.MULTILINE))):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "oomprobe":
+            assert node.attr in oomprobe._HOMES
+        elif isinstance(node, ast.Import):
+            assert all(alias.name == "oomprobe" for alias in node.names if alias.name.startswith("oomprobe"))
+        elif isinstance(node, ast.ImportFrom) and node.module.startswith("oomprobe"):
+            assert re.fullmatch(r"oomprobe\.integrations\.\w+", node.module)
+            assert {alias.name for alias in node.names} <= {"find_max_batch", "model_and_step"}
+
+
+# --- scripts ---
+
+
+@pytest.mark.parametrize(
+    "words", commands("plain_loop.py", "length_table.py", "ddp.py", simulated=True), ids=lambda words: " ".join(words)
+)
+def test_on_a_simulated_card(words):
+    status, out, err = start(typed, words).result()
+    assert status == 0, err
+    assert out.startswith("verdict: ")
+    assert "identical\n" in out  # the state was restored
+    assert "max_batch" not in out
+    assert "not restored:" not in out
+
+
+def test_a_size_that_is_too_large_is_refused_before_training():
+    status, out, err = start(
+        typed, ["python", "examples/plain_loop.py", "--batch-size", "64", "--device", "sim:1GiB"]
+    ).result()
+    assert (status, out) == (1, "")
+    assert "NothingFitsError: batch 64 does not fit" in err
+
+
+# --- the job ---
+
+
+def submit(tmp_path, **programs):
+    """Run the job with other programs in front of its path; return its exit status, and its output with what they were given."""
+    for name, code in programs.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*" >> "{tmp_path}/given"\n{code}\n')
+        (tmp_path / name).chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", EXAMPLES / "job.slurm"],
+        cwd=REPOSITORY,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout, (tmp_path / "given").read_text().splitlines()
+
+
+def test_the_job_trains_with_the_number(tmp_path):
+    status, out, given = submit(tmp_path, oomprobe="echo 48", srun='exec "$@"', torchrun="exit 0")
+    assert (status, out) == (0, "batch size of each GPU: 48\n")
+    assert given[1:] == [
+        f"{words}torchrun --nproc-per-node gpu examples/ddp.py --batch-size 48".strip() for words in ("srun ", "")
+    ]
+
+
+def test_a_job_without_a_number_ends_with_the_status_of_oomprobe(tmp_path):
+    status, out, given = submit(tmp_path, oomprobe="exit 6", srun="exit 0")
+    assert (status, out, len(given)) == (6, "", 1)
+
+
+# --- notebooks ---
+
+
+def executed(path, folder):
+    """Return the outputs of a notebook's cells, run in the notebook's own folder."""
+    from nbclient import NotebookClient
+
+    os.environ.update(environment(IPYTHONDIR=str(folder), JUPYTER_RUNTIME_DIR=str(folder)))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(one) for one in cells(path)])
+    NotebookClient(
+        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(EXAMPLES)}}
+    ).execute()
+    return [output for cell in notebook.cells for output in cell.outputs]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_stored_without_outputs_and_installs_first(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert not any(cell.outputs or cell.execution_count for cell in code)
+    assert code[0].source.startswith('SOURCE = ".."  # ')
+    assert notebook.metadata.keys() == {"kernelspec"}
+    assert '\n%pip install --quiet "{SOURCE}' in "\n".join(cell.source for cell in code)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
+def test_quickstart_shows_a_report_a_table_and_their_plots(tmp_path):
+    outputs = start(executed, EXAMPLES / "quickstart.ipynb", tmp_path).result(limit_s=120)
+    shown = [output.data for output in outputs if output.output_type == "execute_result"]
+    report, plot, table, table_plot = shown
+    assert "on simulated Tesla T4" in report["text/html"]
+    assert "<td>512</td>" in table["text/html"]
+    assert plot["image/png"]
+    assert table_plot["image/png"]
+    [printed] = [output.text for output in outputs if output.output_type == "stream"]
+    assert printed.startswith("verdict: ")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
+def test_gpu_check_ends_with_its_own_sentence_without_a_card(tmp_path):
+    outputs = start(executed, EXAMPLES / "gpu_check.ipynb", tmp_path).result(limit_s=120)
+    said = "".join(output.text for output in outputs)
+    assert re.fullmatch(r"gpu-check: no CUDA device here \(torch .*\); nothing was checked\r?\n", said)
