@@ -294,14 +294,16 @@ def test_the_global_batch_is_kept(trainer, split, options, written):
     )
 
 
-def test_a_time_limit_includes_the_split(trainer, monkeypatch):
+def test_a_time_limit_includes_the_split(trainer, monkeypatch, caplog):
     def takes_too_long(*_, time_limit_s, **rest):
         limits.append(time_limit_s)
         raise oomprobe.TimeLimitError("too long")
 
     limits = []
     monkeypatch.setattr("oomprobe.integrations.transformers.check", takes_too_long)
+    caplog.set_level("INFO", logger="oomprobe")
     result = find(trainer(gradient_accumulation_steps=30), time_limit_s=1000.0, max_batch=1)
+    assert [record.getMessage() for record in caplog.records if record.name == "oomprobe"] == [*result.notes]
     assert 0 < limits[0] < 1000
     assert any("nothing was written back" in note and "stay (too long)" in note for note in result.notes)
     assert result.trials[0].samples_per_s is None  # a rate that includes the loop's set-up would be too low
