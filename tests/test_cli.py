@@ -194,6 +194,7 @@ def test_an_internal_error_is_70_with_its_traceback(capsys, target, monkeypatch)
     monkeypatch.setattr("oomprobe.probe.result_of", broken)
     code, _, err = run(capsys, "run", f"{target}:fits", "--require", "1", *RUN)
     assert code == 70
+    assert code in errors.EXIT_STATUSES
     assert err.index("Traceback") < err.index("ZeroDivisionError: a bug of oomprobe")
     assert "unexpected internal error (ZeroDivisionError)" in err
 

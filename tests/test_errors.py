@@ -57,6 +57,7 @@ def test_other_errors_of_a_script_are_its_own():
 )
 def test_signals_have_their_own_codes(capsys, error, code, said):
     assert explain(error, required=False) == code
+    assert code in errors.EXIT_STATUSES
     assert said in capsys.readouterr().err
 
 
