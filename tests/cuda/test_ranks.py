@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -314,19 +313,6 @@ def test_a_budget_for_each_rank(tmp_path):
 
 
 # --- as users start it ---
-
-
-@pytest.mark.parametrize("wrapping", ["DDP", "FSDP2"])
-def test_the_targets_of_the_page_run(tmp_path, wrapping):
-    page = (Path(__file__).parents[2] / "docs/ranks.md").read_text()
-    script, sharded = re.findall(r"```py\n(.*?)```", page, re.DOTALL)[:2]
-    if wrapping == "FSDP2":
-        [wraps] = re.findall(r".*= DistributedDataParallel.*\n", script)
-        script = script.replace(wraps, textwrap.indent(sharded, "    "))
-    (tmp_path / "train.py").write_text(script)
-    target = f"{tmp_path / 'train.py'}:build"
-    result = on_ranks(tmp_path, lambda: oomprobe.check_target(target, 4, nproc_per_node=2, progress="off"))
-    assert result.world_size == 2
 
 
 def test_the_command_line_starts_everything(tmp_path):
