@@ -30,7 +30,7 @@ from oomprobe.errors import (
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
 from oomprobe.ground.words import did_you_mean
-from oomprobe.records.axis import Axis
+from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.options import Options
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
@@ -59,6 +59,7 @@ TWO_AXES = (
 TWO_TARGETS = (
     "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
 )
+OVER_CARDS = "--over and several devices make a table each: leave one out"
 NO_TABLE = "--try-larger and --no-mixed are about a table: add --over, or leave them out"
 TABLE_OF_CHECKS = "--require checks one size, and --over makes a table: leave one out"
 TABLE_OF_PLANS = "--global-batch and --world-size plan for one answer, and --over has many: in Python, table.rows[value].plan(...) does it"
@@ -137,6 +138,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return errors.UnreliableError.exit_status
     if isinstance(probed, ProbeTable) and (probed.mixed_failed or len(probed.rows) < len(options["over"][probed.axis])):
         return errors.UnreliableError.exit_status
+    if arguments.require is not None and isinstance(probed, ProbeTable) and probed.smallest() is None:
+        return REQUIRED_FAILS
     return 0 if results else errors.NothingFitsError.exit_status
 
 
@@ -181,7 +184,7 @@ def _probe(arguments: argparse.Namespace, options: dict[str, Any]) -> ProbeResul
     if of_target and options.get("isolate", True) and sys.platform != "linux":
         tell("note: trials can be isolated on Linux only; they run in this process (--in-process)")
         options["isolate"] = False
-    if arguments.require is not None:
+    if arguments.require is not None and not _cards(arguments):
         options.pop("multiple_of", None)
         return check(what, arguments.require, **options)
     global_batch, world_size = options.get("global_batch"), arguments.world_size or 1
@@ -222,13 +225,16 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _compare(arguments: argparse.Namespace) -> int:
     from oomprobe.report.compare import comparison
+    from oomprobe.rules.regression import grown
 
     names = arguments.first, arguments.second
     first, second = map(_read, names)
     if isinstance(first, ProbeTable) or isinstance(second, ProbeTable):
         raise InvalidArgumentError("compare takes two results, and one of these is a table: oomprobe show prints it")
     print(comparison(first, second, names), end="")
-    return 0
+    said = [] if arguments.tolerance is None else grown(first, second, arguments.tolerance)
+    print("".join(f"\n{line}" for line in said), end="\n" if said else "")
+    return REQUIRED_FAILS if said else 0
 
 
 def _read(path: str) -> ProbeResult | ProbeTable:
@@ -296,6 +302,12 @@ def parser() -> argparse.ArgumentParser:
     show.add_argument("result", metavar="RESULT.json")
     own["compare"].add_argument("first", metavar="A.json")
     own["compare"].add_argument("second", metavar="B.json")
+    own["compare"].add_argument(
+        "--tolerance",
+        type=_tolerance,
+        metavar="SHARE",
+        help="exit 5 if memory grew, or the answer fell, by more, such as 2%%",
+    )
     output = _add_run(run)
     for place in (output, show):
         place.add_argument(
@@ -326,7 +338,10 @@ def _add_run(run: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         kind = {"metavar": metavar, "type": int if metavar == "N" else float} if metavar else {"action": "store_true"}
         add(option.metadata["group"], _flag(option.name), option.metadata["help"], dest=option.name, **kind)
     groups["search"].add_argument(
-        "--require", type=_size, metavar="N", help="only check that batch size N fits; exit 5 if it does not"
+        "--require",
+        type=_size,
+        metavar="N",
+        help="only check that batch size N fits; exit 5 if it does not; of several cards, name the smallest on which it does",
     )
     groups["search"].add_argument(
         "--world-size", type=_size, metavar="N", help="ranks that share the global batch, one of which is probed (1)"
@@ -350,7 +365,8 @@ def _add_run(run: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     add(
         "where",
         "--device",
-        "cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is)",
+        "cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is); for a table of "
+        "simulated cards, names with commas, or sim:all",
     )
     add(
         "where",
@@ -396,6 +412,15 @@ def _number(text: str) -> object:
     return text
 
 
+def _tolerance(text: str) -> float:
+    from oomprobe.rules.regression import tolerance_of
+
+    try:
+        return tolerance_of(text)
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _file(text: str) -> Path:
     """Return the absolute path of a file to write, because a step may change the working directory."""
     path = Path(text).absolute()
@@ -405,11 +430,29 @@ def _file(text: str) -> Path:
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `probe_target` or `probe_command` that were given, by their names there."""
+    """Return the arguments of `probe_target` or `probe_command` that were given, by their names there.
+
+    Several devices are the values of a table of cards.
+    """
     own = {"act", "parser", "command", "owns_process", "target", "world_size", "require"}
     own |= {"json", "html", "plot", "quiet", "verbose"}
     given = {name: value for name, value in vars(arguments).items() if name not in own}
-    return given | {"over": dict(given["over"])} if "over" in given else given
+    if "over" in given:
+        given["over"] = dict(given["over"])
+    elif cards := _cards(arguments):
+        given |= {"over": {CARDS: cards}, "require": arguments.require}
+        del given["device"]
+    return given
+
+
+def _cards(arguments: argparse.Namespace) -> list[object]:
+    """Return the devices if these are several: names with commas, or all cards that can be simulated."""
+    names: list[object] = [*getattr(arguments, "device", "").split(",")]
+    if "sim:all" in names:
+        from oomprobe.simulation.catalogue import each_name  # imports torch
+
+        return each_name(names)
+    return names if len(names) > 1 else []
 
 
 def check_run(arguments: argparse.Namespace) -> None:
@@ -418,9 +461,11 @@ def check_run(arguments: argparse.Namespace) -> None:
     options = {one.name: one for one in dataclasses.fields(Options) if one.name in given}
     Options(**{name: given[name] for name in options})  # raises
     required, multiple_of = arguments.require, given.get("multiple_of", 1)
-    of_targets = [name for name in ("device", "breakdown", "isolate", "nproc_per_node", "over") if name in given]
+    of_targets = [
+        name for name in ("device", "breakdown", "isolate", "nproc_per_node", "over") if hasattr(arguments, name)
+    ]
     of_searches = [name for name, one in options.items() if not one.metadata["in_checks"] and name != "multiple_of"]
-    axes = len(getattr(arguments, "over", []))
+    axes, cards = len(getattr(arguments, "over", [])), _cards(arguments)
     refusals = {
         NO_TARGET: not of_command and arguments.target is None,
         TWO_TARGETS.format(target=arguments.target): of_command and arguments.target is not None,
@@ -428,11 +473,12 @@ def check_run(arguments: argparse.Namespace) -> None:
         ONLY_FOR_COMMANDS: not of_command and "passes_after_s" in given,
         NO_TABLE: not axes and {"try_larger", "mixed"} & given.keys(),
         TWO_AXES.format(count=axes): axes > 1,
+        OVER_CARDS: axes and cards,
         TABLE_OF_CHECKS: axes and required,
         TABLE_OF_PLANS: axes and ("global_batch" in given or arguments.world_size),
         RANKS_TWICE: "nproc_per_node" in given and arguments.world_size,
         NO_MULTIPLE.format(size=required, multiple_of=multiple_of): required and required % multiple_of,
-        NO_SEARCH.format(options=_flags(of_searches)): required and of_searches,
+        NO_SEARCH.format(options=_flags(of_searches)): required and of_searches and not cards,
     }
     for refusal, holds in refusals.items():
         if holds:

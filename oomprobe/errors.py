@@ -117,7 +117,7 @@ EXIT_STATUSES = {
     InvalidArgumentError.exit_status: "wrong usage; nothing was run",
     StepFailedError.exit_status: "the target, its step or the command failed, or called sys.exit",
     NoDeviceError.exit_status: "no such device",
-    REQUIRED_FAILS: "the size of --require does not fit",
+    REQUIRED_FAILS: "less than was asked: the size of --require does not fit, or compare --tolerance found growth",
     OomProbeError.exit_status: "no trustworthy number: no answer in time, a large leak, a lost device; with --quiet also\n"
     "other processes that took memory",
     UNFORESEEN: "internal error",

@@ -12,7 +12,7 @@ import sys
 import types
 
 import pytest
-from helpers import a_result
+from helpers import a_result, a_trial
 
 from oomprobe import InvalidArgumentError, ProbeResult, ProbeTable, cli, errors
 from oomprobe.cli import check_run, given_options, parser
@@ -262,6 +262,9 @@ WRONG = [
     (["run", "x:y", "--nproc-per-node", "all"], "argument --nproc-per-node: must be an integer of at least 1, not all"),
     (["run", "x:y", "--nproc-per-node", "2", "--world-size", "4"], "so --world-size cannot be given too"),
     (["run", "--nproc-per-node", "2", "--", "python", "{batch}"], "--nproc-per-node cannot be given for a command"),
+    (["run", "--device", "sim:T4,sim:L4", "--", "python", "{batch}"], "--device cannot be given for a command"),
+    (["run", "x:y", "--device", "sim:T4,sim:L4", "--over", "length=1"], "--over and several devices make a table each"),
+    (["compare", "a.json", "b.json", "--tolerance", "2"], "a tolerance is a share of the memory, such as 2% or 0.02"),
 ]
 IN_A_NEW_PROCESS = f"""
 import sys
@@ -293,6 +296,24 @@ def test_usage_errors_are_2_without_torch():
 def test_ranks_that_cannot_be(capsys, arguments, said):
     assert cli.main(["run", "t:b", *arguments]) in (2, 4)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("required", "code"), [("5", 0), ("500", 5)])
+def test_a_table_of_cards_exits_by_whether_a_card_runs_the_size(capsys, target, required, code):
+    devices = "sim:24GiB,sim:64MiB"
+    arguments = ["--device", devices, "--require", required, "--max-batch", "9", "--global-batch", "18", "--quiet"]
+    assert run(capsys, "run", f"{target}:fits", *arguments)[:2] == (code, "sim:24GiB 9\nsim:64MiB 9\n")
+    assert run(capsys, "run", f"{target}:fits", "--device", "sim:1MiB,sim:2MiB", "--quiet")[0] == 1
+
+
+def test_growth_above_the_tolerance_is_5(capsys, tmp_path):
+    paths = [str(tmp_path / name) for name in ("before.json", "after.json")]
+    for path, peak_bytes in zip(paths, (100, 102), strict=True):
+        a_result(trials=(a_trial(4, peak_allocated_bytes=peak_bytes),)).to_json(path)
+    assert run(capsys, "compare", *paths, "--tolerance", "2%")[0] == 0
+    code, out, _ = run(capsys, "compare", *paths, "--tolerance", "1%")
+    assert (code, out.splitlines()[-1][:50]) == (5, "memory grew: batch 4 allocates 102 B, 2.0 % more t")
+    assert run(capsys, "compare", *paths)[0] == 0
 
 
 def test_a_file_that_cannot_be_written_loses_no_answer(capsys, target, tmp_path, monkeypatch):

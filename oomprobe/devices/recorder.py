@@ -31,7 +31,7 @@ from oomprobe.records.breakdown import (
 from oomprobe.state import state_tensors
 
 OUTSIDE = "(outside the model)"
-MOST_MODULES = 10
+MOST_MODULES = 100
 
 
 class Recorder:
@@ -146,21 +146,23 @@ class Recorder:
 
     def _largest(self, by_module: Counter[str]) -> tuple[ModuleMemory, ...]:
         """Return the largest modules, with those at the same position of repeated blocks combined."""
-        groups: dict[tuple[str, str], dict[str, int]] = defaultdict(dict)
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         classes = dict(self._modules.values())
-        for name, nbytes in by_module.items():
+        own = {name: _own_bytes(module) for name, module in self._model.named_modules()}
+        for name in dict.fromkeys([*by_module, *(name for name, nbytes in own.items() if nbytes)]):
             position = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-            groups[position, classes.get(name, "")][name or "(the model itself)"] = nbytes
-        largest = sorted(groups.items(), key=lambda group: -sum(group[1].values()))[:MOST_MODULES]
-        return tuple(
+            groups[position, classes.get(name, "")].append(name)
+        found = [
             ModuleMemory(
-                name=position if len(sizes) > 1 else next(iter(sizes)),
+                name=position if len(names) > 1 else names[0] or "(the model itself)",
                 kind=kind,
-                count=len(sizes),
-                activation_bytes=sum(sizes.values()),
+                count=len(names),
+                activation_bytes=sum(by_module[name] for name in names),
+                parameter_bytes=sum(own.get(name, 0) for name in names),
             )
-            for (position, kind), sizes in largest
-        )
+            for (position, kind), names in groups.items()
+        ]
+        return tuple(sorted(found, key=lambda one: (-one.activation_bytes, -one.parameter_bytes))[:MOST_MODULES])
 
     def _repeated(self, by_module: Counter[str]) -> tuple[str, int, int] | None:
         """Return class, count and activation bytes of the list of repeated modules that holds the most."""
@@ -174,6 +176,11 @@ class Recorder:
                 held_bytes = sum(nbytes for owner, nbytes in by_module.items() if owner.startswith(prefix))
                 found.append((*classes.most_common(1)[0], held_bytes))
         return max(found, key=lambda one: one[2], default=None)
+
+
+def _own_bytes(module: torch.nn.Module) -> int:
+    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def held_at_peak(

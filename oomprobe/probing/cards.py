@@ -26,14 +26,13 @@ from oomprobe.records.trials import Calls, Measured, Outcome, Request, RunnerInf
 from oomprobe.report.progress import reporter
 from oomprobe.rules.search import Found
 from oomprobe.runners.signals import Clock
-from oomprobe.simulation.catalogue import CARDS as CATALOGUE
+from oomprobe.simulation.catalogue import each_name
 
 if TYPE_CHECKING:
     from oomprobe.devices.simulated import SimulatedDevice  # takes a second to import
 
 Open = Callable[[Order], AbstractContextManager[Session]]
 
-ALL = "sim:all"
 NOT_CARDS = (
     "several devices can only be simulated cards, and one of them is {device!r}: write names such as 'sim:24GiB' or 'sim:H100-80GB' "
     "(`oomprobe devices` lists them), or 'sim:all', and probe a real device alone"
@@ -49,8 +48,7 @@ def cards_of(devices: Iterable[object], ranks: int = 1) -> dict[str, SimulatedDe
         InvalidArgumentError: one is no simulated card, is named twice, or there is none.
         NoDeviceError: the catalogue has no such card.
     """
-    every = [f"sim:{card.name}" for card in CATALOGUE]
-    names = [name for one in devices for name in (every if one == ALL else [one])]
+    names = each_name(devices)
     if other := next((name for name in names if not names_simulated(name)), None):
         raise InvalidArgumentError(NOT_CARDS.format(device=other))
     if not names or len(set(names)) < len(names):

@@ -133,6 +133,7 @@ def _environment(session: Session) -> dict[str, Any]:
         "hip": torch.version.hip,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "model": session.runner.facts.model,
         "device": "simulated" if session.device.replays else session.device.torch_device,
         "device_name": session.device.name,
         "device_total_bytes": session.device.total_bytes,

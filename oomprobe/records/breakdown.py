@@ -13,19 +13,21 @@ KINDS = (PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, BACKWARD, STEPPING, WORKSPAC
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleMemory:
-    """Activation memory that the modules at one place in the model hold at the peak.
+    """Memory that the modules at one place in the model hold at the peak.
 
     Attributes:
         name: Place in the model, with ``*`` for an index: ``"layers.*.linear1"``.
         kind: Class of the modules.
         count: How many of them hold memory.
         activation_bytes: Allocated in their forward and still held at the peak, without that of their submodules.
+        parameter_bytes: Of their own parameters and buffers, without those of their submodules.
     """
 
     name: str
     kind: str
     count: int
     activation_bytes: int
+    parameter_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ class Breakdown:
             the allocator but in no tensor: rounding and cache).
         peak_in: The phase at the peak: "forward", "backward" or "optimizer".
         step_name: Which of several named steps; None for a single one.
-        modules: At most ten places in the model, the one with the most activation memory first.
+        modules: At most a hundred places in the model, the one with the most activation memory first.
         repeated: Class of the model's repeated blocks, their number, and the activation memory they hold including
             submodules; None if the model has no such list, or already recomputes modules in backward.
         autocast: Whether autocast was on in the forward pass.

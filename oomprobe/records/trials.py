@@ -179,6 +179,7 @@ class RunnerInfo:
     alone: str = "Run step_fn(model, {batch_size}) once by itself to see it"  # what to type to see a failure
     not_covered: tuple[str, ...] | None = None  # what trials leave out; None: what those of a step function do
     environment: Mapping[str, Any] = field(default_factory=dict)  # what the answer holds for, if not this process's
+    model: str | None = None  # its class
     builds: bool = False  # whether its processes build the model as training will, which leaves something in the cache
 
 

@@ -10,7 +10,7 @@ from oomprobe.records.breakdown import ACTIVATIONS, BACKWARD, FRAGMENTATION, STA
 from oomprobe.report.blocks import Block, Row, Table
 
 LARGE, SMALL = 0.25, 0.1  # shares of the peak above which advice is given
-MOST_ADVICE = 5
+MOST_ADVICE, MOST_MODULES = 5, 10
 
 
 def breakdown_blocks(breakdown: Breakdown) -> list[Block]:
@@ -24,7 +24,7 @@ def breakdown_blocks(breakdown: Breakdown) -> list[Block]:
         return Table(rows=rows, texts={2})
 
     parts = {kind: nbytes for kind, nbytes in breakdown.parts.items() if nbytes}
-    large = [module for module in breakdown.modules if 1000 * module.activation_bytes >= peak_bytes]
+    large = [module for module in breakdown.modules if 1000 * module.activation_bytes >= peak_bytes][:MOST_MODULES]
     modules = {_name(module): module.activation_bytes for module in large}
     return [
         Block(

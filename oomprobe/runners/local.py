@@ -316,6 +316,7 @@ class LocalRunner:
             threads=torch.get_num_threads(),
             starts_anew=any(step.starts_anew for step in work.steps.values()),
             world_size=self._extras.world_size,
+            model=type(work.model).__name__,
             max_batch=min((step.max_batch for step in work.steps.values() if step.max_batch is not None), default=None),
             builds=work.snapshot is None and not work.ends_with_trial,
         )

@@ -18,6 +18,7 @@ figure but whose address is unknown. Multiprocessor counts are printed with the 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from oomprobe.errors import NoDeviceError
 from oomprobe.ground.words import nearest
@@ -138,6 +139,20 @@ CARDS: tuple[Card, ...] = (
     # ultralytics on torch 2.12.0+cu130 prints 32102MiB: log
     _card("RTX-5090", "NVIDIA GeForce RTX 5090", 32_102, (12, 0), 170),
 )
+
+
+ALL = "sim:all"
+
+
+def each_name(devices: Iterable[object]) -> list[object]:
+    """Return the devices, and for ``"sim:all"`` the name of every card.
+
+    Example:
+        >>> len(each_name(["sim:all"])) > 30, each_name(["sim:T4", "sim:24GiB"])
+        (True, ['sim:T4', 'sim:24GiB'])
+    """
+    every = [f"sim:{card.name}" for card in CARDS]
+    return [name for one in devices for name in (every if one == ALL else [one])]
 
 
 def find_card(name: str) -> Card:

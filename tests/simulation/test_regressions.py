@@ -1,0 +1,174 @@
+"""Regressions of memory, seeded into a model on a simulated card: each is caught, and its module named."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import a_result, a_trial
+from torch import nn
+
+import oomprobe
+from oomprobe.records.trials import Phase
+from oomprobe.rules.regression import grown, tolerance_of
+
+GIB, MIB = 2**30, 2**20
+WIDTH, LENGTH, WORDS, BATCH = 128, 64, 1000, 128
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x):
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x + self.dropout(self.down(self.act(self.up(self.norm(x)))))
+
+
+class Gpt(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def checked(change=lambda model: None, **options):
+    model = Gpt()
+    change(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        tokens = torch.randint(WORDS, (batch_size, LENGTH))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+
+    given = {"device": "sim:24GiB", "breakdown": True, "progress": "off", **options}
+    return oomprobe.check(model, step, BATCH, **given)
+
+
+@pytest.fixture(scope="module")
+def before():
+    return checked()
+
+
+class Keeping(nn.Module):
+    """Keeps what it wraps returns for backward, and as much again."""
+
+    def __init__(self, inner, times=1):
+        super().__init__()
+        self.inner, self.times = inner, times
+
+    def forward(self, *args, **kwargs):
+        x = self.inner(*args, **kwargs)
+        for _ in range(self.times):
+            x = x * x.sigmoid()
+        return x
+
+
+def replaced(name, make):
+    def change(model):
+        for place in [f"blocks.{number}.{name}" for number in range(2)] if name in dir(model.blocks[0]) else [name]:
+            parent, _, last = place.rpartition(".")
+            setattr(model.get_submodule(parent), last, make(model.get_submodule(place)))
+
+    return change
+
+
+def one_block(name, make):
+    return lambda model: setattr(model.blocks[1], name, make(getattr(model.blocks[1], name)))
+
+
+def wider(width):
+    def change(model):
+        for block in model.blocks:
+            block.up, block.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+
+    return change
+
+
+SEEDED = {
+    "dropout": (replaced("dropout", lambda _: nn.Dropout(0.1)), "blocks.*.dropout"),
+    "dropout of one block": (one_block("dropout", lambda _: nn.Dropout(0.1)), "blocks.1.dropout"),
+    "wider": (wider(640), "blocks.*.up"),
+    "a little wider": (wider(544), "blocks.*.up"),
+    "wider head": (replaced("head", lambda _: nn.Linear(WIDTH, 1100)), "head"),
+    "larger vocabulary": (replaced("embed", lambda _: nn.Embedding(4000, WIDTH)), "embed"),
+    "kept after up": (replaced("up", Keeping), "blocks.*.up"),
+    "kept after down": (replaced("down", Keeping), "blocks.*.down"),
+    "kept after norm": (replaced("norm", Keeping), "blocks.*.norm"),
+    "kept after act": (replaced("act", Keeping), "blocks.*.act"),
+    "kept after the head": (replaced("head", Keeping), "head"),
+    "kept after the embedding": (replaced("embed", lambda one: Keeping(one, 2)), "embed"),
+    "kept in one block": (one_block("up", Keeping), "blocks.1.up"),
+    "kept after dropout": (replaced("dropout", Keeping), "blocks.*.dropout"),
+    "act of two": (replaced("act", lambda one: nn.Sequential(one, nn.GELU())), "blocks.*.act.*"),
+    "norm of two": (replaced("norm", lambda one: nn.Sequential(one, nn.LayerNorm(WIDTH))), "blocks.*.norm"),
+    "two downs": (replaced("down", lambda one: nn.Sequential(one, nn.Linear(WIDTH, WIDTH))), "blocks.*.down"),
+    "an extra head": (replaced("head", lambda one: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), one)), "head"),
+    "kept twice after norm": (replaced("norm", lambda one: Keeping(one, 2)), "blocks.*.norm"),
+    "kept twice after up": (replaced("up", lambda one: Keeping(one, 2)), "blocks.*.up"),
+}
+
+
+@pytest.mark.parametrize("name", SEEDED)
+def test_a_seeded_regression_is_caught_and_its_module_named(before, name):
+    change, module = SEEDED[name]
+    told = grown(before, checked(change), 0.002)
+    assert told
+    assert told[0].startswith("memory grew: batch 128 allocates ")
+    assert module in told[-1]
+
+
+def test_repeated_runs_do_not_grow(before):
+    for _ in range(3):
+        assert grown(before, checked(), 0.0) == []
+
+
+def test_the_answer_and_the_memory_are_judged_by_the_tolerance():
+    def found(answer, peak_bytes, **changes):
+        trial = a_trial(answer, phase=Phase.CONFIRM, peak_allocated_bytes=peak_bytes)
+        common = a_trial(8, peak_allocated_bytes=peak_bytes)
+        return a_result(batch_size=answer, trials=(common, trial), device="card", **changes)
+
+    before = found(100, 1000 * MIB)
+    assert grown(before, found(99, 1010 * MIB), 0.01) == []
+    assert grown(before, found(98, 1010 * MIB), 0.01) == ["the answer fell: 98, 2.0 % less than 100"]
+    assert grown(before, found(200, 1011 * MIB), 0.01) == [
+        "memory grew: batch 8 allocates 1011.00 MiB, 1.1 % more than 1000.00 MiB (tolerance 1 %)"
+    ]
+    assert grown(before, found(50, 900 * MIB, options={"max_batch": 50}), 0.01) == []  # another search
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"device": "another"}, "of two devices, card and another"),
+        ({"environment": {"model": "Bert"}}, "of two models, Gpt and Bert"),
+        ({"trials": ()}, "no batch size was traced in both"),
+        (
+            {"trials": (replace(a_trial(8, peak_allocated_bytes=GIB), replayed=True),)},
+            "no batch size was traced in both",
+        ),
+    ],
+)
+def test_results_that_cannot_be_compared(changes, text):
+    trials = (a_trial(8, peak_allocated_bytes=GIB),)
+    before = a_result(batch_size=8, trials=trials, device="card", environment={"model": "Gpt"})
+    with pytest.raises(oomprobe.InvalidArgumentError, match=text):
+        grown(before, replace(before, **changes), 0.1)
+
+
+@pytest.mark.parametrize("text", ["2", "100%", "-1%", "two", "2%%", "", "nan"])
+def test_a_tolerance_that_is_no_fraction(text):
+    with pytest.raises(oomprobe.InvalidArgumentError, match="a tolerance is a share of the memory"):
+        tolerance_of(text)
