@@ -19,14 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from oomprobe import errors
-from oomprobe.errors import (
-    EXIT_STATUSES,
-    EXIT_TERMINATED,
-    INTERRUPTED,
-    REQUIRED_FAILS,
-    UNFORESEEN,
-    InvalidArgumentError,
-)
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
 from oomprobe.ground.words import did_you_mean
@@ -50,7 +43,7 @@ NO_TARGET = (
     "name what to probe: oomprobe run path/to/train.py:build, or a command after two dashes: "
     "oomprobe run -- python train.py --batch-size {batch}"
 )
-NO_DASHES = "put two dashes before the command: oomprobe run [options] -- python train.py --batch-size {batch}"
+NO_DASHES = "If it is part of a command, put two dashes before the command: oomprobe run [options] -- python train.py --batch-size {batch}"
 WITH_COMMAS = "write --over as the argument of the step and its values: --over length=512,1024,2048, not {text} (tuples: only from Python)"
 TWO_AXES = (
     "--over is given {count} times, and a table has one axis: make a table for each value of the other, or let the values of one "
@@ -78,8 +71,7 @@ NOT_FOR_COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    command = None  # what follows the two dashes
-    whole = parser()
+    whole, command = parser(), None  # what follows the two dashes
     if not words:
         whole.print_help(sys.stderr)
         return InvalidArgumentError.exit_status
@@ -89,15 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] == "run" and "--" in words:
         place = words.index("--")
         words, command = words[:place], words[place + 1 :]
-    elif words[0] == "run" and any("{batch}" in word for word in words):
-        tell(f"oomprobe: {NO_DASHES}")
-        return InvalidArgumentError.exit_status
     arguments, unknown = whole.parse_known_args(words)
     if unknown:
-        option = next((word.partition("=")[0] for word in unknown if word[:1] == "-"), None)
+        option = next((word.partition("=")[0] for word in unknown if word[:1] == "-"), "")
+        if not option or any("{batch}" in word for word in unknown):
+            arguments.parser.error(f"what is {' '.join(unknown)}? {NO_DASHES if words[0] == 'run' else ''}")
         options = re.findall(r"--[a-z-]+", arguments.parser.format_help())
-        too_many = f"one target at a time, so what is {' '.join(unknown)}? If it belongs to a command, {NO_DASHES}"
-        arguments.parser.error(f"there is no option {option}{did_you_mean(option, options)}" if option else too_many)
+        arguments.parser.error(f"there is no option {option}{did_you_mean(option, options)}")
     arguments.command, arguments.owns_process = command, argv is None
     try:
         return int(arguments.act(arguments))
@@ -139,7 +129,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if isinstance(probed, ProbeTable) and (probed.mixed_failed or len(probed.rows) < len(options["over"][probed.axis])):
         return errors.UnreliableError.exit_status
     if arguments.require is not None and isinstance(probed, ProbeTable) and probed.smallest() is None:
-        return REQUIRED_FAILS
+        return errors.REQUIRED_FAILS
     return 0 if results else errors.NothingFitsError.exit_status
 
 
@@ -156,19 +146,19 @@ def _numbers(probed: ProbeResult | ProbeTable) -> str:
 
 def _save(probed: ProbeResult | ProbeTable, arguments: argparse.Namespace) -> None:
     """Write the files that are asked for, and name each on stderr, unless that is to be quiet."""
-    given = vars(arguments)
     writers: dict[str, Callable[[Path], object]]
     writers = {"json": probed.to_json, "html": probed.to_html, "plot": probed.plot}
     for option, write_to in writers.items():
-        path = given.get(option)
+        path = vars(arguments).get(option)
+        if path in (None, STDOUT):
+            continue
         try:
-            if path not in (None, STDOUT):
-                write_to(path)
+            write_to(path)
         except OSError as error:
             raise InvalidArgumentError(f"{path} cannot be written: {error}") from None
-        if path not in (None, STDOUT) and not given.get("quiet"):
-            with contextlib.suppress(OSError, ValueError):  # the working directory is gone, or another one
-                path = path.relative_to(Path.cwd())
+        with contextlib.suppress(OSError, ValueError):  # the working directory is gone, or another one
+            path = path.relative_to(Path.cwd())
+        if not vars(arguments).get("quiet"):
             tell(f"wrote {path}")
 
 
@@ -234,7 +224,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     print(comparison(first, second, names), end="")
     said = [] if arguments.tolerance is None else grown(first, second, arguments.tolerance)
     print("".join(f"\n{line}" for line in said), end="\n" if said else "")
-    return REQUIRED_FAILS if said else 0
+    return errors.REQUIRED_FAILS if said else 0
 
 
 def _read(path: str) -> ProbeResult | ProbeTable:
@@ -278,117 +268,79 @@ examples:
   oomprobe run --start-batch 16 -- torchrun --nproc-per-node 8 train.py --batch-size {batch}
 
 exit statuses:
-"""
+""" + "\n".join(f"{status:5}  {meaning}" for status, meaning in errors.EXIT_STATUSES.items())
+HELP = {
+    "--require": "only check that batch size N fits; exit 5 if it does not; of several cards, name the smallest on which it does",
+    "--world-size": "ranks that share the global batch, one of which is probed (1)",
+    "--over": "make a table: the largest size for each value of an argument of the step, such as length=512,1024,2048",
+    "--try-larger": "with --over: go on above a value with which nothing fits",
+    "--no-mixed": "with --over: do not look for sizes that run with all values in turn, as training with buckets does",
+    "--device": "cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is); for a table of "
+    "simulated cards, names with commas, or sim:all",
+    "--nproc-per-node": "run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU; on a simulated card, "
+    "the first of N ranks of DDP",
+    "--in-process": "run trials in this process",
+    "--tolerance": "exit 5 if memory grew, or the answer fell, by more, such as 2%%",
+    "--passes-after": "a command whose processes report nothing passes after S seconds (last resort)",
+    "--json": "write the result as JSON; - for stdout",
+    "--html": "write a self-contained page (needs matplotlib)",
+    "--plot": "draw memory against batch size (needs matplotlib)",
+    "--quiet": "print only the batch size, and errors and warnings on stderr",
+    "--verbose": "add all trials, fit, estimates, and what is not covered in full",
+    "--progress": "progress lines on stderr (auto)",
+}
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line; ``act`` is the function of the command, and ``parser`` its own parser."""
-    whole = argparse.ArgumentParser(
-        prog="oomprobe",
-        description="Find the largest batch size that truly fits, by running it.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    as_typed, about = (
+        argparse.RawDescriptionHelpFormatter,
+        "Find the largest batch size that truly fits, by running it.",
     )
+    whole = argparse.ArgumentParser(prog="oomprobe", description=about, epilog=EXAMPLES, formatter_class=as_typed)
     whole.add_argument("--version", action="version", version=f"oomprobe {__version__}")
     commands, own = whole.add_subparsers(required=True, metavar="COMMAND", title="commands"), {}
     for name, (act, meaning) in COMMANDS.items():
         own[name] = commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
         own[name].set_defaults(act=act, parser=own[name])
-    run, show = own["run"], own["show"]
-    run.usage = "%(prog)s [options] TARGET\n       %(prog)s [options] -- COMMAND ... {batch} ..."
-    run.description = "Probe a target, or a command in whose arguments {batch} stands for the batch size."
-    statuses = (f"{status:5}  {meaning}".replace("\n", "\n       ") for status, meaning in EXIT_STATUSES.items())
-    run.epilog, run.formatter_class = EXAMPLES_OF_RUN + "\n".join(statuses), argparse.RawDescriptionHelpFormatter
-    show.add_argument("result", metavar="RESULT.json")
+    own["show"].add_argument("result", metavar="RESULT.json")
     own["compare"].add_argument("first", metavar="A.json")
     own["compare"].add_argument("second", metavar="B.json")
-    own["compare"].add_argument(
-        "--tolerance",
-        type=_tolerance,
-        metavar="SHARE",
-        help="exit 5 if memory grew, or the answer fell, by more, such as 2%%",
-    )
-    output = _add_run(run)
-    for place in (output, show):
-        place.add_argument(
-            "--verbose", action="store_true", help="add all trials, fit, estimates, and what is not covered in full"
-        )
-        place.add_argument("--html", type=_file, metavar="FILE", help="write a self-contained page (needs matplotlib)")
-        place.add_argument(
-            "--plot", type=_file, metavar="FILE", help="draw memory against batch size (needs matplotlib)"
-        )
-    for place in (output, own["demo"]):
-        place.add_argument(
-            "--progress", choices=("auto", "plain", "off"), default="auto", help="progress lines on stderr (auto)"
-        )
-    return whole
-
-
-def _add_run(run: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options of ``run`` in groups, and return that of the output."""
+    run = own["run"]
+    run.usage = "%(prog)s [options] TARGET\n       %(prog)s [options] -- COMMAND ... {batch} ..."
+    run.description = "Probe a target, or a command in whose arguments {batch} stands for the batch size."
+    run.epilog, run.formatter_class = EXAMPLES_OF_RUN, as_typed
     run.add_argument("target", metavar="TARGET", nargs="?", help="module:function or path/to/file.py:function")
     groups = {name: run.add_argument_group(name) for name in ("search", "memory", "where", "output")}
+    search, _, where, output = groups.values()
 
-    def add(group: str, flag: str, meaning: str, **more: Any) -> None:
+    def add(place: argparse._ActionsContainer, flag: str, **more: Any) -> None:
         # One that is not given is not passed on either, so that its default is stated in Python alone.
-        groups[group].add_argument(flag, help=meaning, default=argparse.SUPPRESS, **more)
+        place.add_argument(flag, **{"help": HELP.get(flag), "default": argparse.SUPPRESS} | more)
 
     for option in dataclasses.fields(Options):
-        metavar = option.metadata["metavar"]
+        metavar, told = option.metadata["metavar"], option.metadata["help"]
         kind = {"metavar": metavar, "type": int if metavar == "N" else float} if metavar else {"action": "store_true"}
-        add(option.metadata["group"], _flag(option.name), option.metadata["help"], dest=option.name, **kind)
-    groups["search"].add_argument(
-        "--require",
-        type=_size,
-        metavar="N",
-        help="only check that batch size N fits; exit 5 if it does not; of several cards, name the smallest on which it does",
-    )
-    groups["search"].add_argument(
-        "--world-size", type=_size, metavar="N", help="ranks that share the global batch, one of which is probed (1)"
-    )
-    add(
-        "search",
-        "--over",
-        "make a table: the largest size for each value of an argument of the step, such as length=512,1024,2048",
-        type=_axis,
-        action="append",
-        metavar="NAME=V,V,...",
-    )
-    add("search", "--try-larger", "with --over: go on above a value with which nothing fits", action="store_true")
-    add(
-        "search",
-        "--no-mixed",
-        "with --over: do not look for sizes that run with all values in turn, as training with buckets does",
-        action="store_false",
-        dest="mixed",
-    )
-    add(
-        "where",
-        "--device",
-        "cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is); for a table of "
-        "simulated cards, names with commas, or sim:all",
-    )
-    add(
-        "where",
-        "--nproc-per-node",
-        "run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU; on a simulated card, the first of N ranks of DDP",
-        type=lambda words: words if words == "gpu" else _size(words),
-        metavar="N",
-    )
-    add("where", "--in-process", "run trials in this process", action="store_false", dest="isolate")
-    add(
-        "where",
-        "--passes-after",
-        "a command whose processes report nothing passes after S seconds (last resort)",
-        type=float,
-        metavar="S",
-        dest="passes_after_s",
-    )
-    groups["output"].add_argument("--json", type=_file, metavar="FILE", help="write the result as JSON; - for stdout")
-    groups["output"].add_argument(
-        "--quiet", action="store_true", help="print only the batch size, and errors and warnings on stderr"
-    )
-    return groups["output"]
+        add(groups[option.metadata["group"]], _flag(option.name), dest=option.name, help=told, **kind)
+    add(search, "--require", type=_size, metavar="N", default=None)
+    add(search, "--world-size", type=_size, metavar="N", default=None)
+    add(search, "--over", type=_axis, action="append", metavar="NAME=V,V,...")
+    add(search, "--try-larger", action="store_true")
+    add(search, "--no-mixed", action="store_false", dest="mixed")
+    add(where, "--device")
+    add(where, "--nproc-per-node", type=lambda words: words if words == "gpu" else _size(words), metavar="N")
+    add(where, "--in-process", action="store_false", dest="isolate")
+    add(where, "--passes-after", type=float, metavar="S", dest="passes_after_s")
+    add(own["compare"], "--tolerance", type=_tolerance, metavar="SHARE", default=None)
+    add(output, "--json", type=_file, metavar="FILE", default=None)
+    add(output, "--quiet", action="store_true", default=False)
+    for place in (output, own["show"]):
+        add(place, "--html", type=_file, metavar="FILE", default=None)
+        add(place, "--plot", type=_file, metavar="FILE", default=None)
+        add(place, "--verbose", action="store_true", default=False)
+    for place in (output, own["demo"]):
+        add(place, "--progress", choices=("auto", "plain", "off"), default="auto")
+    return whole
 
 
 def _size(text: str) -> int:
@@ -523,11 +475,11 @@ def explain(error: BaseException, *, required: bool) -> int:
     notes = getattr(error, "__notes__", ())
     if isinstance(error, KeyboardInterrupt):
         tell("interrupted", *notes)
-        return INTERRUPTED
+        return errors.INTERRUPTED
     if isinstance(error, SystemExit):
-        if error.code == EXIT_TERMINATED:
+        if error.code == errors.EXIT_TERMINATED:
             tell("terminated", *notes)
-            return EXIT_TERMINATED
+            return errors.EXIT_TERMINATED
         # Whatever its exit code, a target that exits has given no answer.
         frames = traceback.extract_tb(error.__traceback__)
         place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
@@ -540,7 +492,7 @@ def explain(error: BaseException, *, required: bool) -> int:
     if not isinstance(error, errors.OomProbeError):
         tell(errors.traceback_of(error))
         tell(f"oomprobe: unexpected internal error ({type(error).__name__}), no answer; please report it")
-        return UNFORESEEN
+        return errors.UNFORESEEN
     if isinstance(error.table, ProbeTable):
         tell(f"the rows that were finished:\n{text(error.table)}")
     if error.trials:
@@ -549,7 +501,7 @@ def explain(error: BaseException, *, required: bool) -> int:
         tell(errors.traceback_of(error.__cause__))
     tell(f"oomprobe: {error}")
     if required and isinstance(error, errors.NothingFitsError):
-        return REQUIRED_FAILS
+        return errors.REQUIRED_FAILS
     return error.exit_status
 
 

@@ -118,8 +118,8 @@ EXIT_STATUSES = {
     StepFailedError.exit_status: "the target, its step or the command failed, or called sys.exit",
     NoDeviceError.exit_status: "no such device",
     REQUIRED_FAILS: "less than was asked: the size of --require does not fit, or compare --tolerance found growth",
-    OomProbeError.exit_status: "no trustworthy number: no answer in time, a large leak, a lost device; with --quiet also\n"
-    "other processes that took memory",
+    OomProbeError.exit_status: "no trustworthy number (no answer in time, a large leak, a lost device; with --quiet also\n"
+    "       when other processes took memory)",
     UNFORESEEN: "internal error",
     INTERRUPTED: "interrupted (Ctrl-C)",
     int(EXIT_TERMINATED): "terminated (SIGTERM)",

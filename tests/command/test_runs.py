@@ -96,7 +96,6 @@ def test_a_file_that_reads_the_variable(tmp_path):
         (["run", "--in-process", "--", "true", "{batch}"], "--in-process cannot be given"),
         (["run", "--passes-after", "3", "train.py:build"], "--passes-after is for commands"),
         (["run", "--", "true"], "does not use the batch size"),
-        (["run", "--steps", "3", "true", "{batch}"], "put two dashes before the command"),
     ],
 )
 def test_usage_errors_of_the_command_line(words, said, capfd):
