@@ -350,7 +350,7 @@ def run_tests(limit_s, log):
     """Run the tests marked gpu, and write their output to the log as they run."""
     if importlib.util.find_spec("pytest") is None:
         return {"ran": False, "summary": "pytest is not installed here: the tests marked gpu were not run"}
-    options = ["-m", "gpu", "-v", "-rfEs", "--no-header", "--tb=short", "-p", "no:cacheprovider"]
+    options = ["-m", "gpu", "-v", "-rfEs", "--no-header", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "test_gpu.py")]
     progress(f"tests marked gpu, for {limit_s:.0f} s at most")
     with log.open("w") as file:

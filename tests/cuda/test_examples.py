@@ -1,5 +1,6 @@
 """The examples on the bed, typed as their docstrings say: they train with the answer."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ import pytest
 from bed import forked
 from processes import REPOSITORY, environment
 from typed import EXAMPLES, commands, typed
+
+from oomprobe import ProbeResult
 
 from .ranks import cards, forking
 
@@ -111,6 +114,6 @@ def test_a_job(tmp_path):
     (tmp_path / "job.slurm").write_text(job)
     out, err = shell(tmp_path, ["bash", str(tmp_path / "job.slurm")])
     [answer] = re.findall(r"^batch size of each GPU: (\d+)$", out, re.MULTILINE)
-    assert f"batch {answer}  fits  confirm" in err
-    assert (tmp_path / "probe-7.json").exists()
+    assert err.startswith("probing 2 x Stub GPU")
+    assert ProbeResult.from_dict(json.loads((tmp_path / "probe-7.json").read_text())).batch_size == int(answer)
     assert "rank 1: step 10" in out
