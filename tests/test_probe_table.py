@@ -64,7 +64,7 @@ def alternates():
 
 def a_table(**changes):
     short = gpu()
-    other = replace(short, batch_size=32, notes=("seen over 25 calls; what happens less often was not",))
+    other = replace(short, batch_size=32, notes=("the answer ran for 25 calls; rarer events were not measured",))
     given = {
         "axis": "length",
         "rows": {512: short, 1024: other, 8192: None, 16384: None},

@@ -104,7 +104,7 @@ def test_evaluation_waits_for_no_optimizer():
     evaluated = Log()
     result = probe(model, {"train": train, "eval": lambda model, n: evaluated.append(n)}, max_batch=1)
     assert evaluated == [1] * (1 + 2 + 2 + 25 + 25)
-    assert [note[:18] for note in result.notes] == ["seen over 50 calls"]
+    assert [note[:28] for note in result.notes] == ["the answer ran for 50 calls; "[:28]]
 
 
 def test_each_of_several_steps_meets_the_state_of_the_others():

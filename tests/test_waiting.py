@@ -72,7 +72,7 @@ def test_without_an_optimizer_a_note_says_what_was_seen(text):
     assert text in notebook(result)
 
 
-SEEN = "seen over 50 calls; what happens less often was not"
+SEEN = "the answer ran for 50 calls; rarer events were not measured"
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ NOT_COVERED = (
 )
 NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
 LITTLE_DATA = "the data set limits the batch size: it has {count} examples"
-SEEN = "seen over {calls}; what happens less often was not"
+SEEN = "the answer ran for {calls}; rarer events were not measured"
 SETTLED = "repeats: within {calls} memory and the values that the step keeps came back to where they were, so identical further calls cannot fail"
 # Words in a step's name.
 EVALUATING = {"eval", "evaluate", "evaluation", "val", "valid", "validate", "validation", "test"}

@@ -23,7 +23,7 @@ def is_warning(note: str) -> bool:
     """Return whether a note says that the answer may not hold.
 
     Example:
-        >>> is_warning("length=512: weak: no optimizer stepped"), is_warning("seen over 50 calls")
+        >>> is_warning("length=512: weak: no optimizer stepped"), is_warning("rarer events were not measured")
         (True, False)
     """
     return _WARNING.search(note) is not None

@@ -493,7 +493,7 @@ def test_a_step_that_counts_is_looked_at(every):
             evaluated(model, batch_size)
 
     result = probe(model, step, "sim:64MiB", resolution=0.1)
-    assert any("seen over 50 calls" in note for note in result.notes)
+    assert any("ran for 50 calls" in note for note in result.notes)
     bisected = [trial for trial in result.trials if trial.phase == "bisect"]
     assert {trial.replayed for trial in bisected} == {every is None}
     assert max(trial.steps for trial in bisected) == (11 if every else 0)
