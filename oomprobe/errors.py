@@ -151,7 +151,6 @@ def step_failed(
     ``length=512``, if it has a further argument. Of the trials of a process only the first, `trial` 1, ran from the state as it was
     found; later ones, those of an adapter and those of a `simulated` device may themselves be at fault.
     """
-    hide_frames(error)
     known = trial == 1 and not simulated and caller is None and (largest_passed is None or largest_passed < batch_size)
     call = f"step_fn(model, {batch_size}{row and ', '}{row})"
     if caller is None and NO_GPU.search(text_of(error)):
@@ -191,7 +190,6 @@ OF_A_RANK = re.compile(
 
 def target_failed(error: BaseException, target: str) -> OomProbeError:
     """Return the error for an exception raised while a target was imported or built."""
-    hide_frames(error)
     if NO_GPU.search(text_of(error)):
         return NoDeviceError(
             f"the target {target} needs a GPU, and this process sees none ({type(error).__name__}: {text_of(error)}). Try it on "
@@ -276,14 +274,6 @@ def traceback_of(error: BaseException) -> str:
             return str(note.removeprefix(IN_CHILD))
     with _tensors_by_shape():
         return "".join(traceback.format_exception(error)).rstrip()
-
-
-def hide_frames(error: BaseException) -> None:
-    """Leave only frames of the user's code, and of what it called, in the traceback of an exception of a step or target."""
-    if "torch" in sys.modules:  # as below
-        from oomprobe.ground import frames
-
-        frames.hide(error)
 
 
 def _tensors_by_shape() -> AbstractContextManager[object]:

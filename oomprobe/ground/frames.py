@@ -49,7 +49,7 @@ def raised_at(error: BaseException) -> str | None:
     return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))
 
 
-def hide(error: BaseException | None) -> None:
+def hide_frames(error: BaseException | None) -> None:
     """Take oomprobe's frames out of the tracebacks of a user's exception and its causes, and what a simulated card does below the user's line."""
     seen = set[int]()
     while error is not None and id(error) not in seen:

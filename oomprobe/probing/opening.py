@@ -31,6 +31,7 @@ from oomprobe.errors import (
     check_size,
     target_failed,
 )
+from oomprobe.ground.frames import hide_frames
 from oomprobe.ground.processes import MARK
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.probing.order import Order
@@ -100,6 +101,7 @@ def _built(target: str, device: Any) -> tuple[torch.nn.Module, StepFn]:
     except (OomProbeError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
+        hide_frames(error)
         raise target_failed(error, target) from error
 
 

@@ -20,17 +20,12 @@ _WARNING = re.compile(r"(?:^|: )(?:weak|leak|marginal|not restored): |^the step 
 
 
 def is_warning(note: str) -> bool:
-    """Return whether a note says that the answer may not hold.
-
-    Example:
-        >>> is_warning("length=512: weak: no optimizer stepped"), is_warning("rarer events were not measured")
-        (True, False)
-    """
+    """Return whether a note says that the answer may not hold."""
     return _WARNING.search(note) is not None
 
 
 def logged(found: Found) -> Found:
-    """Log all that the report of a finished probe notes, and its warning, and return what was found."""
+    """Log the notes and the warning of a finished probe's report, and return what was found."""
     report = report_of(found)
     for block in report.blocks:
         if block.title == NOTES and not isinstance(block.content, Table):
@@ -41,6 +36,6 @@ def logged(found: Found) -> Found:
 
 
 def log_notes(notes: Iterable[str]) -> None:
-    """Log notes."""
+    """Log each note, a warning as such."""
     for note in notes:
         LOGGER.log(logging.WARNING if is_warning(note) else logging.INFO, "%s", note)

@@ -24,7 +24,7 @@ from oomprobe.errors import (
     UnreliableError,
     step_failed,
 )
-from oomprobe.ground.frames import is_own_fault
+from oomprobe.ground.frames import hide_frames, is_own_fault
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S, Step
@@ -496,6 +496,7 @@ class LocalRunner:
         if not running.past_least:
             size, last, caller = running.next_size, request.largest_passed, running.step.caller
             row = self._work.axis.label(running.next_row)
+            hide_frames(error)
             raise step_failed(
                 error, batch_size=size, largest_passed=last, caller=caller, row=row, trial=self._number,
                 simulated=self.facts.device.replays,

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from oomprobe import errors
+from oomprobe.ground.frames import hide_frames
 from oomprobe.records.options import Options
 from oomprobe.records.plain import from_plain
 from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo
@@ -107,7 +108,7 @@ def failed(error: BaseException, *, building: str | None = None) -> Failed:
     cause = error.__cause__ if isinstance(error, errors.StepFailedError) and error.__cause__ is not None else error
     text = failure_of(cause).text
     if building is not None:
-        errors.hide_frames(cause)
+        hide_frames(cause)
     is_plain = all(isinstance(argument, str | int | float | None) for argument in cause.args)
     return Failed(
         kind=type(error).__name__ if isinstance(error, errors.OomProbeError) else None,
