@@ -203,7 +203,7 @@ def find_max_batches(
         if over is not None and [*over] == [CARDS]:
             opened = partial(open_model, model=model, step_fn=step_fn)
             return logged(search_cards(over[CARDS], Order.of(given), opened, required=require))
-        axis = Axis.of(over)
+        axis = _axis(over, require)
         return _table(axis, open_model(Order.of(given, axis=axis), model, step_fn), try_larger=try_larger, mixed=mixed)
 
 
@@ -298,7 +298,7 @@ def probe_target(
             table = search_cards(over[CARDS], Order.of(options), open_order, required=require, ranks=ranks, target=name)
             return logged(table)
         on_ranks = nproc_per_node is not None and not names_simulated(options.get("device"))
-        axis = NO_AXIS if over is None else Axis.of(over)
+        axis = NO_AXIS if over is None and require is None else _axis(over, require)
         order = Order.of(options, axis=axis, resolution=RANKS_RESOLUTION if on_ranks else 0.0)
         if over is None:
             return _answer(open_order(order), target=name)
@@ -377,6 +377,14 @@ def _refuse_for_commands(options: Mapping[str, object]) -> None:
             f"{', '.join(refused)} cannot be given for a command: it runs as it is, on the devices that it chooses "
             "(CUDA_VISIBLE_DEVICES narrows them)"
         )
+
+
+def _axis(over: object, require: int | None) -> Axis:
+    if require is not None:
+        raise InvalidArgumentError(
+            f"require={require} is for a table of cards: give a list of them, over={{'device': ['sim:24GiB']}}"
+        )
+    return Axis.of(over)
 
 
 def _answer(

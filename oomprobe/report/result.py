@@ -180,7 +180,9 @@ def _is_check(result: ProbeResult) -> bool:
 
 def _holds_for(result: ProbeResult) -> str:
     environment = result.environment
-    here = "" if environment.get("isolated") or result.world_size > 1 else ", and this one in its state before the probe"
+    here = (
+        "" if environment.get("isolated") or result.world_size > 1 else ", and this one in its state before the probe"
+    )
     after = f" after {environment['after']}" if "after" in environment else ""
     ranks = f"{result.world_size} fresh processes{after}, one for each rank"
     fresh = ranks if result.world_size > 1 else f"a fresh process{after}"

@@ -141,6 +141,13 @@ def test_wrong_cards_are_refused_before_anything_runs(devices, error, text):
         oomprobe.find_max_batches(nn.Linear(1, 1), step, device=devices, **QUIET)
 
 
+def test_require_is_for_cards_only():
+    with pytest.raises(oomprobe.InvalidArgumentError, match="require=8 is for a table of cards"):
+        oomprobe.find_max_batches(*attention(), over={"length": [1]}, require=8, **QUIET)
+    with pytest.raises(oomprobe.InvalidArgumentError, match="require=8 is for a table of cards"):
+        oomprobe.probe_target(attention, require=8, **QUIET)
+
+
 def test_a_bug_names_its_card_and_keeps_the_rows():
     model, inner = attention()
 
