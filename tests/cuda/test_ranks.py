@@ -325,7 +325,7 @@ def test_the_command_line_starts_everything(tmp_path):
     assert "verdict: batch 8 per rank fits in" in done.stdout
     assert "2 ranks, all alike" in done.stdout
     assert "probing 2 x Stub GPU; building 2 ranks took" in done.stderr
-    said = [line for line in done.stderr.splitlines() if "hello" in line]
+    said = re.findall(r"(?:\[rank \d\] )?hello from \d", done.stderr)
     assert sorted(said) == ["[rank 1] hello from 1"] * 2 + ["hello from 0"] * 2
     data = json.loads((tmp_path / "r.json").read_text())
     assert data["world_size"] == 2
