@@ -1,7 +1,7 @@
 """DDP with a rank on each GPU of a machine: the training, and a build() with which oomprobe runs its step.
 
 oomprobe run examples/ddp.py:build --nproc-per-node gpu                    # find the size for each GPU
-oomprobe run examples/ddp.py:build --nproc-per-node 8 --device sim:24GiB   # without GPUs: for one of 8 ranks
+oomprobe run examples/ddp.py:build --nproc-per-node 8 --device sim:24GiB   # on any machine: for one of 8 ranks
 torchrun --nproc-per-node gpu examples/ddp.py --batch-size 64              # train with it
 """
 

@@ -1,7 +1,7 @@
 """Score continuations by their log-likelihood, as lm-evaluation-harness does, in the largest batches that fit.
 
 python examples/inference.py                      # on a GPU: find the size, then score with it
-python examples/inference.py --device sim:24GiB   # without one: find the size for a simulated card
+python examples/inference.py --device sim:24GiB   # on any machine: find the size for a simulated card
 """
 
 import argparse
@@ -13,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import oomprobe
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--device", help="probe another device than the one that scores, such as sim:24GiB")
+parser.add_argument("--device", help="a simulated card to probe, instead of the one that scores: sim:24GiB, sim:T4")
 args = parser.parse_args()
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
+device = "cuda" if torch.cuda.is_available() and args.device is None else "cpu"
 config = LlamaConfig(hidden_size=512, intermediate_size=2048, num_hidden_layers=4, num_attention_heads=8)
 model = LlamaForCausalLM(config).to(device, torch.bfloat16).eval()  # yours; this one has random weights
 

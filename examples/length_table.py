@@ -1,7 +1,7 @@
 """A batch size for every length: a table over buckets, and a sampler that trains with it.
 
 python examples/length_table.py                      # on a GPU: make the table, then train with it
-python examples/length_table.py --device sim:24GiB   # without one: make the table for a simulated card
+python examples/length_table.py --device sim:24GiB   # on any machine: make the table for a simulated card
 """
 
 import argparse
@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader
 import oomprobe
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--device", help="probe another device than the one that trains, such as sim:24GiB")
+parser.add_argument("--device", help="a simulated card to probe, instead of the one that trains: sim:24GiB, sim:T4")
 args = parser.parse_args()
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
+device = "cuda" if torch.cuda.is_available() and args.device is None else "cpu"
 lengths = torch.randint(16, 513, (4000,)).tolist()
 dataset = [torch.randint(1000, (length,)) for length in lengths]  # yours
 collate = partial(nn.utils.rnn.pad_sequence, batch_first=True)

@@ -1,7 +1,7 @@
 """A LightningModule and its data module: the size is set where Lightning's own batch size finder would set it.
 
 python examples/lightning_module.py                      # on a GPU: find the size, then fit with it
-python examples/lightning_module.py --device sim:24GiB   # without one: find the size for a simulated card
+python examples/lightning_module.py --device sim:24GiB   # on any machine: find the size for a simulated card
 """
 
 import argparse
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from oomprobe.integrations.lightning import find_max_batch
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--device", help="probe another device than the one that trains, such as sim:24GiB")
+parser.add_argument("--device", help="a simulated card to probe, instead of the one that trains: sim:24GiB, sim:T4")
 args = parser.parse_args()
 
 

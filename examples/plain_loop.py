@@ -1,7 +1,7 @@
 """A plain training loop with a DataLoader that finds its batch size before it trains.
 
 python examples/plain_loop.py                      # on a GPU: find the size, then train with it
-python examples/plain_loop.py --device sim:24GiB   # without one: find the size for a simulated card
+python examples/plain_loop.py --device sim:24GiB   # on any machine: find the size for a simulated card
 python examples/plain_loop.py --batch-size 64      # an error before training if 64 does not fit
 """
 
@@ -14,7 +14,7 @@ import oomprobe
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, help="check this size, instead of searching")
-parser.add_argument("--device", help="probe another device than the one that trains, such as sim:24GiB")
+parser.add_argument("--device", help="a simulated card to probe, instead of the one that trains: sim:24GiB, sim:T4")
 args = parser.parse_args()
 
 
@@ -26,7 +26,7 @@ class Images(torch.utils.data.Dataset):  # yours
         return torch.randn(3, 224, 224), index % 10
 
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
+device = "cuda" if torch.cuda.is_available() and args.device is None else "cpu"
 dataset = Images()
 convolutions = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3, stride=2), nn.ReLU()]
 model = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).to(device)

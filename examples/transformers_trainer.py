@@ -1,7 +1,7 @@
 """A transformers Trainer whose batch size and gradient accumulation are set before it trains.
 
 python examples/transformers_trainer.py                      # on a GPU: set both, then train
-python examples/transformers_trainer.py --device sim:24GiB   # without one: find the size for a simulated card
+python examples/transformers_trainer.py --device sim:24GiB   # on any machine: find the size for a simulated card
 """
 
 import argparse
@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from oomprobe.integrations.transformers import find_max_batch
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--device", help="probe another device than the one that trains, such as sim:24GiB")
+parser.add_argument("--device", help="a simulated card to probe, instead of the one that trains: sim:24GiB, sim:T4")
 args = parser.parse_args()
 
 GLOBAL_BATCH = 32  # samples for each optimizer step, however they are split
@@ -33,6 +33,7 @@ trainer = Trainer(
         save_strategy="no",
         report_to=[],
         remove_unused_columns=False,
+        use_cpu=args.device is not None,  # a simulated card needs the model in host memory
     ),
     train_dataset=[torch.randint(50_257, (length,)) for length in lengths],  # yours
     data_collator=collate,

@@ -1,6 +1,7 @@
 """The examples on the bed, typed as their docstrings say: they train with the answer."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,6 +19,10 @@ from .ranks import cards, forking
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own
 CARD = {"limit_s": 120, "CUDASTUB_ASSERT": 0}
+
+
+def stored(path):
+    return ProbeResult.from_dict(json.loads(path.read_text()))
 
 
 def test_the_plain_loop_trains_with_the_answer_or_refuses_the_size_that_is_asked_for():
@@ -50,9 +55,9 @@ def test_a_table_trains_in_its_buckets():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("transformers_trainer.py", "'train_runtime': "),
-        ("lightning_module.py", "`Trainer.fit` stopped: `max_epochs=1` reached."),
-        ("inference.py", "scored 2000 continuations"),
+        ("transformers_trainer.py", r"'train_runtime': "),
+        ("lightning_module.py", r"Epoch 0: 100%\|\W*\| (\d+)/\1 "),
+        ("inference.py", r"scored 2000 continuations"),
     ],
 )
 def test_with_a_framework(name, said):
@@ -61,16 +66,29 @@ def test_with_a_framework(name, said):
     assert status == 0, err
     assert out.startswith("verdict: ")
     assert "identical\n" in out  # the state was restored
-    assert said in out + err
+    [*_, found] = re.finditer(said, out + err)
+    if found.groups():  # the batches of an epoch
+        assert int(found[1]) == math.ceil(2000 / int(out.split()[2]))
 
 
-@pytest.mark.parametrize("name", ["ddp.py", "fsdp2.py"])
-def test_ranks(name, tmp_path):
-    probe, _ = commands(name)
-    on_cards = {**cards(tmp_path), "memory": "2GiB,2GiB", "limit_s": 60}
-    status, out, err = forked(forking, lambda: typed([*probe, "--require", "4"]), **on_cards)
+def test_a_simulated_card_beside_a_real_one():
+    [command] = commands("plain_loop.py", simulated=True)
+    status, out, err = forked(typed, command, **CARD)
     assert status == 0, err
-    assert re.match(r"verdict: batch 4 per rank fits in .* on 2 x Stub GPU", out)
+    assert "on simulated GPU, 24.0 GiB" in out
+
+
+def test_ranks_and_fsdp_shards_what_ddp_keeps(tmp_path):
+    on_cards = {**cards(tmp_path), "memory": "2GiB,2GiB", "limit_s": 60}
+    peaks = []
+    for name in ("ddp.py", "fsdp2.py"):
+        probe, _ = commands(name)
+        words = [*probe, "--require", "4", "--json", str(tmp_path / "probe.json")]
+        status, out, err = forked(forking, lambda words=words: typed(words), **on_cards)
+        assert status == 0, err
+        assert re.match(r"verdict: batch 4 per rank fits in .* on 2 x Stub GPU", out)
+        peaks.append(stored(tmp_path / "probe.json").trials[-1].peak_allocated_bytes)
+    assert peaks[1] < 0.8 * peaks[0]
 
 
 # --- in processes of their own ---
@@ -115,5 +133,5 @@ def test_a_job(tmp_path):
     out, err = shell(tmp_path, ["bash", str(tmp_path / "job.slurm")])
     [answer] = re.findall(r"^batch size of each GPU: (\d+)$", out, re.MULTILINE)
     assert err.startswith("probing 2 x Stub GPU")
-    assert ProbeResult.from_dict(json.loads((tmp_path / "probe-7.json").read_text())).batch_size == int(answer)
+    assert stored(tmp_path / "probe-7.json").batch_size == int(answer)
     assert "rank 1: step 10" in out
