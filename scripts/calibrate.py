@@ -1,11 +1,12 @@
 """Compare published measurements of GPU memory with `oomprobe.SimulatedDevice`: `scripts/calibrate`.
 
-There are four families, each described with its source in its module under scripts/calibration: bert-large on a V100,
-timm's training benchmark on an RTX 3090, litgpt's LoRA table on an A100, and cuBLAS's workspace on an A10G. Nothing is fitted
-here: each row names the switches that imitate an older torch.
+Each family is described with its source in its module under scripts/calibration: bert-large on a V100, timm's training
+benchmark on an RTX 3090, litgpt's LoRA table on an A100, cuBLAS's workspace on an A10G, and segmentation on a V100. Nothing
+is fitted here: each row names the switches that imitate an older torch.
 
     scripts/calibrate                        all families, 20 rows of timm: about ten minutes on one core
     scripts/calibrate timm --rows 61 --sweep
+    scripts/calibrate segmentation --write   and write tests/evidence/published/segmentation.json
 """
 
 import argparse
@@ -39,6 +40,7 @@ def arguments_of():
         "--capacity", type=int, metavar="MIB", help="allocator capacity of the RTX 3090 (default: 22,000)"
     )
     parser.add_argument("--sweep", action="store_true", help="count hits at other capacities too")
+    parser.add_argument("--write", action="store_true", help="also write tests/evidence/published/FAMILY.json")
     parser.add_argument(
         "--torch", choices=("1.9", "1.10", "new"), default="1.9", help="torch version imitated for bert (default: 1.9)"
     )
@@ -105,7 +107,18 @@ def cublas(_):
     yield from shown_figures(list(compare()), "bytes", 1, 0)
 
 
-FAMILIES = {"bert": bert, "timm": timm, "litgpt": litgpt, "cublas": cublas}
+def segmentation(arguments):
+    from calibration.rows import GIB, shown_figures, write_figures
+    from calibration.segmentation import ABOUT, compare
+
+    yield "segmentation, V100-32GB: peak allocated, GiB; networks are written anew"
+    rows = list(compare())
+    if arguments.write:
+        write_figures("segmentation", rows, **ABOUT)
+    yield from shown_figures(rows, "GiB", GIB, 2)
+
+
+FAMILIES = {"bert": bert, "timm": timm, "litgpt": litgpt, "cublas": cublas, "segmentation": segmentation}
 
 if __name__ == "__main__":
     main()

@@ -6,22 +6,26 @@ from unittest import mock
 import torch
 
 _softmax, _gelu = torch.nn.functional.softmax, torch.nn.functional.gelu
+_BACKWARD = {False: torch.ops.aten._softmax_backward_data, True: torch.ops.aten._log_softmax_backward_data}
 
 
 class SoftmaxKeepingInput(torch.autograd.Function):
-    """Softmax that also saves its input for backward, as up to torch 1.10 (pytorch/pytorch#49600, changed by #65242)."""
+    """Softmax, or its logarithm, that also saves its input for backward.
+
+    Up to torch 1.10: pytorch/pytorch#49600, changed by #65242.
+    """
 
     @staticmethod
-    def forward(ctx, scores, dim):
-        result = _softmax(scores, dim=dim)
-        ctx.dim = dim
+    def forward(ctx, scores, dim, logarithm=False):
+        result = (torch.nn.functional.log_softmax if logarithm else _softmax)(scores, dim=dim)
+        ctx.dim, ctx.backward_of = dim, _BACKWARD[logarithm]
         ctx.save_for_backward(scores, result)
         return result
 
     @staticmethod
     def backward(ctx, gradient):
         scores, result = ctx.saved_tensors
-        return torch.ops.aten._softmax_backward_data(gradient, result, ctx.dim, scores.dtype), None
+        return ctx.backward_of(gradient, result, ctx.dim, scores.dtype), None, None
 
 
 def _softmax_keeping_input(scores, dim=None, _stacklevel=3, dtype=None):

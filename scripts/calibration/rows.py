@@ -1,9 +1,12 @@
 """Comparisons as data, and as lines of text."""
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
-MIB, GB = 2**20, 10**9
+MIB, GB, GIB = 2**20, 10**9, 2**30
+EVIDENCE = Path(__file__).resolve().parents[2] / "tests" / "evidence" / "published"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +45,13 @@ class Figure:
             return None
         low, upper = self.interval_bytes
         return low - self.rounding_bytes <= self.published_bytes <= upper + self.rounding_bytes
+
+    @property
+    def verdict(self):
+        """ "inside" the interval, "high" if the simulation is above the published figure, "low" if below; else ""."""
+        if self.inside is None:
+            return ""
+        return "inside" if self.inside else "high" if self.simulated_bytes > self.published_bytes else "low"
 
     @property
     def too_low(self):
@@ -121,6 +131,25 @@ def shown_brackets(rows):
     yield f"brackets hit: {_share(verdict == 'HIT' for verdict in verdicts)}"
     yield f"under-estimates (lets through what failed): {_share(verdict == 'UNDER' for verdict in verdicts)}"
     yield f"over-estimates (refuses what ran): {_share(verdict == 'OVER' for verdict in verdicts)}"
+
+
+def write_figures(family, rows, **about):
+    """Write figures in bytes to tests/evidence/published/FAMILY.json, one row a line, with what they are `about`."""
+    import torch
+
+    lines = []
+    for row in rows:
+        upper = None if row.interval_bytes is None else row.interval_bytes[1]
+        figures = {"published": row.published_bytes, "simulated": row.simulated_bytes, "upper": upper}
+        rounded = {name: None if value is None else round(value) for name, value in figures.items()}
+        rounding = {"rounding": round(row.rounding_bytes)} if row.rounding_bytes else {}
+        lines.append(
+            json.dumps({"name": row.name, **rounded, **rounding, "verdict": row.verdict, "remark": row.remark})
+        )
+    head = json.dumps({"family": family, **about, "simulated with torch": torch.__version__}, indent=1)[:-2]
+    EVIDENCE.mkdir(exist_ok=True)
+    text = head + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
+    (EVIDENCE / f"{family}.json").write_text(text)
 
 
 def _share(truths):
