@@ -136,7 +136,7 @@ def test_quickstart_shows_a_report_a_table_and_their_plots(tmp_path):
     assert "<td>512</td>" in table["text/html"]
     assert plot["image/png"]
     assert table_plot["image/png"]
-    [printed] = [output.text for output in outputs if output.output_type == "stream"]
+    [printed] = [output.text for output in outputs if output.get("name") == "stdout"]
     assert printed.startswith("verdict: ")
 
 
