@@ -458,18 +458,6 @@ def _flags(names: Sequence[str]) -> str:
     return ", ".join(map(_flag, names))
 
 
-@contextlib.contextmanager
-def explained(*, required: bool = False) -> Iterator[None]:
-    """Exit a script like ``oomprobe run`` if its probe fails: print why, and use the same exit code.
-
-    With `required`, the script checked one size, and NothingFitsError exits with 5.
-    """
-    try:
-        yield
-    except errors.OomProbeError as error:
-        raise SystemExit(explain(error, required=required)) from None
-
-
 def explain(error: BaseException, *, required: bool) -> int:
     """Print why a command ended, and return its exit code."""
     notes = getattr(error, "__notes__", ())
