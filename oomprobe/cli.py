@@ -43,7 +43,7 @@ NO_TARGET = (
     "name what to probe: oomprobe run path/to/train.py:build, or a command after two dashes: "
     "oomprobe run -- python train.py --batch-size {batch}"
 )
-NO_DASHES = "If it is part of a command, put two dashes before the command: oomprobe run [options] -- python train.py --batch-size {batch}"
+NO_DASHES = " If it is part of a command, put two dashes before the command: oomprobe run [options] -- python train.py --batch-size {batch}"
 WITH_COMMAS = "write --over as the argument of the step and its values: --over length=512,1024,2048, not {text} (tuples: only from Python)"
 TWO_AXES = (
     "--over is given {count} times, and a table has one axis: make a table for each value of the other, or let the values of one "
@@ -71,7 +71,7 @@ NOT_FOR_COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    whole, command = parser(), None  # what follows the two dashes
+    whole, command = parser(), None  # the command that follows two dashes, if one does
     if not words:
         whole.print_help(sys.stderr)
         return InvalidArgumentError.exit_status
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         option = next((word.partition("=")[0] for word in unknown if word[:1] == "-"), "")
         if not option or any("{batch}" in word for word in unknown):
-            arguments.parser.error(f"what is {' '.join(unknown)}? {NO_DASHES if words[0] == 'run' else ''}")
+            arguments.parser.error(f"what is {' '.join(unknown)}?{NO_DASHES * (words[0] == 'run')}")
         options = re.findall(r"--[a-z-]+", arguments.parser.format_help())
         arguments.parser.error(f"there is no option {option}{did_you_mean(option, options)}")
     arguments.command, arguments.owns_process = command, argv is None
