@@ -1,12 +1,12 @@
 """Compare published measurements of GPU memory with `oomprobe.SimulatedDevice`: `scripts/calibrate`.
 
-Each family is described with its source in its module under scripts/calibration: bert-large on a V100, timm's training
-benchmark on an RTX 3090, litgpt's LoRA table on an A100, cuBLAS's workspace on an A10G, and segmentation on a V100. Nothing
-is fitted here: each row names the switches that imitate an older torch.
+Each family is described with its source in its module under scripts/calibration. Nothing is fitted here: each row names
+the switches that imitate an older torch.
 
     scripts/calibrate                        all families, 20 rows of timm: about ten minutes on one core
     scripts/calibrate timm --rows 61 --sweep
     scripts/calibrate segmentation --write   and write tests/evidence/published/segmentation.json
+    scripts/calibrate --page                 write these files into docs/validated.md
 """
 
 import argparse
@@ -14,6 +14,8 @@ import logging
 import sys
 import time
 import warnings
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +24,10 @@ sys.path.insert(0, str(ROOT))
 
 def main():
     arguments = arguments_of()
+    if arguments.page:
+        from calibration import page
+
+        return page.write()
     quiet()
     for name in arguments.families or FAMILIES:
         started = time.monotonic()
@@ -41,9 +47,7 @@ def arguments_of():
     )
     parser.add_argument("--sweep", action="store_true", help="count hits at other capacities too")
     parser.add_argument("--write", action="store_true", help="also write tests/evidence/published/FAMILY.json")
-    parser.add_argument(
-        "--torch", choices=("1.9", "1.10", "new"), default="1.9", help="torch version imitated for bert (default: 1.9)"
-    )
+    parser.add_argument("--page", action="store_true", help="only write docs/validated.md from these files")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.families if name not in FAMILIES]
     if unknown:
@@ -57,12 +61,17 @@ def quiet():
     logging.disable(logging.WARNING)
 
 
-def bert(arguments):
-    from calibration.bert import CONTEXT_MIB, compare
-    from calibration.rows import MIB, shown_figures
+def figures(name, arguments):
+    """Compare the peaks of a family, in the unit of its publication."""
+    from calibration import rows
 
-    yield f"bert-large, sequence 512, V100-16GB: process, MiB (reserved + {CONTEXT_MIB}); torch: {arguments.torch}"
-    yield from shown_figures(list(compare(torch_version=arguments.torch)), "MiB", MIB, 0)
+    module = import_module(f"calibration.{name}")
+    unit, unit_bytes, digits = UNITS[name]
+    yield f"{name}, {module.ABOUT['card']}: {module.ABOUT['how']}"
+    compared = list(module.compare())
+    if arguments.write:
+        rows.write_figures(name, compared, **module.ABOUT)
+    yield from rows.shown_figures(compared, unit, unit_bytes, digits)
 
 
 def timm(arguments):
@@ -91,34 +100,14 @@ def sweep(recorded):
         yield f"{capacity_mib:,}: {sum(row.verdict == 'HIT' for row in rows)} of {len(rows)}; {missed}"
 
 
-def litgpt(_):
-    from calibration.litgpt import compare
-    from calibration.rows import GB, shown_figures
-
-    yield "litgpt, LoRA, bf16-true, A100-40GB: peak allocated, GB; models and training loop are reimplemented"
-    yield from shown_figures(list(compare()), "GB", GB, 2)
-
-
-def cublas(_):
-    from calibration.cublas import compare
-    from calibration.rows import shown_figures
-
-    yield "Linear(1, 1), A10G: bytes still allocated at the end"
-    yield from shown_figures(list(compare()), "bytes", 1, 0)
-
-
-def segmentation(arguments):
-    from calibration.rows import GIB, shown_figures, write_figures
-    from calibration.segmentation import ABOUT, compare
-
-    yield "segmentation, V100-32GB: peak allocated, GiB; networks are written anew"
-    rows = list(compare())
-    if arguments.write:
-        write_figures("segmentation", rows, **ABOUT)
-    yield from shown_figures(rows, "GiB", GIB, 2)
-
-
-FAMILIES = {"bert": bert, "timm": timm, "litgpt": litgpt, "cublas": cublas, "segmentation": segmentation}
+UNITS = {
+    "bert": ("MiB", 2**20, 0),
+    "litgpt": ("GB", 10**9, 2),
+    "cublas": ("bytes", 1, 0),
+    "fms": ("bytes", 1, 0),
+    "segmentation": ("GiB", 2**30, 2),
+}
+FAMILIES = {**{name: partial(figures, name) for name in UNITS}, "timm": timm}
 
 if __name__ == "__main__":
     main()

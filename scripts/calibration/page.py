@@ -1,0 +1,53 @@
+"""The table of docs/validated.md, from tests/evidence/published."""
+
+import json
+import re
+
+from calibration.rows import EVIDENCE, GIB
+
+PAGE = EVIDENCE.parents[2] / "docs" / "validated.md"
+BEGIN, END = "<!-- published: begin -->", "<!-- published: end -->"
+
+
+def write():
+    """Write the table into the page."""
+    PAGE.write_text(with_table(PAGE.read_text()))
+
+
+def with_table(text):
+    """Return the page's text with the table between its markers."""
+    families = [json.loads(path.read_text()) for path in sorted(EVIDENCE.glob("*.json"))]
+    lines = ["| family | what was published | source | compared |", "|---|---|---|---|"]
+    lines += [
+        f"| {one['family']} | {one['how']} | {one['source']} | torch {one['simulated with torch']} |"
+        for one in families
+    ]
+    lines += ["", "| card | torch | model | published | oomprobe | result | how |", "|---|---|---|---|---|---|---|"]
+    lines += [line(family, row) for family in families for row in family["rows"]]
+    section = "\n".join([BEGIN, "", *lines, "", END])
+    return re.sub(f"{BEGIN}.*?{END}", lambda _: section, text, flags=re.DOTALL)
+
+
+def line(family, row):
+    """Return one row: the difference of two peaks, and the verdict on an interval or a bracket."""
+    published, simulated, upper = (row.get(name) for name in ("published", "simulated", "upper"))
+    difference = ""
+    if isinstance(published, int) and isinstance(simulated, int):
+        difference = f"{100 * (simulated / published - 1):+.4f} %" if not row.get("rounding") else ""
+        difference = difference or f"{100 * (simulated / published - 1):+.1f} %"
+    said = shown(simulated, row)
+    if upper not in (None, simulated):
+        said += f" to {shown(upper, row)}"
+    result = ", ".join(part for part in (row["verdict"], difference) if part)
+    how = "; ".join(part for part in (family["family"], row["remark"]) if part)
+    cells = family["card"], family["torch"], row["name"], shown(published, row), said, result, how
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(value, row):
+    """Return a number of bytes as exact as it was published; a text as it is."""
+    if value is None:
+        return "out of memory"
+    if isinstance(value, str):
+        return value
+    return f"{value / GIB:.2f} GiB" if row.get("rounding") else f"{value:,}"

@@ -1,0 +1,57 @@
+"""Peaks that others have published, made again on simulated cards: what docs/validated.md says stays true."""
+
+import json
+from importlib import import_module
+
+import pytest
+import torch
+from calibration import page
+from calibration.rows import EVIDENCE
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+FAMILIES = {path.stem: json.loads(path.read_text()) for path in EVIDENCE.glob("*.json")}
+EXACT = {  # within 128 KiB: a workspace of cuBLAS takes 8 MiB, a copy of the logits 1 GB or more
+    "fms": ["Mistral-7B full, batch 4", "Mistral-7B LoRA, batch 4", "PowerLM-3b full, batch 8", "PowerLM-3b LoRA, batch 4"],
+    "cublas": None,
+}
+CLOSE = {  # within 0.3 %
+    "fms": ["santacoder full, batch 8"],
+    "bert": ["bert-large fp32, 4", "bert-large fp16, 1 x 4, checkpoints"],
+    "litgpt": ["phi-1.5, 1", "StableLM Alpha 3B, 1", "Llama 2 7B, 32 bit norms, 2", "Llama 2 7B, 4"],
+}
+INSIDE = {"segmentation": ["pspnet r18-d8 512x1024", "fcn r18-d8 512x1024"]}  # the interval
+
+
+def made_again(family, names):
+    """Yield the figures of a family's rows; each is the one recorded, if it was recorded with this torch."""
+    recorded = {row["name"]: row for row in FAMILIES[family]["rows"]}
+    found = list(import_module(f"calibration.{family}").compare(names))
+    assert len(found) >= len(names or [1])
+    for figure in found:
+        if torch.__version__ == FAMILIES[family]["simulated with torch"]:
+            assert figure.simulated_bytes == recorded[figure.name]["simulated"], figure
+        yield figure
+
+
+@pytest.mark.parametrize("family", EXACT)
+def test_peaks_published_in_bytes_are_exact(family):
+    for figure in made_again(family, EXACT[family]):
+        assert abs(figure.simulated_bytes - figure.published_bytes) <= 2**17, figure
+
+
+@pytest.mark.parametrize("family", CLOSE)
+def test_peaks_are_close_to_those_published(family):
+    for figure in made_again(family, CLOSE[family]):
+        assert figure.published_bytes == figure.simulated_bytes or abs(figure.error) <= 0.003, figure
+
+
+@pytest.mark.parametrize("family", INSIDE)
+def test_published_peaks_of_convolutions_are_inside_the_interval(family):
+    assert {figure.verdict for figure in made_again(family, INSIDE[family])} == {"inside"}
+
+
+def test_the_page_says_what_the_files_say():
+    text = page.PAGE.read_text()
+    assert page.with_table(text) == text, "run python scripts/calibrate.py --page"
+    assert page.BEGIN in text
