@@ -27,8 +27,7 @@ from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.options import Options
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
-from oomprobe.report.blocks import as_text
-from oomprobe.report.log import is_warning
+from oomprobe.report.blocks import as_text, is_warning
 from oomprobe.report.plot import new_figure
 from oomprobe.report.table import report_of, text
 from oomprobe.report.trials import trials_table
@@ -52,7 +51,7 @@ TWO_AXES = (
 TWO_TARGETS = (
     "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
 )
-OVER_CARDS = "--over and several devices make a table each: leave one out"
+OVER_CARDS = "--over and several devices make a table each: leave one out, and let build() return a step for one value of the other"
 NO_TABLE = "--try-larger and --no-mixed are about a table: add --over, or leave them out"
 TABLE_OF_CHECKS = "--require checks one size, and --over makes a table: leave one out"
 TABLE_OF_PLANS = "--global-batch and --world-size plan for one answer, and --over has many: in Python, table.rows[value].plan(...) does it"
@@ -64,7 +63,7 @@ NO_FORMAT = "--plot {name}: let the name end in .png, .svg or .pdf"
 CONTAMINATED = "no number printed: other processes kept changing the device's memory; see the notes above"
 NOT_FOR_COMMANDS = (
     "{options} cannot be given for a command: it runs as it is, in processes of its own and on the devices that it chooses "
-    "(CUDA_VISIBLE_DEVICES narrows them). For these options, write a target: oomprobe run path/to/train.py:build"
+    "(CUDA_VISIBLE_DEVICES narrows them). For {options}, write a target: oomprobe run path/to/train.py:build"
 )
 
 
@@ -134,12 +133,14 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _numbers(probed: ProbeResult | ProbeTable) -> str:
-    """Return the batch size; of a table, a line with each value and its size, ``-`` if it does not fit.
+    """Return the batch size; of a table, a line with each value and its size, ``-`` if it does not fit; or the smallest card.
 
     Sizes that ran with all values in turn come first: a script may train with them.
     """
     if isinstance(probed, ProbeResult):
         return f"{probed.batch_size}\n"
+    if probed.required is not None:
+        return "".join(f"{name}\n" for name in [probed.smallest()] if name is not None)
     sizes = probed.mixed or probed.batch_sizes()
     return "".join(f"{value} {sizes.get(value, '-')}\n" for value in probed.rows)
 
@@ -473,8 +474,8 @@ def explain(error: BaseException, *, required: bool) -> int:
         place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         tell(
             *notes,
-            f"oomprobe: the target or its step left the process, sys.exit({error.code!r}){place}: no answer. "
-            "Take the call out. A target must not parse sys.argv either, because it holds the arguments of oomprobe",
+            f"oomprobe: the target or its step left the process, sys.exit({error.code!r}){place}: no answer. If it parses sys.argv, "
+            "which holds the arguments of oomprobe, parse under if __name__ == '__main__' instead. Otherwise leave the exit out",
         )
         return errors.StepFailedError.exit_status
     if not isinstance(error, errors.OomProbeError):

@@ -118,7 +118,8 @@ class _Search:
             rows.unfit |= {name: str(error), **dict.fromkeys(smaller, NOT_TRIED.format(card=name))}
             return
         except OomProbeError as error:
-            error.args = (f"{name}: {error}", *error.args[1:])
+            if not isinstance(error, InvalidArgumentError):  # which is about all cards
+                error.args = (f"{name}: {error}", *error.args[1:])
             raise
         rows.results[name] = result_of(session, found, rows.target)
         for other, (its_session, its_found) in replayed.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
 
 NOTES = "notes:"  # the title of a block
 LABEL_WIDTH = 14  # of facts
+# A note of a table may begin with the rows that it is about.
+_WARNING = re.compile(r"(?:^|: )(?:weak|leak|marginal|not restored): |^the step varies|^THE MODEL")
+
+
+def is_warning(note: str) -> bool:
+    """Return whether a note says that the answer may not hold."""
+    return _WARNING.search(note) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

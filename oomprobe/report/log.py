@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable
 from typing import TypeVar
 
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
-from oomprobe.report.blocks import NOTES, Table
+from oomprobe.report.blocks import NOTES, Table, is_warning
 from oomprobe.report.table import report_of
 
 LOGGER = logging.getLogger("oomprobe")
 LOGGER.addHandler(logging.NullHandler())  # so that nothing is printed unless the program configures logging
 Found = TypeVar("Found", ProbeResult, ProbeTable)
-# A note of a table may begin with the rows that it is about.
-_WARNING = re.compile(r"(?:^|: )(?:weak|leak|marginal|not restored): |^the step varies|^THE MODEL")
-
-
-def is_warning(note: str) -> bool:
-    """Return whether a note says that the answer may not hold."""
-    return _WARNING.search(note) is not None
 
 
 def logged(found: Found) -> Found:

@@ -11,7 +11,7 @@ from oomprobe.records.axis import CARDS, text_of_value
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
 from oomprobe.records.trials import last_of
-from oomprobe.report.blocks import NOTES, Block, Report, Row, Table, as_text
+from oomprobe.report.blocks import NOTES, Block, Report, Row, Table, as_text, is_warning
 from oomprobe.report.plot import table_figure
 from oomprobe.report.result import WARNING, appendix, facts, not_covered, result_report, within
 
@@ -156,12 +156,16 @@ def _time(table: ProbeTable) -> str:
 
 
 def _notes(table: ProbeTable) -> list[str]:
-    """Return the notes of the table, and each of the rows' notes once, with the values of its rows unless it is all of them."""
+    """Return the notes of the table, and each of the rows' notes once, with the values of its rows unless it is all of them.
+
+    Of cards, only warnings are told with their rows: each card has other figures.
+    """
     rows_of: dict[str, list[str]] = defaultdict(list)
     rows = list(table.fitting())
     for value, result in rows:
         for note in result.notes:
             rows_of[note].append(text_of_value(value))
     shared = [note for note, values in rows_of.items() if len(values) == len(rows)]
-    own = (f"{table.axis}={', '.join(values)}: {note}" for note, values in rows_of.items() if note not in shared)
+    told = (note for note in rows_of if note not in shared and (table.axis != CARDS or is_warning(note)))
+    own = (f"{table.axis}={', '.join(rows_of[note])}: {note}" for note in told)
     return [*table.notes, *shared, *own]
