@@ -23,24 +23,23 @@ def with_table(text):
         for one in families
     ]
     lines += ["", "| card | torch | model | published | oomprobe | result | how |", "|---|---|---|---|---|---|---|"]
-    lines += [line(family, row) for family in families for row in family["rows"]]
+    lines += [line(family | row) for family in families for row in family["rows"]]  # a row may have its own card
     section = "\n".join([BEGIN, "", *lines, "", END])
     return re.sub(f"{BEGIN}.*?{END}", lambda _: section, text, flags=re.DOTALL)
 
 
-def line(family, row):
+def line(row):
     """Return one row: the difference of two peaks, and the verdict on an interval or a bracket."""
     published, simulated, upper = (row.get(name) for name in ("published", "simulated", "upper"))
     difference = ""
     if isinstance(published, int) and isinstance(simulated, int):
-        difference = f"{100 * (simulated / published - 1):+.4f} %" if not row.get("rounding") else ""
-        difference = difference or f"{100 * (simulated / published - 1):+.1f} %"
+        difference = f"{100 * (simulated / published - 1):+.{1 if row.get('rounding') else 4}f} %"
     said = shown(simulated, row)
     if upper not in (None, simulated):
         said += f" to {shown(upper, row)}"
     result = ", ".join(part for part in (row["verdict"], difference) if part)
-    how = "; ".join(part for part in (family["family"], row["remark"]) if part)
-    cells = family["card"], family["torch"], row["name"], shown(published, row), said, result, how
+    how = "; ".join(part for part in (row["family"], row["remark"]) if part)
+    cells = row["card"], row["torch"], row["name"], shown(published, row), said, result, how
     return f"| {' | '.join(cells)} |"
 
 
