@@ -19,7 +19,7 @@ from calibration import running, torchvision_names
 from calibration.rows import MIB, Bracket
 from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.tape import Call, replay_call
+from oomprobe.simulation.tape import RecordedCall, replay_call
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "timm_rtx3090_train_amp_nchw.json"
 CAPACITY_MIB = 22_000  # chosen on rows of this file
@@ -33,7 +33,7 @@ class Recorded:
     """A batch size, run without a limit: its allocations in order, and its peak."""
 
     placed_bytes: tuple[int, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedCall, ...]
     peak_bytes: tuple[int, int]
 
 
