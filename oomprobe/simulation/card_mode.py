@@ -148,6 +148,8 @@ class CardMode(TorchDispatchMode):
                 result.fake_device = CARD
                 self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
             self._track(func, result, args, launch.result_bytes if launch else None, to_card=to_card)
+            if to_card and scratch.is_convolution(func) and torch.backends.cudnn.benchmark:
+                self._tune(func, args)
         if func in _LINEAR_ALGEBRA:
             is_lt = func in _ADDMM and torch_versions.uses_lt(args[0], args[1], args[2], kwargs.get("beta", 1))
             self.memory.use_workspace(is_lt=is_lt, in_backward=_in_backward())
@@ -195,6 +197,16 @@ class CardMode(TorchDispatchMode):
                 self.memory.allocate(value.untyped_storage(), result_bytes)
         if func in _ZEROS and isinstance(result, FakeTensor):
             self._last_zeros = weakref.ref(result)
+
+    def _tune(self, func: Any, args: Any) -> None:
+        """Empty the cache, as torch does once cuDNN has tried its kernels on a new convolution.
+
+        Source: aten/src/ATen/native/cudnn/Conv_v8.cpp (run_single_conv).
+        """
+        key = (func, *((one.shape, one.dtype) if isinstance(one, torch.Tensor) else str(one) for one in args))
+        if key not in self.memory.tuned:
+            self.memory.tuned.add(key)
+            self.memory.empty_cache(by_step=True)
 
     def _is_autograds_zeros(self, tensor: torch.Tensor) -> bool:
         """Whether autograd has just created the tensor to scatter gradients into it."""

@@ -21,6 +21,7 @@ import torch
 _aten = torch.ops.aten
 _FLASH_CAPABILITY = (8, 0)
 _FLASH_MAX_HEAD = 256
+_MAX_GRID = 65_535  # blocks in the second dimension of a kernel's grid: flash attention's has one for each sample
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -92,6 +93,8 @@ def _attend(
 ) -> Any:  # fmt: skip
     """Run the attention kernel that the card would choose; heads are in dimension -3."""
     if _uses_flash(capability, query, key, attn_mask):
+        if query.shape[0] > _MAX_GRID:  # pytorch/pytorch#146704; efficient attention divides the batch
+            raise RuntimeError(f"CUDA error: invalid configuration argument (attention over {query.shape[0]} samples)")
         head = query.shape[-1]
         query, key, value = (_pad(tensor, 8) for tensor in (query, key, value))
         scale = head**-0.5 if scale is None else scale

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +35,7 @@ class CardMemory:
         fraction: Fraction of the card's total that the process allows itself.
         limit_bytes: Cap set by oomprobe; None: none.
         largest_workspace_bytes: Largest workspace that a convolution of this trial may want.
+        tuned: Convolutions of this trial for which cuDNN has tried its kernels.
     """
 
     def __init__(self, card: Card, settings: AllocatorSettings) -> None:
@@ -43,6 +44,7 @@ class CardMemory:
         self.fraction = settings.per_process_memory_fraction
         self.set_limit(None)
         self.largest_workspace_bytes = 0
+        self.tuned: set[Hashable] = set()
         self.tape = Tape()
         self._peaks_before = (0, 0)  # of this trial, before the step reset them
         self._allocations: dict[int, _Allocation] = {}
@@ -57,6 +59,7 @@ class CardMemory:
         self.allocator.alloc_retries = self.allocator.ooms = 0
         self._peaks_before = (0, 0)
         self.largest_workspace_bytes = 0
+        self.tuned.clear()
         names = self.tape.start_trial(len(self._allocations))
         for allocation, name in zip(self._allocations.values(), names, strict=True):
             allocation.name = name

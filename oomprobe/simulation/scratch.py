@@ -169,6 +169,10 @@ _WORKSPACE_EXTRA_BYTES = 2**20
 _CONVOLUTION_ARGUMENTS = {_aten.convolution.default: slice(9), _aten.convolution_backward.default: slice(1, 10)}
 
 
+def is_convolution(func: Any) -> bool:
+    return func in _CONVOLUTION_ARGUMENTS
+
+
 def convolution_workspace(func: Any, args: Any) -> int:
     """Return what a convolution may want as its workspace; 0 for other operators.
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import oomprobe
 from oomprobe.ground.torch_versions import VERSION
 from simulation.bench import Bench
 
@@ -79,6 +80,20 @@ def test_the_attention_kernel_that_the_card_chooses(card, options, kind):
     names, shape = on(card, attend(**options))
     assert shape == (2, 8, 512, options.get("head", 64))
     assert kind in names or (kind == "Math" and "Attention" not in names)
+
+
+def test_flash_attention_refuses_what_its_grid_cannot_hold():
+    windows = 64  # of seven by seven, per image
+    qkv = nn.Linear(32, 96)
+
+    def step(model, batch_size):
+        x = torch.zeros(batch_size * windows, 49, 32, device="cuda", dtype=torch.float16)
+        with torch.autocast("cuda"), torch.no_grad():
+            q, k, v = model(x).unsqueeze(1).chunk(3, -1)
+            F.scaled_dot_product_attention(q, k, v)
+
+    result = oomprobe.find_max_batch(qkv, step, device="sim:RTX-4090", progress="off")
+    assert (result.batch_size, result.limited_by) == (1023, "size_limit")
 
 
 # --- autocast ---
@@ -190,3 +205,19 @@ def test_convolutions_raise_only_the_upper_end_of_the_peak(card):
         assert patches < usage.peak_upper_bytes < 2 * patches
     else:  # no room for the workspace
         assert usage.peak_upper_bytes == 200 * MIB
+
+
+@pytest.mark.parametrize(("benchmark", "left_mib"), [(True, [2, 66]), (False, [66, 66])])
+def test_trying_kernels_empties_the_cache_once(monkeypatch, benchmark, left_mib):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+    bench = Bench(nn.Conv2d(1, 1, 3), card="1GiB")
+
+    def step():
+        torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        with torch.no_grad():
+            bench.model(torch.zeros(1, 1, 8, 8, device="cuda"))
+        return torch.cuda.memory_reserved() // MIB
+
+    assert [bench.run(step), bench.run(step)] == left_mib
+    bench.device.start_trial()  # of a fresh process, which has tried nothing
+    assert bench.run(step) == left_mib[0]
