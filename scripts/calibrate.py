@@ -27,7 +27,8 @@ def main():
     if arguments.page:
         from calibration import page
 
-        return page.write()
+        page.write()
+        return
     quiet()
     for name in arguments.families or FAMILIES:
         started = time.monotonic()
@@ -106,6 +107,7 @@ UNITS = {
     "cublas": ("bytes", 1, 0),
     "fms": ("bytes", 1, 0),
     "segmentation": ("GiB", 2**30, 2),
+    "detection": ("GiB", 2**30, 2),
 }
 FAMILIES = {**{name: partial(figures, name) for name in UNITS}, "timm": timm}
 

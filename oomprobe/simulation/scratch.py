@@ -176,9 +176,9 @@ def is_convolution(func: Any) -> bool:
 def convolution_workspace(func: Any, args: Any) -> int:
     """Return what a convolution may want as its workspace; 0 for other operators.
 
-    This is its unfolded input patches; for kernels of 1x1, copies of the input and the weight. It is no prediction: cuDNN
-    chooses among kernels, and most of them want less. Nor is it a bound: 61 of 64 workspaces recorded on a V100 are within it
-    (tests/data/cudnn_workspaces_v100.csv).
+    This is its unfolded input patches, or Winograd's workspace if that is more; for kernels of 1x1, copies of the input and
+    the weight. It is no prediction: cuDNN chooses among kernels, and most of them want less. The 64 workspaces recorded on a
+    V100 are within it (tests/data/cudnn_workspaces_v100.csv).
     """
     arguments = _CONVOLUTION_ARGUMENTS.get(func)
     if arguments is None:
@@ -196,7 +196,28 @@ def convolution_workspace(func: Any, args: Any) -> int:
         positions = [
             (positions[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(dims)
         ]
-    return int(images.shape[0] * channels * prod(kernel) * prod(positions) * images.element_size())
+    patches = images.shape[0] * channels * prod(kernel) * prod(positions) * images.element_size()
+    return int(max(patches, winograd_workspace(func, args)))
+
+
+def winograd_workspace(func: Any, args: Any) -> int:
+    """Return what Winograd's algorithm takes for a plain convolution of 3x3; 0 for other operators.
+
+    Input, output and weight in tiles of 6x6, each for 4x4 outputs. Up to the rounding of blocks, this is what a V100 took for
+    ten of the twelve such convolutions recorded on it; the other two took less (tests/data/cudnn_workspaces_v100.csv).
+    """
+    arguments = _CONVOLUTION_ARGUMENTS.get(func)
+    if arguments is None:
+        return 0
+    images, weight, _, stride, padding, dilation, transposed, _, groups = args[arguments]
+    if list(weight.shape[2:]) != [3, 3] or {*stride, *dilation, groups} != {1} or transposed:
+        return 0
+    channels = weight.shape[:2]
+    height, width = (
+        size + 2 * added - 2 for size, added in zip(images.shape[2:], (list(padding) * 2)[:2], strict=True)
+    )
+    tiles = images.shape[0] * -(-height // 4) * -(-width // 4)
+    return int(36 * images.element_size() * (tiles * sum(channels) + prod(channels)))
 
 
 # --- indices that kernels sort ---

@@ -69,9 +69,7 @@ def compare(names=None):
     for run in RUNS:
         name = f"bert-large {run.name}"
         if names is None or name in names:
-            with bert_old.functions(
-                softmax_keeps_input=run.softmax_keeps_input, gelu_in_float32=run.gelu_in_float32
-            ):
+            with bert_old.functions(softmax_keeps_input=run.softmax_keeps_input, gelu_in_float32=run.gelu_in_float32):
                 usage = measure(run)
             yield Figure(
                 name=name,

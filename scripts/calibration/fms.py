@@ -99,9 +99,7 @@ def compare(names=None):
             found = measure(family, examples, lora=lora)
             remark = f"loss of transformers {'4.48' if family.keeps_logits else '4.45'}" + ", LoRA by hand" * lora
             for what, published, simulated in zip(("peak", "after"), (peak_bytes, after_bytes), found, strict=True):
-                yield Figure(
-                    name=f"{run}: {what}", published_bytes=published, simulated_bytes=simulated, remark=remark
-                )
+                yield Figure(name=f"{run}: {what}", published_bytes=published, simulated_bytes=simulated, remark=remark)
 
 
 def measure(family, examples, *, lora):

@@ -37,6 +37,8 @@ def line(row):
     said = shown(simulated, row)
     if upper not in (None, simulated):
         said += f" to {shown(upper, row)}"
+    if row.get("explained", simulated) != simulated:
+        difference += f" ({100 * (row['explained'] / published - 1):+.1f} % with Winograd's workspace)"
     result = ", ".join(part for part in (row["verdict"], difference) if part)
     how = "; ".join(part for part in (row["family"], row["remark"]) if part)
     cells = row["card"], row["torch"], row["name"], shown(published, row), said, result, how

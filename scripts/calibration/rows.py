@@ -19,6 +19,7 @@ class Figure:
         simulated_bytes: The same measurement in the simulation; None if it does not fit.
         interval_bytes: Bounds of the peak in the simulation.
         rounding_bytes: Half of the last published digit.
+        explained_bytes: The simulated figure with the workspace of Winograd's algorithm.
         remark: Note for the reader.
         counted: Whether the summary counts it; other rows explain.
     """
@@ -28,6 +29,7 @@ class Figure:
     simulated_bytes: float | None
     interval_bytes: tuple[float, float] | None = None
     rounding_bytes: float = 0
+    explained_bytes: float | None = None
     remark: str = ""
     counted: bool = True
 
@@ -114,6 +116,10 @@ def shown_figures(rows, unit, unit_bytes, digits):
         worst = max(compared, key=lambda row: abs(row.error))
         middle = median(abs(row.error) for row in compared)
         yield f"relative error: median {100 * middle:.2f} %, worst {100 * worst.error:+.2f} % ({worst.name})"
+    explained = [(row.explained_bytes / row.published_bytes - 1, row.name) for row in rows if row.explained_bytes]
+    if explained:
+        middle, worst = median(abs(error) for error, _ in explained), max(explained, key=lambda one: abs(one[0]))
+        yield f"with Winograd's workspace: median {100 * middle:.2f} %, worst {100 * worst[0]:+.2f} % ({worst[1]})"
     yield f"under-estimates: {_share(row.too_low for row in rows)}"
     known = [row.inside for row in rows if row.inside is not None]
     if known:
@@ -142,10 +148,9 @@ def write_figures(family, rows, **about):
         upper = None if row.interval_bytes is None else row.interval_bytes[1]
         figures = {"published": row.published_bytes, "simulated": row.simulated_bytes, "upper": upper}
         rounded = {name: None if value is None else round(value) for name, value in figures.items()}
-        rounding = {"rounding": round(row.rounding_bytes)} if row.rounding_bytes else {}
-        lines.append(
-            json.dumps({"name": row.name, **rounded, **rounding, "verdict": row.verdict, "remark": row.remark})
-        )
+        more = {"rounding": row.rounding_bytes, "explained": row.explained_bytes}
+        rounded |= {name: round(value) for name, value in more.items() if value}
+        lines.append(json.dumps({"name": row.name, **rounded, "verdict": row.verdict, "remark": row.remark}))
     head = json.dumps({"family": family, **about, "simulated with torch": torch.__version__}, indent=1)[:-2]
     EVIDENCE.mkdir(exist_ok=True)
     text = head + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"

@@ -1,6 +1,12 @@
 """Run steps on a simulated card."""
 
+from contextlib import contextmanager
+from unittest import mock
+
 import torch
+
+from oomprobe.simulation.card_mode import CardMode
+from oomprobe.simulation.scratch import winograd_workspace
 
 
 def place(device, model):
@@ -25,3 +31,18 @@ def without_values(build):
     with torch.device("meta"):
         model = build()
     return model.to_empty(device="cpu")
+
+
+@contextmanager
+def winograd_peak():
+    """Yield a list; its only number grows to the largest memory in use while a convolution has Winograd's workspace."""
+    largest, track = [0], CardMode._track
+
+    def tracked(mode, func, result, args, *others, **named):
+        track(mode, func, result, args, *others, **named)
+        nbytes = winograd_workspace(func, args)
+        if nbytes:
+            largest[0] = max(largest[0], mode.memory.allocator.allocated_bytes + nbytes)
+
+    with mock.patch.object(CardMode, "_track", tracked):
+        yield largest
