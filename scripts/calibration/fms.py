@@ -64,16 +64,18 @@ class Family:
         wide_loss: The loss converts the logits to 32 bits.
         keeps_logits: The logits in 16 bits live while the loss is computed.
         keeps_keys: So does what the projections to queries, keys and values return: a cache is on in spite of checkpoints.
+        decays_norms: Trainer does not know the model's norms, so AdamW has one group of parameters, not two.
     """
 
     config: Callable
     length: int = 4096
     wide_loss: bool = True
     keeps_logits: bool = True
+    decays_norms: bool = False
     keeps_keys: bool = False
 
 
-MISTRAL = Family(config=mistral)
+MISTRAL = Family(config=mistral, decays_norms=True)
 POWER_LM = Family(config=power_lm, keeps_logits=False)
 SANTACODER = Family(config=santacoder, length=2048, wide_loss=False, keeps_keys=True)
 # Name, family, examples in a batch, whether LoRA; peak, and allocated after training, in bytes.
@@ -108,7 +110,10 @@ def measure(family, examples, *, lora):
     model.tie_weights()
     keys = keys_kept(model) if family.keeps_keys else []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=2e-5, eps=1e-4, weight_decay=0.01)
+    decayed = [p for p in trained if p.dim() > 1 or family.decays_norms]
+    rest = [p for p in trained if p.dim() == 1 and not family.decays_norms]
+    groups = [{"params": decayed}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=2e-5, eps=1e-4, weight_decay=0.01)
     shape, batch = (examples, family.length), {}
 
     def step():
