@@ -8,7 +8,8 @@ Source: tests/data/detectron2_v100.json, and the configurations of the same repo
 The networks here are written anew, with random weights. Frozen batch norms scale and shift; the stem and the first stage
 are frozen too. Boxes of the proposals are spread evenly over the levels of a pyramid. Small tensors, such as the boxes
 themselves, are left out. DDP's buckets count as one more set of gradients, and SGD loops over parameters. `cudnn.benchmark`
-is off; the upper end adds the largest workspace of a convolution.
+is off; the upper end adds the largest workspace of a convolution. The publication does not say whether its GB are 1,000 or
+1,024 MiB: we take the larger, which is the harder one.
 """
 
 import json
@@ -340,7 +341,8 @@ class RetinaHead(nn.Module):
         chances = torch.sigmoid(logits)
         loss = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
         right = chances * targets + (1 - chances) * (1 - targets)
-        loss = (0.25 * targets + 0.75 * (1 - targets)) * (loss * (1 - right) ** 2)
+        loss = loss * (1 - right) ** 2
+        loss = (0.25 * targets + 0.75 * (1 - targets)) * loss
         return loss.sum(), torch.cat(places, dim=1).abs().sum()
 
 
