@@ -4,7 +4,7 @@ Each family is described with its source in its module under scripts/calibration
 the switches that imitate an older torch.
 
     scripts/calibrate                        all families, 20 rows of timm: about ten minutes on one core
-    scripts/calibrate timm --rows 61 --sweep
+    scripts/calibrate timm_training --rows 61
     scripts/calibrate segmentation --write   and write tests/evidence/published/segmentation.json
     scripts/calibrate --page                 write these files into docs/validated.md
 """
@@ -42,11 +42,9 @@ def arguments_of():
     parser.add_argument(
         "families", nargs="*", metavar="FAMILY", help=f"one or more of {', '.join(FAMILIES)} (default: all)"
     )
-    parser.add_argument("--rows", type=int, default=20, help="rows of timm, evenly spaced; 0: all (default: 20)")
     parser.add_argument(
-        "--capacity", type=int, metavar="MIB", help="allocator capacity of the RTX 3090 (default: 22,000)"
+        "--rows", type=int, default=20, help="rows of timm for each card, evenly spaced; 0: all (default: 20)"
     )
-    parser.add_argument("--sweep", action="store_true", help="count hits at other capacities too")
     parser.add_argument("--write", action="store_true", help="also write tests/evidence/published/FAMILY.json")
     parser.add_argument("--page", action="store_true", help="only write docs/validated.md from these files")
     arguments = parser.parse_args()
@@ -75,30 +73,20 @@ def figures(name, arguments):
     yield from rows.shown_figures(compared, unit, unit_bytes, digits)
 
 
-def timm(arguments):
-    from calibration import timm_brackets
-    from calibration.rows import shown_brackets
+def brackets(name, arguments):
+    """Compare batch sizes that ran and that failed."""
+    from calibration import rows
 
-    capacity_mib = arguments.capacity or timm_brackets.CAPACITY_MIB
-    recorded = []
-    for row in timm_brackets.rows(arguments.rows or None):
-        print(f"\r{len(recorded)} {row['model']:50}", end="", file=sys.stderr, flush=True)
-        recorded.append((row, timm_brackets.record(row)))
+    module = import_module(f"calibration.{name}")
+    yield f"{name}, {module.ABOUT['card']}: {module.ABOUT['how']}"
+    compared = []
+    for row in module.compare(arguments.rows or None):
+        print(f"\r{len(compared)} {row.name:50}", end="", file=sys.stderr, flush=True)
+        compared.append(row)
     print(f"\r{'':60}\r", end="", file=sys.stderr)
-    yield f"timm, training, fp16 autocast, RTX 3090: brackets of batch size, {capacity_mib:,} MiB for the allocator"
-    yield from shown_brackets([timm_brackets.bracket(row, sizes, capacity_mib) for row, sizes in recorded])
-    if arguments.sweep:
-        yield from sweep(recorded)
-
-
-def sweep(recorded):
-    from calibration import timm_brackets
-
-    yield "capacity, MiB: hits; misses"
-    for capacity_mib in timm_brackets.SWEEP_MIB:
-        rows = [timm_brackets.bracket(row, sizes, capacity_mib) for row, sizes in recorded]
-        missed = ", ".join(f"{row.verdict} {row.name}" for row in rows if row.verdict != "HIT")
-        yield f"{capacity_mib:,}: {sum(row.verdict == 'HIT' for row in rows)} of {len(rows)}; {missed}"
+    if arguments.write:
+        rows.write_brackets(name, compared, **module.ABOUT)
+    yield from rows.shown_brackets(compared)
 
 
 UNITS = {
@@ -109,7 +97,8 @@ UNITS = {
     "segmentation": ("GiB", 2**30, 2),
     "detection": ("GiB", 2**30, 2),
 }
-FAMILIES = {**{name: partial(figures, name) for name in UNITS}, "timm": timm}
+BRACKETS = ("timm_inference", "timm_training")
+FAMILIES = {name: partial(figures, name) for name in UNITS} | {name: partial(brackets, name) for name in BRACKETS}
 
 if __name__ == "__main__":
     main()

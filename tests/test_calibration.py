@@ -5,8 +5,32 @@ import pkgutil
 
 import calibration
 import pytest
+import torch
+from calibration import timm_loop
 
 
 @pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(calibration.__path__)])
 def test_each_script_imports(name):
     importlib.import_module(f"calibration.{name}")
+
+
+def test_the_loop_of_timm_descends_as_its_benchmark_does():
+    assert list(timm_loop.sizes(1024, 96)) == [1024, 768, 512, 384, 256, 192, 128, 96]
+    model = torch.nn.Linear(2**18, 1)  # 1 MiB of weights, and of each sample
+
+    def begin(model, size):
+        images = []
+
+        def step():
+            images.extend([] if images else [torch.zeros(size, 2**18, device="cuda")])
+            model(images[0])
+
+        return step
+
+    tried = timm_loop.descend(timm_loop.card_of("RTX-4090", 600), model, [768, 512], begin)
+    assert [(size, fits) for size, (fits, _) in tried.items()] == [(768, False), (512, True)]
+    alone = timm_loop.descend(timm_loop.card_of("RTX-4090", 1600), model, [512], begin)
+    after = timm_loop.descend(timm_loop.card_of("RTX-4090", 1600), model, [768, 512], begin)
+    kept = [tried[512][1].peak_reserved_bytes >> 20 for tried in (alone, after)]
+    assert kept[0] < 560
+    assert kept[1] > 760  # the smaller batch lies in the larger one's segment

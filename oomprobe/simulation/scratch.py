@@ -161,6 +161,21 @@ def _convolution(*positions: int) -> Callable[[_Operator], Launch | None]:
     return launch
 
 
+def _forward(op: _Operator) -> Launch | None:
+    """Refuse a depthwise convolution, channels last, of more elements than 32 bits count.
+
+    Source: in timm's results/benchmark-infer-amp-nchw-pt291-*.csv, fourteen rows of vitamin stop below that, at the same
+    size on cards of 24, 32 and 96 GB.
+    """
+    images, weight, groups = op.args[0], op.args[1], op.args[8]
+    depthwise = groups > 1 and weight.shape[1] == 1 and images.dim() == 4
+    if depthwise and images.numel() >= 2**31 and _has_only_format(images, torch.channels_last):
+        raise RuntimeError(
+            f"cuDNN: a depthwise convolution, channels last, of {images.numel()} elements: more than 2^31"
+        )
+    return _convolution(0, 1)(op)
+
+
 def _has_only_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
     return tensor.is_contiguous(memory_format=memory_format) and not tensor.is_contiguous()
 
@@ -170,6 +185,7 @@ _CONVOLUTION_ARGUMENTS = {_aten.convolution.default: slice(9), _aten.convolution
 
 
 def is_convolution(func: Any) -> bool:
+    """Whether an operator is a convolution, or the gradient of one."""
     return func in _CONVOLUTION_ARGUMENTS
 
 
@@ -349,7 +365,7 @@ _RULES: dict[Any, Callable[[_Operator], Launch | None]] = {
     **dict.fromkeys((_aten.sum, _aten.mean, _aten.linalg_vector_norm), _reduction),
     **dict.fromkeys((_aten.mse_loss, _aten.smooth_l1_loss), _loss(1)),
     _aten.binary_cross_entropy: _loss(0),
-    _aten.convolution: _convolution(0, 1),
+    _aten.convolution: _forward,
     _aten.convolution_backward: _convolution(0, 1, 2),
     _aten.embedding_dense_backward: _embedding_backward,
     **dict.fromkeys((_aten.index_put, _aten.index_put_), _accumulating_index_put),

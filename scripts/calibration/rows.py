@@ -73,7 +73,7 @@ class Bracket:
         failed: Next larger batch size in the publication, which failed.
         ran_fits: Whether `ran` fits in the simulation.
         failed_fits: Whether `failed` fits in the simulation.
-        ran_bytes: Bounds of peak reserved for `ran`, without a limit; the upper one includes convolution workspaces.
+        ran_bytes: Bounds of peak reserved for `ran`; the upper one includes convolution workspaces.
         failed_bytes: The same for `failed`.
         retries: Times the allocator freed its cache for the larger size that fits; above 0 is marginal.
     """
@@ -86,6 +86,8 @@ class Bracket:
     ran_bytes: tuple[int, int]
     failed_bytes: tuple[int, int]
     retries: int
+    card: str
+    remark: str = ""
 
     @property
     def verdict(self):
@@ -128,7 +130,7 @@ def shown_figures(rows, unit, unit_bytes, digits):
 
 def shown_brackets(rows):
     """Yield the lines of a table of brackets."""
-    yield f"{'':36} {'ran':>4} {'failed':>6}  {'verdict':8} peak reserved without a limit, MiB: ran; failed"
+    yield f"{'':36} {'ran':>4} {'failed':>6}  {'verdict':8} peak reserved, MiB: ran; failed"
     for row in rows:
         between = "; ".join(f"[{low / MIB:,.0f}, {up / MIB:,.0f}]" for low, up in (row.ran_bytes, row.failed_bytes))
         marginal = f"  marginal: {row.retries} retries" if row.retries else ""
@@ -141,8 +143,6 @@ def shown_brackets(rows):
 
 def write_figures(family, rows, **about):
     """Write figures in bytes to tests/evidence/published/FAMILY.json, one row a line, with what they are `about`."""
-    import torch
-
     lines = []
     for row in rows:
         upper = None if row.interval_bytes is None else row.interval_bytes[1]
@@ -151,6 +151,31 @@ def write_figures(family, rows, **about):
         more = {"rounding": row.rounding_bytes, "explained": row.explained_bytes}
         rounded |= {name: round(value) for name, value in more.items() if value}
         lines.append(json.dumps({"name": row.name, **rounded, "verdict": row.verdict, "remark": row.remark}))
+    _write(family, about, lines)
+
+
+def write_brackets(family, rows, **about):
+    """Write brackets to the same folder: which of both sizes ran as published, and which fits in the simulation."""
+    lines = []
+    for row in rows:
+        sizes = ((row.ran, row.ran_fits), (row.failed, row.failed_fits))
+        said = ", ".join(f"{size} {'fits' if fits else 'refused'}" for size, fits in sizes)
+        figures = {
+            "name": row.name,
+            "card": row.card,
+            "published": f"{row.ran} ran, {row.failed} failed",
+            "simulated": said,
+        }
+        lines.append(json.dumps({**figures, "verdict": VERDICTS[row.verdict], "remark": row.remark}))
+    _write(family, about, lines)
+
+
+VERDICTS = {"HIT": "hit", "OVER": "missed: refuses what ran", "UNDER": "missed: lets through what failed"}
+
+
+def _write(family, about, lines):
+    import torch
+
     head = json.dumps({"family": family, **about, "simulated with torch": torch.__version__}, indent=1)[:-2]
     EVIDENCE.mkdir(exist_ok=True)
     text = head + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"

@@ -221,3 +221,22 @@ def test_trying_kernels_empties_the_cache_once(monkeypatch, benchmark, left_mib)
     assert [bench.run(step), bench.run(step)] == left_mib
     bench.device.start_trial()  # of a fresh process, which has tried nothing
     assert bench.run(step) == left_mib[0]
+
+
+@pytest.mark.parametrize(
+    ("groups", "memory_format", "limited_by"),
+    [
+        (64, torch.channels_last, "size_limit"),
+        (64, torch.contiguous_format, "max_batch"),
+        (1, torch.channels_last, "max_batch"),
+    ],
+)
+def test_cudnn_counts_channels_last_depthwise_in_32_bits(groups, memory_format, limited_by):
+    model = nn.Conv2d(64, 64, 3, groups=groups, stride=4).half().eval()
+
+    def step(model, batch_size):
+        with torch.no_grad():
+            model(torch.zeros(batch_size, 64, 512, 512, device="cuda").half().to(memory_format=memory_format))
+
+    result = oomprobe.find_max_batch(model, step, device="sim:H100-80GB", max_batch=160, progress="off")
+    assert (result.batch_size, result.limited_by) == (127 if limited_by == "size_limit" else 160, limited_by)
