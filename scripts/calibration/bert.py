@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from calibration import bert_old, running, torchvision_names
+from calibration import old, running, torchvision_names
 from calibration.rows import MIB, Figure
 from oomprobe.devices.simulated import SimulatedDevice
 
@@ -69,7 +69,7 @@ def compare(names=None):
     for run in RUNS:
         name = f"bert-large {run.name}"
         if names is None or name in names:
-            with bert_old.functions(softmax_keeps_input=run.softmax_keeps_input, gelu_in_float32=run.gelu_in_float32):
+            with old.functions(softmax_keeps_input=run.softmax_keeps_input, gelu_in_float32=run.gelu_in_float32):
                 usage = measure(run)
             yield Figure(
                 name=name,
@@ -108,7 +108,7 @@ def build(run):
 def optimizer_of(run, model):
     """Return the optimizer of Trainer for ``optim="adamw_hf"`` or ``"adafactor"``."""
     if not run.adafactor:
-        return bert_old.AdamW(model.parameters())
+        return old.AdamW(model.parameters())
     from transformers.optimization import Adafactor
 
     return Adafactor(model.parameters(), lr=5e-5, scale_parameter=False, relative_step=False)

@@ -7,9 +7,8 @@ Source: tests/data/detectron2_v100.json, and the configurations of the same repo
 
 The networks here are written anew, with random weights. Frozen batch norms scale and shift; the stem and the first stage
 are frozen too. Boxes of the proposals are spread evenly over the levels of a pyramid. Small tensors, such as the boxes
-themselves, are left out. DDP's buckets count as one more set of gradients, and SGD loops over parameters. `cudnn.benchmark`
-is off; the upper end adds the largest workspace of a convolution. The publication does not say whether its GB are 1,000 or
-1,024 MiB: we take the larger, which is the harder one.
+themselves, are left out. Autograd is that of 2019. DDP's buckets count as one more set of gradients, and SGD loops over parameters. `cudnn.benchmark`
+is off; the upper end adds the largest workspace of a convolution.
 """
 
 import json
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from calibration import running
+from calibration import old, running
 from calibration.rows import GIB, Figure
 from oomprobe.devices.simulated import SimulatedDevice
 
@@ -71,7 +70,7 @@ def compare(names=None):
     """Yield a row for each figure, or for those named."""
     for row in rows():
         if names is None or row.name in names:
-            with running.winograd_peak() as winograd:
+            with old.autograd(), running.winograd_peak() as winograd:
                 usage = measure(row)
             yield Figure(
                 name=row.name,

@@ -4,7 +4,7 @@ Source: tests/data/mmsegmentation_v100.json, and docs/model_zoo.md of the same r
 `cudnn.benchmark` off, the largest `max_memory_allocated` of four GPUs. The networks here are written anew from their
 configurations, with random weights. Each step resizes the logits of two heads to the crop for their loss and accuracy; SGD
 loops over parameters, and gradients are zeroed, not freed. DDP's buckets count as one more set of gradients, synchronised
-batch norms as plain ones. Log-softmax keeps its input, as up to torch 1.10. Rows with "amp" predate autocast: the model is
+batch norms as plain ones. Log-softmax and autograd are those of then. Rows with "amp" predate autocast: the model is
 in 16 bits with norms in 32, and the optimizer has 32-bit copies of weights and gradients.
 
 A workspace of cuDNN adds to the simulated peak, so the published figure should lie between it and its upper end. With the
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from calibration import bert_old, running
+from calibration import old, running
 from calibration.rows import GIB, Figure
 from oomprobe.devices.simulated import SimulatedDevice
 
@@ -78,7 +78,7 @@ def compare(names=None):
     """Yield a row for each figure, or for those named."""
     for row in rows():
         if names is None or row.name in names:
-            with running.winograd_peak() as winograd:
+            with old.autograd(), running.winograd_peak() as winograd:
                 usage = measure(row)
             yield Figure(
                 name=row.name,
@@ -132,7 +132,7 @@ def step(row, model, masters, optimizer):
 def loss_of(logits, labels, align_corners):
     """Return the loss at the crop's resolution; the accuracy is also computed."""
     logits = F.interpolate(logits, labels.shape[1:], mode="bilinear", align_corners=align_corners)
-    logs = bert_old.SoftmaxKeepingInput.apply(logits, 1, True)
+    logs = old.SoftmaxKeepingInput.apply(logits, 1, True)
     loss = F.nll_loss(logs, labels, reduction="none", ignore_index=255).mean()
     logits.topk(1, dim=1)[1].transpose(0, 1).eq(labels[None]).float().sum()
     return loss

@@ -5,6 +5,8 @@ from unittest import mock
 
 import torch
 
+from oomprobe.simulation import card_mode
+
 _softmax, _gelu = torch.nn.functional.softmax, torch.nn.functional.gelu
 _BACKWARD = {False: torch.ops.aten._softmax_backward_data, True: torch.ops.aten._log_softmax_backward_data}
 
@@ -39,6 +41,40 @@ def _gelu_in_float32(tensor, approximate="none"):
 def _in_float32(tensor):
     """Cast as autocast does for operators in its float32 list."""
     return tensor.float() if torch.is_autocast_enabled("cuda") and tensor.dtype is torch.float16 else tensor
+
+
+class ReluKeepingInput(torch.autograd.Function):
+    """relu, not in place, that saves its input and not its result: tools/autograd/derivatives.yaml of then."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.relu(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ops.aten.threshold_backward(gradient, ctx.saved_tensors[0], 0)
+
+
+def _relu_keeping_input(x, inplace=False):
+    return torch.relu_(x) if inplace else ReluKeepingInput.apply(x)
+
+
+def _never(_):  # a mock would keep the tensors that it is called with
+    return False
+
+
+@contextmanager
+def autograd():
+    """Let autograd do what it did in 2019: relu keeps its input, and gradients are never added in place.
+
+    Sums of gradients: torch/csrc/autograd/input_buffer.cpp, as it is in snuspl/nimble.
+    """
+    with (
+        mock.patch.object(torch.nn.functional, "relu", _relu_keeping_input),
+        mock.patch.object(card_mode, "_adds_in_place", _never),
+    ):
+        yield
 
 
 @contextmanager
