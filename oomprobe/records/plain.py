@@ -26,7 +26,7 @@ def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
     Example:
         >>> from oomprobe.records.breakdown import ModuleMemory
         >>> from_plain(ModuleMemory, {"name": "a", "kind": "b", "count": 1, "activation_bytes": 2, "invented_later": 3})
-        ModuleMemory(name='a', kind='b', count=1, activation_bytes=2)
+        ModuleMemory(name='a', kind='b', count=1, activation_bytes=2, parameter_bytes=0)
     """
     return cls(**{name: _read(kind, data[name]) for name, kind in get_type_hints(cls).items() if name in data})
 
