@@ -1,0 +1,88 @@
+"""Pages of the site that are not in docs/: README and its neighbours, the examples, the public names, the command line.
+
+mkdocs calls the functions whose names begin with ``on_`` (https://www.mkdocs.org/user-guide/configuration/#hooks).
+"""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import oomprobe  # noqa: E402
+from oomprobe.cli import parser  # noqa: E402
+
+CHAPTERS = {
+    "Search": ("find_max_batch", "find_max_batches", "check", "probe_target", "check_target", "probe_command", "check_command"),
+    "Results": ("ProbeResult", "ProbeTable", "Trial", "Phase", "Verdict", "LinearFit", "PlanEntry"),
+    "Data": ("worst_case_batches", "WorstCaseBatches"),
+    "Devices": ("Device", "SimulatedDevice"),
+    "Errors": (
+        *("OomProbeError", "InvalidArgumentError", "NoDeviceError", "NothingFitsError", "StepFailedError"),
+        *("DeviceLostError", "TimeLimitError", "UnreliableError", "classify_error", "Evidence"),
+    ),
+}
+FRAMEWORKS = {
+    "transformers": ("find_max_batch", "model_and_step"),
+    "lightning": ("find_max_batch", "model_and_step"),
+    "accelerate": ("find_executable_batch_size", "unchanged"),
+    "ultralytics": ("install", "find_max_batch"),
+}
+
+
+def on_files(files, config):
+    """Add the pages, and the files to which they link."""
+    texts = {"index.md": ROOT / "README.md", "examples/README.md": ROOT / "examples" / "README.md"}
+    texts |= {name: ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
+    contents = {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
+    contents |= {"python.md": python_page(), "command-line.md": command_line_page()}
+    examples = (path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb", ".slurm"))
+    contents |= {f"examples/{path.name}": path.read_text(encoding="utf-8") for path in examples}
+    for name, content in contents.items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Let links lead to the places of their targets in the site."""
+    markdown = re.sub(r"\]\(\.\./README\.md", "](index.md", markdown)
+    if page.file.src_uri.startswith("examples/"):
+        return markdown
+    return re.sub(r"\]\((?:\.\./|docs/)(?!examples/)", "](", markdown.replace("](../examples/", "](examples/"))
+
+
+def python_page():
+    """Return the page of the public names, which mkdocstrings fills from their docstrings."""
+    listed = {name for names in CHAPTERS.values() for name in names}
+    if listed != set(oomprobe._HOMES):
+        raise PluginError(f"public names that no chapter lists, or that are none: {listed ^ set(oomprobe._HOMES)}")
+    parts = ["# Public names", "Import them from `oomprobe`; `help()` shows the same text. The last chapters are modules of their own."]
+    for chapter, names in CHAPTERS.items():
+        parts.append(f"## {chapter}")
+        for name in names:
+            if not inspect.getdoc(getattr(oomprobe, name)):
+                raise PluginError(f"oomprobe.{name} has no docstring")
+            parts.append(f"::: oomprobe.{oomprobe._HOMES[name]}.{name}")
+    for module, names in FRAMEWORKS.items():
+        parts.append(f"## oomprobe.integrations.{module}")
+        parts += [f"::: oomprobe.integrations.{module}.{name}" for name in names]
+    return "\n\n".join(parts) + "\n"
+
+
+def command_line_page():
+    """Return the page of the command line, from its parser."""
+    whole = parser()
+    commands = next(action.choices for action in whole._actions if action.choices and hasattr(action.choices, "items"))
+    parts = ["# The command line", "Made from the parser; `oomprobe --help` prints the same.", fenced(whole.format_help())]
+    for name, command in commands.items():
+        parts += [f"## oomprobe {name}", fenced(command.format_help())]
+    return "\n\n".join(parts) + "\n"
+
+
+def fenced(text):
+    return f"```text\n{text.rstrip()}\n```"
