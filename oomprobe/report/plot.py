@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import byte_unit, format_bytes
-from oomprobe.records.axis import text_of_value
+from oomprobe.records.axis import CARDS, text_of_value
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
 from oomprobe.records.trials import Trial
@@ -86,7 +86,9 @@ def bracket_figure(result: ProbeResult) -> Figure:
 
 
 def table_figure(table: ProbeTable) -> Figure:
-    """Plot the batch size of each value, and below it its product with the value if that is a number."""
+    """Plot the batch size of each value, and below it its product with the value if that is a number; cards below one another."""
+    if table.axis == CARDS:
+        return _cards_figure(table)
     products = [table.product(value) for value in table.rows]
     is_double = any(product is not None for product in products)
     figure = new_figure(3.4 if is_double else 2.2)
@@ -97,6 +99,22 @@ def table_figure(table: ProbeTable) -> Figure:
     names = [text_of_value(value) for value in table.rows]
     axes[-1].set_xticks(range(len(names)), names, rotation=0 if len(names) <= FEW else 90)
     axes[-1].set_xlabel(table.axis, fontsize=SMALL)
+    return figure
+
+
+def _cards_figure(table: ProbeTable) -> Figure:
+    sizes = {str(name).removeprefix("sim:"): 0 if one is None else one.batch_size for name, one in table.rows.items()}
+    figure = new_figure(0.8 + 0.16 * len(sizes))
+    axes = figure.subplots()
+    smallest = table.smallest()
+    colours = [DARK if name == smallest else LIGHT for name in table.rows] if smallest else DARK
+    axes.bar_label(axes.barh(list(sizes), list(sizes.values()), color=colours), fontsize=SMALL - 1, padding=2)
+    if table.required is not None:
+        axes.axvline(table.required, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xlim(0, 1.15 * max(1, *sizes.values()))
+    axes.set_ylim(len(sizes) - 0.5, -0.5)
+    axes.tick_params(labelsize=SMALL)
+    axes.set_xlabel("batch size" if table.required is None else f"batch size; dotted: {table.required}", fontsize=SMALL)
     return figure
 
 
