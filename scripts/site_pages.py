@@ -18,7 +18,15 @@ import oomprobe  # noqa: E402
 from oomprobe.cli import parser  # noqa: E402
 
 CHAPTERS = {
-    "Search": ("find_max_batch", "find_max_batches", "check", "probe_target", "check_target", "probe_command", "check_command"),
+    "Search": (
+        "find_max_batch",
+        "find_max_batches",
+        "check",
+        "probe_target",
+        "check_target",
+        "probe_command",
+        "check_command",
+    ),
     "Results": ("ProbeResult", "ProbeTable", "Trial", "Phase", "Verdict", "LinearFit", "PlanEntry"),
     "Data": ("worst_case_batches", "WorstCaseBatches"),
     "Devices": ("Device", "SimulatedDevice"),
@@ -61,7 +69,10 @@ def python_page():
     listed = {name for names in CHAPTERS.values() for name in names}
     if listed != set(oomprobe._HOMES):
         raise PluginError(f"public names that no chapter lists, or that are none: {listed ^ set(oomprobe._HOMES)}")
-    parts = ["# Public names", "Import them from `oomprobe`; `help()` shows the same text. The last chapters are modules of their own."]
+    parts = [
+        "# Public names",
+        "Import them from `oomprobe`; `help()` shows the same text. The last chapters are modules of their own.",
+    ]
     for chapter, names in CHAPTERS.items():
         parts.append(f"## {chapter}")
         for name in names:
@@ -78,7 +89,11 @@ def command_line_page():
     """Return the page of the command line, from its parser."""
     whole = parser()
     commands = next(action.choices for action in whole._actions if action.choices and hasattr(action.choices, "items"))
-    parts = ["# The command line", "Made from the parser; `oomprobe --help` prints the same.", fenced(whole.format_help())]
+    parts = [
+        "# The command line",
+        "Made from the parser; `oomprobe --help` prints the same.",
+        fenced(whole.format_help()),
+    ]
     for name, command in commands.items():
         parts += [f"## oomprobe {name}", fenced(command.format_help())]
     return "\n\n".join(parts) + "\n"

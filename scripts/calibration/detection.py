@@ -29,7 +29,8 @@ ABOUT = {
     "source": "facebookresearch/detectron2: MODEL_ZOO.md and configs",
     "card": "V100-32GB",
     "torch": "1.3 (September 2019)",
-    "how": "largest peak allocated of a whole training, rounded to 0.1 GiB; simulated: one worst-case batch",
+    "how": "largest peak allocated of a whole training, rounded to 0.1 GiB; simulated: a worst-case batch of two images of "
+    "800 x 1333 with 63 objects each; assumed: DDP's buckets as large as the gradients, autograd of then",
 }
 CALLS, IMAGES, CLASSES = 2, 2, 80
 OBJECTS, SAMPLED, POSITIVE = 63, 512, 128

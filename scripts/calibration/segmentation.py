@@ -30,7 +30,8 @@ ABOUT = {
     "source": "open-mmlab/mmsegmentation: metafiles of fcn, pspnet and deeplabv3plus; docs/model_zoo.md",
     "card": "V100-32GB",
     "torch": "1.5",
-    "how": "peak allocated of a training on four GPUs, rounded to 0.1 GiB; interval: with the largest workspace",
+    "how": "peak allocated of a training on four GPUs, rounded to 0.1 GiB; the interval ends with the largest workspace; "
+    "assumed: DDP's buckets as large as the gradients, plain batch norms, log-softmax and autograd of then",
 }
 REMARKS = {
     "amp": "16-bit model, before autocast; the excess is about the size of its gradients",
