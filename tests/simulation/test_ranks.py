@@ -39,6 +39,14 @@ def test_ddp(name):
     assert any("hooks" in note for note in result.notes) is (name == "compressed")
 
 
+def test_ranks_on_several_cards():
+    cards = ["sim:2GiB", "sim:1GiB"]
+    table = probe("ddp", device=None, over={"device": cards})
+    assert [(one.batch_size, one.was_replayed) for one in table.rows.values()] == [
+        (probe("ddp", device=card).batch_size, card == "sim:1GiB") for card in cards
+    ]
+
+
 def test_a_card_of_80_gb_keeps_a_gibibyte_for_nccl():
     one, eight = (probe("ddp", ranks, device="sim:H100-80GB", max_batch=8, multiple_of=1) for ranks in (1, 8))
     assert one.available_bytes - eight.available_bytes == 2**30
