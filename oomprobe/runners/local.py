@@ -450,7 +450,7 @@ class LocalRunner:
 
         Otherwise memory may be released while it still holds one, and the next trial starts in a segment that was not given back.
         """
-        if self._device.on_host or self.facts.device.replays:
+        if self._device.on_host:
             return
         with suppress(Exception), torch.inference_mode(False), outside_modes():  # there may be no memory for it
             torch.zeros((), device=self._device.torch_device, requires_grad=True).backward()  # type: ignore[no-untyped-call]

@@ -166,11 +166,8 @@ def write_brackets(family, rows, **about):
             "published": f"{row.ran} ran, {row.failed} failed",
             "simulated": said,
         }
-        lines.append(json.dumps({**figures, "verdict": VERDICTS[row.verdict], "remark": row.remark}))
+        lines.append(json.dumps({**figures, "verdict": row.verdict, "remark": row.remark}))
     _write(family, about, lines)
-
-
-VERDICTS = {"HIT": "hit", "OVER": "missed: refuses what ran", "UNDER": "missed: lets through what failed"}
 
 
 def _write(family, about, lines):

@@ -69,13 +69,13 @@ def descend(card, model, batch_sizes, begin):
     tensors = [*model.parameters(), *model.buffers()]
     for size in batch_sizes:
         device._memory.empty_cache()
+        gc.collect()
         last += [tensor.untyped_storage() for tensor in tensors]
         last += [tensor.grad for tensor in tensors]
         for tensor in tensors:
             tensor.data, tensor.grad = torch.empty_like(tensor), None
         device.place(tensors)
         last.clear()
-        gc.collect()
         step = begin(model, size)
         last.append(step)
         device.start_trial()
@@ -84,12 +84,15 @@ def descend(card, model, batch_sizes, begin):
 
 
 def runs(device, step):
+    """Whether the step runs `CALLS` times; what a failed backward pass leaves in autograd's queue is freed."""
     try:
         return running.call(device, step, CALLS) is not None
     except RuntimeError as error:
         if any(text in str(error) for text in NOT_MEMORY):
             return False
         raise
+    finally:
+        torch.zeros((), requires_grad=True).backward()
 
 
 def build(name):

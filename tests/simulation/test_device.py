@@ -104,6 +104,22 @@ def test_replays_and_runs_agree(monkeypatch):
     assert all(run_peaks[size] == replay_peaks[size] for size in both)
 
 
+def test_a_failed_backward_leaves_nothing_to_the_next_trial(monkeypatch):
+    monkeypatch.setattr(SimulatedDevice, "predict_trial", lambda *_: None)
+    model, layer = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def step(model, batch_size):
+        hidden = model(torch.randn(batch_size, 256, device="cuda"))
+        waits, fails = layer(hidden).relu(), layer(hidden).relu()  # the last branch goes back first
+        fails.register_hook(lambda _: torch.empty(16, batch_size, 256, device="cuda")[0])
+        (waits + fails).sum().backward()
+        model.zero_grad()
+        layer.zero_grad()
+
+    result = oomprobe.find_max_batch(model, step, device="sim:64MiB", progress="off")
+    assert result.limited_by == "memory"
+
+
 def evaluated(model, batch_size):
     with torch.no_grad():
         model(torch.randn(8 * batch_size, 256))
