@@ -361,12 +361,23 @@ def _softmax_backward(op: _Operator) -> Launch | None:
     return _launch(borrowed, (), (grad.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize,))
 
 
+# --- 32-bit indices ---
+
+
+def _reflection(op: _Operator) -> Launch | None:
+    """Refuse what 32 bits do not count. Source: aten/src/ATen/native/cuda/ReflectionPad.cu (canUse32BitIndexMath)."""
+    if op.args[0].numel() >= 2**31 - 1:
+        raise RuntimeError("input tensor must fit into 32-bit index math")
+    return None
+
+
 _RULES: dict[Any, Callable[[_Operator], Launch | None]] = {
     **dict.fromkeys((_aten.sum, _aten.mean, _aten.linalg_vector_norm), _reduction),
     **dict.fromkeys((_aten.mse_loss, _aten.smooth_l1_loss), _loss(1)),
     _aten.binary_cross_entropy: _loss(0),
     _aten.convolution: _forward,
     _aten.convolution_backward: _convolution(0, 1, 2),
+    **dict.fromkeys((_aten.reflection_pad1d, _aten.reflection_pad2d), _reflection),
     _aten.embedding_dense_backward: _embedding_backward,
     **dict.fromkeys((_aten.index_put, _aten.index_put_), _accumulating_index_put),
     _aten.where: _where,

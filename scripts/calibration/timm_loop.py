@@ -18,7 +18,7 @@ from oomprobe.simulation.catalogue import find_card
 
 DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
 CALLS = 3
-NOT_MEMORY = ("invalid configuration argument", "more than 2^31")  # to the benchmark, too, a size that failed
+NOT_MEMORY = ("invalid configuration argument", "more than 2^31", "32-bit index math")  # failures to the benchmark, too
 
 
 def rows(file, count=None, first=0, step=1):
@@ -41,6 +41,11 @@ def bracket(row, card, start, begin):
     """Run the loop from the size `start` to the one that ran; `begin` returns the step of a model, a size and an image size."""
     tried = descend(card, build(row["model"]), sizes(start, row["ran"]), lambda *args: begin(*args, row["image_size"]))
     (ran_fits, ran), (failed_fits, failed) = tried[row["ran"]], tried[row["failed"]]
+    remark = ""
+    if not ran_fits:
+        remark = f"refused with {ran.peak_allocated_bytes / card.total_bytes:.0%} of the memory allocated"
+    elif failed_fits:
+        remark = f"{row['failed']} reserves {failed.peak_reserved_bytes / card.total_bytes:.0%} of the memory"
     return Bracket(
         name=f"{row['model']} {row['image_size']}",
         ran=row["ran"],
@@ -50,6 +55,7 @@ def bracket(row, card, start, begin):
         ran_bytes=(ran.peak_reserved_bytes, ran.peak_upper_bytes),
         failed_bytes=(failed.peak_reserved_bytes, failed.peak_upper_bytes),
         card=card.name,
+        remark=remark,
         retries=failed.alloc_retries if failed_fits else ran.alloc_retries if ran_fits else 0,
     )
 

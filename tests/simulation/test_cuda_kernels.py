@@ -240,3 +240,11 @@ def test_cudnn_counts_channels_last_depthwise_in_32_bits(groups, memory_format, 
 
     result = oomprobe.find_max_batch(model, step, device="sim:H100-80GB", max_batch=160, progress="off")
     assert (result.batch_size, result.limited_by) == (127 if limited_by == "size_limit" else 160, limited_by)
+
+
+def test_reflection_stops_at_32_bits():
+    def step(model, batch_size):
+        F.pad(torch.zeros(batch_size, 1024, 1024, 2, device="cuda", dtype=torch.int8), (1, 1, 1, 1), mode="reflect")
+
+    result = oomprobe.find_max_batch(nn.Linear(1, 1), step, device="sim:H100-80GB", max_batch=2048, progress="off")
+    assert (result.batch_size, result.limited_by) == (1023, "size_limit")
