@@ -50,7 +50,8 @@ def test_each_part_has_the_size_that_the_model_implies():
     mib = {kind: nbytes / MIB for kind, nbytes in found.parts.items()}
     assert (mib[PARAMETERS], mib[STATE], round(mib[BACKWARD])) == (4, 8, 16)
     assert mib[ACTIVATIONS] == pytest.approx(32)  # the batch and tanh's output; the loss is small
-    assert {m.name: m.activation_bytes // MIB for m in found.modules} == {"(outside the model)": 16, "1": 16}
+    modules = {m.name: (m.activation_bytes // MIB, m.parameter_bytes // MIB) for m in found.modules}
+    assert modules == {"(outside the model)": (16, 0), "1": (16, 0), "0": (0, 4)}
     assert found.peak_in == "backward"
     assert (small.peak_in, small.parts[GRADIENTS]) == ("optimizer", 4 * MIB)  # the batch is tiny
     assert history_is_off
