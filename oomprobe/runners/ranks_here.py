@@ -102,8 +102,8 @@ def ranks_to_start(nproc_per_node: int | str, device: object, *, isolate: bool) 
         raise NoDeviceError(
             f"{count(ranks or 1, 'rank needs', 'ranks need')} an accelerator each, and this machine shows "
             f"{count(cards, 'accelerator', 'accelerators')} for ranks (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): lower --nproc-per-node, or simulate a rank of DDP, "
-            "--device sim:24GiB"
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): {'lower --nproc-per-node, or ' * bool(cards)}simulate a rank of "
+            "DDP, --device sim:24GiB"
         )
     return ranks
 
