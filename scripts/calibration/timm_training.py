@@ -3,8 +3,11 @@
 Source: huggingface/pytorch-image-models, results/benchmark-train-amp-nchw-pt112-cu113-rtx3090.csv (Apache-2.0), kept in
 tests/data. Recipe: torch 1.12, CUDA 11.3, channels first, fp16 autocast around loss and backward, no scaler, SGD with
 Nesterov momentum as a loop over parameters, cross-entropy, cudnn.benchmark, sizes from 512 down. Attention is not fused, as
-in timm then.
+in timm then, and autocast left nearest-neighbour upsampling in 16 bits until torch 2.4 (pytorch/pytorch#121072): with 32
+bits, hrnet_w30 and hrnet_w44 are refused at the size that ran.
 """
+
+from unittest.mock import patch
 
 import torch
 
@@ -28,7 +31,17 @@ def compare(count=None, capacity_mib=CAPACITY_MIB):
         from timm.layers import set_fused_attn
 
         set_fused_attn(False)
-        yield timm_loop.bracket(row, timm_loop.card_of(ABOUT["card"], capacity_mib), START, begin)
+        with patch.object(torch.nn.Upsample, "forward", upsample):
+            bracket = timm_loop.bracket(row, timm_loop.card_of(ABOUT["card"], capacity_mib), START, begin)
+        yield bracket
+
+
+def upsample(module, images):
+    """Upsample as autocast did before torch 2.4: in the dtype of the images."""
+    with torch.autocast("cuda", enabled=False):
+        return torch.nn.functional.interpolate(
+            images, module.size, module.scale_factor, module.mode, module.align_corners
+        )
 
 
 def begin(model, size, image_size):
