@@ -272,7 +272,6 @@ PERIODS = [
     (partial(last_ones, 4), 5),
     (partial(quadratic, 10), 10),
     (partial(of_lengths_in_turn, [1, 1, 3]), 3),
-    (partial(of_lengths_in_turn, [2] * 9 + [3]), 10),
     (partial(with_hidden_count, lambda n, model, opt, size: train(model, opt, size * [1, 1, 3][n % 3])), 3),
 ]
 

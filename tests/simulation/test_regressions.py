@@ -1,6 +1,7 @@
 """Regressions of memory, seeded into a model on a simulated card: each is caught, and its module named."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -56,9 +57,14 @@ def checked(change=lambda model: None, **options):
     return oomprobe.check(model, step, BATCH, **given)
 
 
-@pytest.fixture(scope="module")
-def before():
+@cache
+def before_it():
     return checked()
+
+
+@pytest.fixture
+def before():  # within a test, where workspaces are those of one version
+    return before_it()
 
 
 class Keeping(nn.Module):
