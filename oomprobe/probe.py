@@ -197,8 +197,8 @@ def find_max_batches(
     """
     with FramesHidden():
         given = dict(options)
-        if isinstance(devices := given.get("device"), list | tuple):
-            over = {**(over or {}), CARDS: devices}
+        if isinstance(devices := given.get("device"), list | tuple) or devices == "sim:all":
+            over = {**(over or {}), CARDS: [devices] if isinstance(devices, str) else devices}
             del given["device"]
         if over is not None and [*over] == [CARDS]:
             opened = partial(open_model, model=model, step_fn=step_fn)

@@ -96,3 +96,13 @@ def test_no_trial_settles_after_a_call_that_the_look_has_not_met():
     for size in (LATE_LIMIT + 1, LATE_LIMIT):
         session.run(size, Phase.CONFIRM, cap_bytes=None)
     assert [request.settled_calls for request in runner.requests[-2:]] == [6, None]
+
+
+def test_no_trial_settles_after_a_size_that_failed_and_passed_alike():
+    runner = Loop(large_call=51, period=1)
+    session = runner.session()
+    session.run(16, Phase.GROW, cap_bytes=None)
+    session.run(16, Phase.GROW, cap_bytes=None, looks_for=50)
+    session.call_plan.lengthen(16)
+    session.run(16, Phase.CONFIRM, cap_bytes=None)
+    assert runner.requests[-1].settled_calls is None

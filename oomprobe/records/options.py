@@ -21,7 +21,7 @@ MAX_CALLS = 32  # of a step in which no optimizer steps, before it is assumed to
 # The same where an optimizer has gradients to step with, as in loops that accumulate them, if time allows.
 MAX_WAITING_CALLS, WAITING_S = 300, 10.0
 SIZE_NAMES = {"batch", "batch_size", "batchsize", "bs", "b", "n", "size"}  # of parameters
-MODEL_NAMES = {"model", "module", "net", "network", "m"}
+MODEL_NAMES = {"model", "module", "net", "network"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,7 @@ class ProbeResult:
     @property
     def was_replayed(self) -> bool:
         """Whether the answer was not run: in a table of simulated cards, what the step allocated on one is replayed on others."""
-        return self.trials[-1].replayed
+        return self.confirmation is not None and self.confirmation.replayed
 
     def plan(self, global_batch: int, world_size: int | None = None) -> tuple[PlanEntry, ...]:
         """Return ways to reach a global batch with gradient accumulation, best first.

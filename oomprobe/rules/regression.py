@@ -9,13 +9,8 @@ from oomprobe.ground.units import format_bytes
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.result import ProbeResult
 
-SEARCH = (
-    "memory_fraction",
-    "min_batch",
-    "max_batch",
-    "multiple_of",
-    "global_batch",
-)  # options that decide about the answer
+# Options that decide about the answer.
+SEARCH = ("memory_fraction", "min_batch", "max_batch", "multiple_of", "global_batch")
 MOST_NAMED = 5
 NO_COMMON_SIZE = (
     "no batch size was traced in both results ({before}; {after}): make both with the same size, "

@@ -161,7 +161,7 @@ def _convolution(*positions: int) -> Callable[[_Operator], Launch | None]:
     return launch
 
 
-def _forward(op: _Operator) -> Launch | None:
+def _convolution_forward(op: _Operator) -> Launch | None:
     """Refuse a depthwise convolution, channels last, of more elements than 32 bits count.
 
     Source: in timm's results/benchmark-infer-amp-nchw-pt291-*.csv, fourteen rows of vitamin stop below that, at the same
@@ -375,7 +375,7 @@ _RULES: dict[Any, Callable[[_Operator], Launch | None]] = {
     **dict.fromkeys((_aten.sum, _aten.mean, _aten.linalg_vector_norm), _reduction),
     **dict.fromkeys((_aten.mse_loss, _aten.smooth_l1_loss), _loss(1)),
     _aten.binary_cross_entropy: _loss(0),
-    _aten.convolution: _forward,
+    _aten.convolution: _convolution_forward,
     _aten.convolution_backward: _convolution(0, 1, 2),
     **dict.fromkeys((_aten.reflection_pad1d, _aten.reflection_pad2d), _reflection),
     _aten.embedding_dense_backward: _embedding_backward,

@@ -136,6 +136,7 @@ def test_a_seeded_regression_is_caught_and_its_module_named(before, name):
 
 
 def test_repeated_runs_do_not_grow(before):
+    assert before.environment["model"] == "Gpt"
     for _ in range(3):
         assert grown(before, checked(), 0.0) == []
 

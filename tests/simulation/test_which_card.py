@@ -151,6 +151,13 @@ def test_wrong_cards_are_refused_before_anything_runs(devices, error, text):
         oomprobe.find_max_batches(nn.Linear(1, 1), step, device=devices, **QUIET)
 
 
+def test_all_cards_have_a_name():
+    model, step = trained(nn.Linear(64, 64), (64,))
+    table = oomprobe.find_max_batches(model, step, device="sim:all", max_batch=1, **QUIET)
+    assert len(table.rows) > 30
+    assert {*table.batch_sizes().values()} == {1}
+
+
 def test_require_is_for_cards_only():
     with pytest.raises(oomprobe.InvalidArgumentError, match="require=8 is for a table of cards"):
         oomprobe.find_max_batches(*attention(), over={"length": [1]}, require=8, **QUIET)
@@ -169,6 +176,17 @@ def test_a_bug_names_its_card_and_keeps_the_rows():
     with pytest.raises(oomprobe.StepFailedError, match=r"^sim:T4: ") as caught:
         oomprobe.find_max_batches(model, step, device=["sim:T4", "sim:24GiB"], **QUIET)
     assert [*caught.value.table.batch_sizes()] == ["sim:24GiB"]
+
+
+def test_a_time_limit_keeps_the_rows_that_are_finished():
+    def step(model, batch_size):
+        while torch.cuda.get_device_capability() == (7, 5):
+            torch.empty(1, device="cuda")
+
+    devices = ["sim:T4", "sim:24GiB"]
+    table = oomprobe.find_max_batches(nn.Identity(), step, device=devices, max_batch=1, time_limit_s=3, **QUIET)
+    assert [*table.rows] == ["sim:24GiB"]
+    assert table.notes == ("time limit: there are no rows for sim:T4. Allow more time, or name fewer cards",)
 
 
 def test_a_time_limit_is_for_all_cards():

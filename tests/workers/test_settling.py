@@ -88,6 +88,12 @@ def test_one_that_has_passed_does_not(answer):
     assert not has_failed(answer)
 
 
+@pytest.mark.parametrize(("periods", "common"), [((1, 1), 1), ((2, 3), 6), ((3, 0), 0)])
+def test_calls_repeat_when_those_of_all_ranks_do(periods, common):
+    answers = {rank: told(calls=Calls(made=3, first=1, period=period)) for rank, period in enumerate(periods)}
+    assert passed_outcome(answers, AVAILABLE).calls.period == common
+
+
 def test_a_pass_is_the_slowest_and_the_largest_of_all_ranks():
     answers = {
         2: told(
