@@ -2,7 +2,8 @@
 
     .venv-cuda/bin/pip install --no-deps -r scripts/peers/requirements.txt    # once, after scripts/cuda-bed
     .venv-cuda/bin/python scripts/benchmark_peers.py --bed [--only WORD ...] [--models NAME ...]
-    python scripts/benchmark_peers.py --device cuda     # the same on a real card, at its own size
+    .venv-cuda/bin/python scripts/benchmark_peers.py --ranks    # two ranks with DDP, on two cards of the bed
+    python scripts/benchmark_peers.py --device cuda     # the first on a real card, at its own size
     python scripts/benchmark_peers.py --docs
 
 Each call runs in its own process. Its answer then runs for fifty steps in a fresh process that has the whole card, and is
@@ -13,6 +14,7 @@ evidence; `--only oomprobe` keeps the rows of all other tools.
 import argparse
 import gc
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -21,7 +23,8 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-EVIDENCE = {device: ROOT / "tests" / "evidence" / f"peers_{device}.json" for device in ("cuda_bed", "cuda")}
+PARTS = ("cuda", "cuda_bed", "ranks_cuda_bed")
+EVIDENCE = {part: ROOT / "tests" / "evidence" / f"peers_{part}.json" for part in PARTS}
 BED_CARDS_GIB = (1, 4, 24)
 
 
@@ -78,6 +81,19 @@ def measure(path, tools, models):
             print(json.dumps(row), flush=True)
 
 
+def measure_ranks(path):
+    """Measure on two ranks, and write each row to the evidence at once."""
+    from peers import ranks
+
+    versions = {package: version(package) for package in ("torch", "oomprobe", "accelerate", "lightning")}
+    results = {"versions": versions, "rows": []}
+    for tool, cards, model in itertools.product(ranks.TOOLS, ranks.CARDS, ranks.STARTS):
+        row = {"tool": tool, "cards": cards, "model": model, **ranks.row(tool, model, cards)}
+        results["rows"].append(row)
+        write(path, results)
+        print(json.dumps(row), flush=True)
+
+
 def replaced(rows, row):
     """Return the rows in order, with `row` in place of the row of the same case."""
 
@@ -98,6 +114,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--bed", action="store_true", help="on the test bed, with cards of 1, 4 and 24 GiB")
+    what.add_argument("--ranks", action="store_true", help="on two cards of the test bed, with a rank on each")
     what.add_argument("--device", choices=["cuda"], help="on this machine's own card")
     what.add_argument("--docs", action="store_true", help="write the tables to docs/evidence.md, run nothing")
     parser.add_argument(
@@ -107,10 +124,13 @@ def main():
     asked = parser.parse_args()
     if asked.docs:
         return table.into_page(ROOT / "docs" / "evidence.md", EVIDENCE)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])  # for all child processes
+    if asked.ranks:
+        return measure_ranks(EVIDENCE["ranks_cuda_bed"])
     if asked.bed and "CUDASTUB_MEMORY" not in os.environ:  # the stub reads it once, when loaded
         for gib in BED_CARDS_GIB:
-            cards = {"CUDASTUB_MEMORY": f"{gib}GiB", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts")])}
-            subprocess.run([sys.executable, "-W", "ignore", *sys.argv], env={**os.environ, **cards}, check=True)
+            card = {"CUDASTUB_MEMORY": f"{gib}GiB"}
+            subprocess.run([sys.executable, "-W", "ignore", *sys.argv], env={**os.environ, **card}, check=True)
         return None
     from peers.models import WORKLOADS
     from peers.tools import TOOLS

@@ -3,7 +3,6 @@
 The cold frontier, and whether an answer lasts, are measured in such processes too.
 """
 
-import gc
 import hashlib
 import multiprocessing
 import os
@@ -94,12 +93,13 @@ def row(tool_name, name, frontier):
         except ChildError as error:
             return {"error": str(error)}
         events = [line.split() for line in (Path(folder) / "log").read_text().splitlines()]
-    tried = {int(size) for event, size in events if event == "tried"}
+    tried = [int(size) for event, size in events if event == "tried"]  # each call of the model, also one that failed
     stepped = {int(size) for event, size in events if event == "stepped"}
     answer = told["answer"]
     return {
         **told,
-        "sizes_tried": len(tried),
+        "sizes_tried": len(set(tried)),
+        "work": answer and round(sum(tried) / answer, 1),
         "answer_was_run": answer in (stepped or tried),
         "lasts": answer is not None and lasts(name, answer, LASTING_STEPS),
     }
@@ -110,7 +110,7 @@ def _ask(tool_name, name, start, folder):
     os.environ[LOG_VARIABLE] = str(Path(folder) / "log")
     tool, workload = TOOLS[tool_name], WORKLOADS[name]
     model, optimizer = (None, None) if tool.builds_its_own else workload.build()
-    before, held = state(model, optimizer), memory()
+    before = state(model, optimizer)
     call = Call(name=name, workload=workload, model=model, optimizer=optimizer, start=start)
     began_s = time.perf_counter()
     try:
@@ -118,20 +118,13 @@ def _ask(tool_name, name, start, folder):
     except Exception as raised:
         answer, error = None, f"{type(raised).__name__}: {' '.join(str(raised).split())[:200]}"
     wall_s = round(time.perf_counter() - began_s, 1)
-    after, kept = state(model, optimizer), memory()
+    after = state(model, optimizer)
     return {
         "answer": answer,
         "error": error,
         "wall_s": wall_s,
         "changed": [part for part in before if before[part] != after[part]],
-        **{f"left_{kind}_mib": round(max(0, kept[kind] - held[kind]) / 2**20, 1) for kind in held},
     }
-
-
-def memory():
-    """Return the bytes held by this process's tensors and by its allocator."""
-    gc.collect()
-    return {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
 
 
 def state(model, optimizer):

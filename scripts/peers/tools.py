@@ -41,13 +41,12 @@ class Call:
 
 
 def in_one_process(memory_fraction, call):
-    options = {"memory_fraction": memory_fraction, "progress": "off"}
-    return oomprobe.find_max_batch(call.model, call.step, **options).batch_size
+    found = oomprobe.find_max_batch(call.model, call.step, memory_fraction=memory_fraction, progress="off")
+    return found.batch_size
 
 
-def isolated(memory_fraction, call):
-    options = {"memory_fraction": memory_fraction, "progress": "off"}
-    return oomprobe.probe_target(f"peers.models:{call.name}", **options).batch_size
+def isolated(call):
+    return oomprobe.probe_target(f"peers.models:{call.name}", progress="off").batch_size
 
 
 def accelerate(call):
@@ -61,7 +60,7 @@ def accelerate(call):
     return train()
 
 
-def lightning(mode, call):
+def lightning(mode, call, devices=1, strategy="auto"):
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.tuner import Tuner
 
@@ -81,7 +80,14 @@ def lightning(mode, call):
             return DataLoader(range(10**7), batch_size=self.batch_size, collate_fn=batch)
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = Trainer(max_epochs=1, accelerator="cuda", devices=1, gradient_clip_val=call.workload.clip, **quiet)
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cuda",
+        devices=devices,
+        strategy=strategy,
+        gradient_clip_val=call.workload.clip,
+        **quiet,
+    )
     module = Module()
     Tuner(trainer).scale_batch_size(module, mode=mode)
     return module.batch_size
@@ -137,13 +143,11 @@ class Tool:
     builds_its_own: bool = False
 
 
-isolated_tool = partial(Tool, imports="oomprobe", builds_its_own=True)
 lightning_tool = partial(Tool, imports="lightning.pytorch.tuner")
 TOOLS = {
     "oomprobe": Tool(call=partial(in_one_process, 0.9), imports="oomprobe"),
     "oomprobe, all memory": Tool(call=partial(in_one_process, 1.0), imports="oomprobe"),
-    "oomprobe isolated": isolated_tool(call=partial(isolated, 0.9)),
-    "oomprobe isolated, all memory": isolated_tool(call=partial(isolated, 1.0)),
+    "oomprobe isolated": Tool(call=isolated, imports="oomprobe", builds_its_own=True),
     "accelerate": Tool(call=accelerate, imports="accelerate.utils", builds_its_own=True),
     "Lightning power": lightning_tool(call=partial(lightning, "power")),
     "Lightning binsearch": lightning_tool(call=partial(lightning, "binsearch")),

@@ -1,7 +1,12 @@
 """scripts/benchmark_peers.py on the bed: its models run, and rows say what a tool did."""
 
+import contextlib
+import os
+
+import benchmark_peers
 import pytest
-from peers import measuring
+import torch
+from peers import measuring, ranks, tools
 from peers.models import WORKLOADS
 
 
@@ -18,3 +23,30 @@ def test_a_row_says_what_a_tool_did():
     assert (row["error"], row["changed"], row["answer_was_run"], row["lasts"]) == (None, [], True, True)
     assert 10_000 < row["answer"] < 50_000
     assert row["sizes_tried"] > 3
+
+
+def test_work_counts_each_call_also_one_that_fails(monkeypatch):
+    def ask(call):
+        for size in (4, 4, 500_000):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                call.step(call.model, size)
+        return 4
+
+    monkeypatch.setitem(tools.TOOLS, "fake", tools.Tool(call=ask, imports="torch"))
+    assert measuring.row("fake", "mlp_sgd", 100)["work"] == (4 + 4 + 500_000) / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tool", "answers", "said"),
+    [("accelerate", 2, "answered"), ("Lightning binsearch", 0, "status 1; ValueError: Tuning the batch size is")],
+)
+def test_a_tool_on_two_ranks(monkeypatch, tool, answers, said):
+    pytest.importorskip(tool.split()[0].lower())
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(map(str, (benchmark_peers.ROOT, benchmark_peers.ROOT / "scripts")))
+    )
+    row = ranks.row(tool, "conv", "ranks alike")
+    assert len(row["answers"]) == answers
+    assert row["lasts"] == bool(answers)
+    assert row["ended"].startswith(said)
