@@ -116,14 +116,14 @@ def main():
     what.add_argument("--bed", action="store_true", help="on the test bed, with cards of 1, 4 and 24 GiB")
     what.add_argument("--ranks", action="store_true", help="on two cards of the test bed, with a rank on each")
     what.add_argument("--device", choices=["cuda"], help="on this machine's own card")
-    what.add_argument("--docs", action="store_true", help="write the tables to docs/evidence.md, run nothing")
+    what.add_argument("--docs", action="store_true", help="write the tables to docs/compare.md, run nothing")
     parser.add_argument(
         "--only", nargs="+", metavar="WORD", default=[""], help="only tools whose names contain one of these"
     )
     parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all")
     asked = parser.parse_args()
     if asked.docs:
-        return table.into_page(ROOT / "docs" / "evidence.md", EVIDENCE)
+        return table.into_page(ROOT / "docs" / "compare.md", EVIDENCE)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])  # for all child processes
     if asked.ranks:
         return measure_ranks(EVIDENCE["ranks_cuda_bed"])

@@ -6,11 +6,9 @@ import statistics
 
 from peers.tools import TOOLS
 
-BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-TITLES = {"cuda_bed": "torch's CUDA allocator, kernels stubbed", "cuda": "a CUDA card"}
 HEAD = (
-    "tool", "answers that die / cases", "share of the true limit: median (range)", "sizes tried (median)",
-    "answers never run", "state changed", "most memory left reserved",
+    "tool", "answers that die / cases", "share of the true limit: median (range)", "work in steps: median (range)",
+    "sizes tried (median)", "answers never run", "state changed",
 )  # fmt: skip
 
 
@@ -22,34 +20,83 @@ def line(rows):
     never_run = sum(not row["answer_was_run"] for row in answers)
     changed = sorted({part for row in rows for part in row.get("changed", ())})
     failed = f", no answer {len(rows) - len(answers)}" if len(answers) < len(rows) else ""
-    share = f"{statistics.median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})" if shares else "-"
-    tried = f"{statistics.median(row['sizes_tried'] for row in answers):.0f}" if answers else "-"
-    left_gib = max(row.get("left_reserved_mib", 0) for row in rows) / 1024
     return [
         f"{dies} / {len(rows)}{failed}",
-        share,
-        tried,
+        middle(shares, 2),
+        middle([row["work"] for row in answers], 0),
+        middle([row["sizes_tried"] for row in answers], 0).partition(" ")[0],
         str(never_run),
         ", ".join(changed) or "-",
-        f"{left_gib:.1f} GiB",
     ]
 
 
-def table(title, results):
+def middle(values, digits):
+    """Return the median and the range as text."""
+    if not values:
+        return "-"
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def ranks_cell(rows):
+    """Return what one tool answered on one pair of ranks; one number if both answered the same."""
+    if not any(row["answers"] for row in rows):
+        return "; ".join(sorted({row["ended"].partition(",")[0] for row in rows}))
+    told = ", ".join(f"{row['model']} {each(row['answers'])}" for row in rows)
+    return f"{told}: {sum(row['lasts'] for row in rows)} of {len(rows)} last"
+
+
+def each(answers):
+    agree = len(answers) == 2 and answers[0] == answers[1]
+    return str(answers[0]) if agree else " and ".join(map(str, [*answers, "-", "-"][:2]))
+
+
+def drawn(*lines):
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
+
+
+def versions(results):
+    return f"{', '.join(' '.join(pair) for pair in results['versions'].items())}."
+
+
+def tools_table(results, where, is_timed):
     rows_of = {name: [row for row in results["rows"] if row["tool"] == name] for name in TOOLS}
     lines = [[name, *line(rows)] for name, rows in rows_of.items() if rows]
-    drawn = "\n".join(f"| {' | '.join(cells)} |" for cells in [HEAD, ["---"] * len(HEAD), *lines])
+    if is_timed:
+        lines = [
+            [*cells, middle([row["wall_s"] for row in rows_of[cells[0]] if "wall_s" in row], 1)] for cells in lines
+        ]
     cards = sorted({row["card_gib"] for row in results["rows"]})
     models = len({row["model"] for row in results["rows"]})
-    about = f"On {title}: {models} models, cards of {', '.join(map(str, cards))} GiB."
-    return f"{about}\n\n{drawn}\n\n{', '.join(' '.join(pair) for pair in results['versions'].items())}."
+    return [
+        f"On {where}: {models} models, cards of {', '.join(map(str, cards))} GiB.",
+        drawn([*HEAD, "seconds: median (range)"] if is_timed else HEAD, *lines),
+        versions(results),
+    ]
+
+
+def ranks_table(results):
+    rows_of = {}
+    for row in results["rows"]:
+        rows_of.setdefault(row["tool"], {}).setdefault(row["cards"], []).append(row)
+    lines = [[tool, *map(ranks_cell, cases.values())] for tool, cases in rows_of.items()]
+    return [drawn(["tool", *next(iter(rows_of.values()))], *lines), versions(results)]
 
 
 def into_page(page, evidence):
-    """Write a table for each existing evidence file between the page's markers."""
-    tables = [table(TITLES[name], json.loads(path.read_text())) for name, path in evidence.items() if path.exists()]
-    section = "\n\n".join([BEGIN, *tables, END])
-    text, found = re.subn(f"{BEGIN}.*?{END}", lambda _: section, page.read_text(), flags=re.DOTALL)
-    if not found:
-        raise SystemExit(f"benchmark_peers: {page} has no place for the tables, {BEGIN} ... {END}")
+    """Write the table of each existing evidence file between its markers in the page."""
+    text, sections = page.read_text(), {"peers": [], "ranks": []}
+    for name, path in evidence.items():
+        if path.exists():
+            results = json.loads(path.read_text())
+            if name.startswith("ranks"):
+                sections["ranks"] += ranks_table(results)
+            else:
+                where = "a CUDA card" if name == "cuda" else "torch's CUDA allocator, kernels stubbed"
+                sections["peers"] += tools_table(results, where, is_timed=name == "cuda")
+    for name, parts in sections.items():
+        begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+        section = "\n\n".join([begin, *parts, end])
+        text, found = re.subn(f"{begin}.*?{end}", lambda _, section=section: section, text, flags=re.DOTALL)
+        if not found:
+            raise SystemExit(f"benchmark_peers: {page} has no place for the tables, {begin} ... {end}")
     page.write_text(text)
