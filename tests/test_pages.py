@@ -103,6 +103,13 @@ def test_the_peers_tables_match_the_evidence(tmp_path):
     assert copy.read_text() == page.read_text(), "run python scripts/benchmark_peers.py --docs"
 
 
+def test_the_features_are_of_the_versions_that_were_measured():
+    versions = json.loads(benchmark_peers.EVIDENCE["cuda_bed"].read_text())["versions"]
+    features = (ROOT / "docs" / "compare.md").read_text().partition("## Measured")[0].lower()
+    for package in versions.keys() - {"torch", "oomprobe"}:
+        assert f" {package.replace('_', '-')} {versions[package]}" in features, package
+
+
 def test_the_short_peers_table_matches_the_evidence():
     rows = json.loads(benchmark_peers.EVIDENCE["cuda_bed"].read_text())["rows"]
     told = re.findall(r"^\| ([^|]+) \| (\d+ / \d+) \| (\d+) \| ([\d.]+) \|$", README.read_text(), re.MULTILINE)

@@ -2,7 +2,7 @@
 
 import benchmark_peers
 import pytest
-from peers import measuring, table
+from peers import measuring, ranks, table
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,19 @@ def test_a_card_of_ones_own_shows_seconds():
 def test_a_cell_of_two_ranks(rows, cell):
     rows = [{"model": "gpt", "answers": answers, "ended": ended, "lasts": lasts} for answers, ended, lasts in rows]
     assert table.ranks_cell(rows) == cell
+
+
+@pytest.mark.parametrize(
+    ("answers", "lasting", "lasts"),
+    [([8, 6], [8, 6], True), ([8, 6], [8], False), ([8], [8, 8], False), ([], [], False)],
+)
+def test_an_answer_lasts_if_both_ranks_run_their_own(monkeypatch, answers, lasting, lasts):
+    def group(tool, name, cards, *sizes):
+        assert tool == "accelerate" or sizes == tuple(answers)
+        return "answered", answers if tool == "accelerate" else lasting
+
+    monkeypatch.setattr(ranks, "group", group)
+    assert ranks.row("accelerate", "conv", "ranks alike") == {"answers": answers, "ended": "answered", "lasts": lasts}
 
 
 def test_a_new_row_replaces_only_its_own_case():

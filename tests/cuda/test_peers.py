@@ -50,3 +50,8 @@ def test_a_tool_on_two_ranks(monkeypatch, tool, answers, said):
     assert len(row["answers"]) == answers
     assert row["lasts"] == bool(answers)
     assert row["ended"].startswith(said)
+
+
+def test_ranks_that_hang_end_at_the_limit(monkeypatch):
+    monkeypatch.setattr(ranks, "LONGEST_S", 0.5)
+    assert ranks.group("oomprobe", "conv", "ranks alike") == ("not done in 0.5 s", [])
