@@ -31,6 +31,14 @@ class OomProbeError(Exception):
     """Base of all errors raised by this package.
 
     ``trials`` holds the trials run before it, and ``table``, of `find_max_batches`, the rows that were finished, or None.
+
+    Examples:
+        >>> import oomprobe
+        >>> try:
+        ...     card = oomprobe.SimulatedDevice("RTX-4099")
+        ... except oomprobe.OomProbeError as error:
+        ...     print(f"exit with {error.exit_status}: {error}")
+        exit with 4: 'RTX-4099' is not in the catalogue; ...
     """
 
     exit_status: ClassVar[int] = 6
@@ -39,33 +47,81 @@ class OomProbeError(Exception):
 
 
 class InvalidArgumentError(OomProbeError, ValueError):
-    """An argument is invalid. Nothing was run."""
+    """An argument is invalid. Nothing was run.
+
+    Examples:
+        >>> import oomprobe
+        >>> oomprobe.check_target("oomprobe.demo:wide_mlp", 8, memory_fraction=90)
+        Traceback (most recent call last):
+        oomprobe.errors.InvalidArgumentError: memory_fraction must be ...
+    """
 
     exit_status = 2
 
 
 class NoDeviceError(OomProbeError, RuntimeError):
-    """The requested device is not available to this process."""
+    """The requested device is not available to this process.
+
+    Examples:
+        >>> import oomprobe, torch
+        >>> oomprobe.check(torch.nn.Linear(8, 8), print, 32, device="cuda:99")
+        Traceback (most recent call last):
+        oomprobe.errors.NoDeviceError: ...
+    """
 
     exit_status = 4
 
 
 class NothingFitsError(OomProbeError, MemoryError):
-    """The smallest size allowed does not fit in the memory allowed."""
+    """The smallest size allowed does not fit in the memory allowed.
+
+    Examples:
+        >>> import oomprobe
+        >>> try:
+        ...     oomprobe.check_target("oomprobe.demo:wide_mlp", 9999, device="sim:1GiB", progress="off")
+        ... except oomprobe.NothingFitsError as error:
+        ...     print(error.trials[-1].verdict)
+        out of memory
+    """
 
     exit_status = 1
 
 
 class DeviceLostError(OomProbeError, RuntimeError):
-    """A sticky error: this process can no longer use the device, and what was in its memory is lost."""
+    """A sticky error: this process can no longer use the device, and what was in its memory is lost.
+
+    Examples:
+        >>> import oomprobe, torch
+        >>> def step(model, batch_size):
+        ...     raise RuntimeError("CUDA error: device-side assert triggered")
+        >>> oomprobe.check(torch.nn.Linear(8, 8), step, 8, device="sim:1GiB", progress="off")
+        Traceback (most recent call last):
+        oomprobe.errors.DeviceLostError: a sticky error ...
+    """
 
 
 class TimeLimitError(OomProbeError, RuntimeError):
-    """The time limit passed before a size was confirmed."""
+    """The time limit passed before a size was confirmed.
+
+    Examples:
+        >>> import oomprobe
+        >>> oomprobe.probe_target("oomprobe.demo:wide_mlp", device="sim:1GiB", time_limit_s=0.001, progress="off")
+        Traceback (most recent call last):
+        oomprobe.errors.TimeLimitError: time passed ...
+    """
 
 
 class UnreliableError(OomProbeError, RuntimeError):
-    """An answer would be wrong or a guess."""
+    """An answer would be wrong or a guess.
+
+    Examples:
+        >>> import oomprobe, torch
+        >>> def step(model, batch_size):
+        ...     model(torch.randn(8, 64)).sum().backward()  # always the same size
+        >>> oomprobe.find_max_batch(torch.nn.Linear(64, 8), step, device="sim:1GiB", progress="off")
+        Traceback (most recent call last):
+        oomprobe.errors.UnreliableError: ...
+    """
 
 
 class NotRunError(UnreliableError):
@@ -84,6 +140,16 @@ class StepFailedError(OomProbeError, RuntimeError):
     """The step failed with an error that is not about memory: the user's own exception is its ``__cause__``.
 
     ``batch_size`` is the size that was being tried; 0 if the probe had not started.
+
+    Examples:
+        >>> import oomprobe, torch
+        >>> def step(model, batch_size):
+        ...     model(torch.randn(batch_size, 7)).sum().backward()  # the model takes 8 numbers
+        >>> try:
+        ...     oomprobe.check(torch.nn.Linear(8, 8), step, 32, device="sim:1GiB", progress="off")
+        ... except oomprobe.StepFailedError as error:
+        ...     print(error.batch_size, type(error.__cause__).__name__)
+        32 RuntimeError
     """
 
     exit_status = 3

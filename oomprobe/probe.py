@@ -112,7 +112,7 @@ def find_max_batch(
         TimeLimitError: the time limit passed before a size was confirmed.
         UnreliableError: the step did no work, memory was not freed, or the state could not be restored.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(256, 256)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> def step(model, batch_size):
@@ -184,7 +184,7 @@ def find_max_batches(
         TimeLimitError: the time limit passed before any row was finished.
         OomProbeError: as for `find_max_batch`. The text names the row, and ``.table`` has the rows that were finished.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(32, 32)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> def step(model, batch_size, length):
@@ -217,7 +217,7 @@ def check(model: torch.nn.Module, step_fn: Steps, batch_size: int, **options: Un
         NothingFitsError: the size does not fit.
         OomProbeError: as for `find_max_batch`.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(8, 8)
         >>> step = lambda model, batch_size: model(torch.randn(batch_size, 8)).sum().backward()
         >>> check(model, step, 32, device="cpu:1GiB", progress="off").batch_size
@@ -286,7 +286,7 @@ def probe_target(
         UnreliableError: a rank was still in the step long after another had finished it.
         OomProbeError: as for `find_max_batch`.
 
-    Example:
+    Examples:
         >>> probe_target("oomprobe.demo:small_gpt", device="sim:16GiB", resolution=0.5, progress="off").limited_by
         'memory'
     """
@@ -313,7 +313,12 @@ def check_target(
     nproc_per_node: int | Literal["gpu"] | None = None,
     **options: Unpack[CheckOptions],
 ) -> ProbeResult:
-    """Check that one size fits for a target; see `probe_target` and `check` for arguments and errors."""
+    """Check that one size fits for a target; see `probe_target` and `check` for arguments and errors.
+
+    Examples:
+        >>> check_target("oomprobe.demo:wide_mlp", 8, device="sim:1GiB", progress="off").budget_bytes
+        966367641
+    """
     with FramesHidden():
         order, name = Order.of(options, batch_size=batch_size), name_of(target)
         return _answer(open_target(order, name, isolate=isolate, nproc_per_node=nproc_per_node), batch_size, name)
@@ -346,7 +351,7 @@ def probe_command(
         UnreliableError: it ignores the batch size, ended before enough steps, or could not be held to the margin.
         OomProbeError: as for `find_max_batch`.
 
-    Example:
+    Examples:
         >>> probe_command(["python", "train.py"])
         Traceback (most recent call last):
         oomprobe.errors.InvalidArgumentError: the command does not use the batch size: ...
@@ -364,7 +369,12 @@ def check_command(
     passes_after_s: float | None = None,
     **options: Unpack[CommandCheckOptions],
 ) -> ProbeResult:
-    """Check that a command runs with one size; see `probe_command` and `check` for arguments and errors."""
+    """Check that a command runs with one size; see `probe_command` and `check` for arguments and errors.
+
+    Examples:
+        >>> check_command(["python3", "-c", "[0] * {batch}"], 8, memory_fraction=1.0, progress="off").batch_size
+        8
+    """
     with FramesHidden():
         _refuse_for_commands(options)
         return _answer(open_command(Order.of(options, batch_size=batch_size), command, passes_after_s), batch_size)

@@ -68,7 +68,7 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
 
     The largest examples of each field, in elements and along each axis, come before all others: batches are padded to them.
 
-    Example:
+    Examples:
         >>> data = [{"input_ids": [1, 2]}, {"input_ids": [1, 2, 3, 4]}, {"input_ids": [1]}]
         >>> largest_first(data).indices
         [1, 0, 2]
@@ -125,6 +125,11 @@ class WorstCaseBatches:
 
     Attributes:
         examples: The examples, largest first.
+
+    Examples:
+        >>> import oomprobe
+        >>> oomprobe.worst_case_batches(["short", "the longest", "middling"]).to("cpu")(2)
+        ['the longest', 'middling']
     """
 
     def __init__(
@@ -179,7 +184,7 @@ def worst_case_batches(
     Raises:
         InvalidArgumentError: the data set is a stream or empty, or `scan_s` is not a number of seconds.
 
-    Example:
+    Examples:
         >>> import torch, oomprobe
         >>> data = [{"tokens": torch.zeros(length)} for length in (3, 9, 5)]
         >>> def padded(examples):

@@ -1,11 +1,13 @@
 """README and docs: their code runs, their outputs are real, and the files and options they name exist."""
 
+import doctest
 import json
 import re
 from pathlib import Path
 
 import benchmark_peers
 import pytest
+import site_pages
 from peers import table
 from processes import run_script
 
@@ -71,6 +73,18 @@ def test_the_exit_statuses_are_those_of_the_errors():
     expected = {(name, getattr(oomprobe, name).exit_status) for name, _ in told}
     assert told == expected | {("NothingFitsError", 5)}
     assert {status for _, status in told} == {1, 2, 3, 4, 5, 6}
+
+
+def examples_of(thing):
+    return "".join(example.source for example in doctest.DocTestParser().get_examples(thing.__doc__ or ""))
+
+
+def test_every_public_name_has_an_example():
+    examples = {name: examples_of(thing) for name, thing in site_pages.public()}
+    for name, text in examples.items():
+        kind, _, method = name.partition(".")
+        is_called = method and re.search(rf"\.{method}\b", examples.get(kind, ""))
+        assert text or is_called or name.startswith("Device."), name  # a probe calls the methods of a device
 
 
 def test_the_release_files_name_this_version():

@@ -72,6 +72,12 @@ class Device(Protocol):
             makes the same requests; None if more than that decides.
         world_size: Ranks of which the step is one, if the device simulates that.
         replay: A `Replay`, which repeats and predicts calls of the step without running them.
+
+    Examples:
+        >>> import oomprobe
+        >>> card = oomprobe.SimulatedDevice("24GiB")
+        >>> isinstance(card, oomprobe.Device), card.available_bytes() == card.total_bytes
+        (True, True)
     """
 
     name: str

@@ -122,7 +122,7 @@ def _open(device: object) -> Device:
 def split_budget(text: str) -> tuple[str, int | None]:
     """Split a device string into the device and its budget; a number without a unit is an index.
 
-    Example:
+    Examples:
         >>> split_budget("cuda:1:8GiB"), split_budget("xpu:2GiB"), split_budget("cuda:1")
         (('cuda:1', 8589934592), ('xpu', 2147483648), ('cuda:1', None))
     """

@@ -43,7 +43,7 @@ class SimulatedDevice(Device, Replay):
         NoDeviceError: the catalogue has no such card.
         InvalidArgumentError: the settings are invalid or not simulated.
 
-    Example:
+    Examples:
         >>> import torch, oomprobe
         >>> model = torch.nn.Linear(256, 256)
         >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -107,7 +107,7 @@ class SimulatedDevice(Device, Replay):
     def building(self) -> AbstractContextManager[None]:
         """Let code build a model and move it to ``"cuda"``; it stays in host memory and is counted on the card.
 
-        Example:
+        Examples:
             >>> import torch, oomprobe
             >>> card = oomprobe.SimulatedDevice("24GiB")
             >>> with card.building():

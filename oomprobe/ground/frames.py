@@ -32,7 +32,7 @@ _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 def is_library(path: Path) -> bool:
     """Return whether a file belongs to torch or oomprobe. The demo counts as a user's file, because it contains steps.
 
-    Example:
+    Examples:
         >>> is_library(Path(__file__)), is_library(Path("/home/me/train.py"))
         (True, False)
     """
@@ -112,7 +112,7 @@ def interrupts_library(frame: FrameType | None) -> bool:
 class TensorsByShape(TorchFunctionMode):
     """Let texts made inside give a tensor's shape, dtype and device: reading its values waits for the device and takes memory there.
 
-    Example:
+    Examples:
         >>> with TensorsByShape():
         ...     str(KeyError(torch.zeros(3, 4)))
         'a tensor of shape (3, 4), torch.float32, on cpu'

@@ -19,7 +19,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 def parse_bytes(text: str) -> int:
     """Parse a size with an optional unit, a power of 1000 (B, kB, MB, GB, TB) or of 1024 (KiB, MiB, GiB, TiB).
 
-    Example:
+    Examples:
         >>> parse_bytes("4GiB"), parse_bytes("1.5 MB")
         (4294967296, 1500000)
     """
@@ -41,7 +41,7 @@ def byte_unit(size_bytes: float) -> tuple[str, int]:
 def format_bytes(size_bytes: float) -> str:
     """Format a size in its largest binary unit.
 
-    Example:
+    Examples:
         >>> format_bytes(8_519_680), format_bytes(512), format_bytes(-3 * 2**30)
         ('8.12 MiB', '512 B', '-3.00 GiB')
     """
@@ -52,7 +52,7 @@ def format_bytes(size_bytes: float) -> str:
 def format_seconds(duration_s: float) -> str:
     """Format a duration with three figures in a suitable unit.
 
-    Example:
+    Examples:
         >>> format_seconds(0.00042), format_seconds(3.14159), format_seconds(754)
         ('0.42 ms', '3.14 s', '12 min 34 s')
     """

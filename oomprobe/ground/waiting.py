@@ -23,7 +23,7 @@ def until(
 ) -> T:
     """Sample until `done` of the sample or until `stop`, and return the last one. What `sample` raises is not tried again.
 
-    Example:
+    Examples:
         >>> numbers = iter(range(10))
         >>> attempts = {"wait": tenacity.wait_none(), "stop": tenacity.stop_after_attempt(5)}
         >>> until(lambda number: number > 2, lambda: next(numbers), **attempts)

@@ -49,7 +49,7 @@ def nearest(word: str, known: Iterable[str], most: int = 1) -> list[str]:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the end of a sentence about an unknown word: the nearest known one, or nothing.
 
-    Example:
+    Examples:
         >>> did_you_mean("--multipleof", ["--max-batch", "--multiple-of"])
         '; did you mean --multiple-of?'
     """

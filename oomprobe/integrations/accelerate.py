@@ -89,6 +89,18 @@ def find_executable_batch_size(
         NoExecutableBatchSizeError: when called: nothing fits. As with accelerate, it is a RuntimeError.
         Exception: when called: whatever the function itself raises, as it is.
         OomProbeError: when called: all others, as `oomprobe.find_max_batch`.
+
+    Examples:
+        >>> @find_executable_batch_size(starting_batch_size=8, device="sim:1GiB", progress="off")
+        ... def train(batch_size, epochs):
+        ...     model = torch.nn.Linear(8, 8)
+        ...     optimizer = torch.optim.SGD(model.parameters())
+        ...     for _ in range(epochs):
+        ...         model(torch.randn(batch_size, 8)).sum().backward()
+        ...         optimizer.step()
+        ...     return epochs
+        >>> train(10), train.result.batch_size
+        (10, 8)
     """
     if reduce_batch_size_fn is not None:
         raise InvalidArgumentError(
@@ -261,6 +273,11 @@ def unchanged(*accelerators: Any) -> Iterator[None]:
 
     Args:
         accelerators: Instances of `accelerate.Accelerator`.
+
+    Examples:
+        >>> def probe_prepared(accelerator, model, step):
+        ...     with unchanged(accelerator):
+        ...         return probe.find_max_batch(model, step)
     """
     states: list[dict[str, Any]] = [one.__dict__ for one in accelerators]
     if module := sys.modules.get("accelerate.state"):

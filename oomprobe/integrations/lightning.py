@@ -86,6 +86,11 @@ def find_max_batch(
         InvalidArgumentError: the Trainer, the loaders or an option cannot be probed; nothing was trained.
         UnreliableError: the loaders did not yield batches of the requested size, or a fit did not train.
         OomProbeError: as for `oomprobe.find_max_batch`.
+
+    Examples:
+        >>> def train(trainer, module, data):
+        ...     find_max_batch(trainer, module, data, batch_size_name="micro_batch")
+        ...     trainer.fit(module, data)
     """
     check_seconds("scan_s", scan_s)
     framework.steps_to_calls(options)
@@ -140,7 +145,7 @@ def model_and_step(
         FrameworkError: Lightning is not installed or too old.
         InvalidArgumentError: the Trainer or the loaders cannot be probed.
 
-    Example:
+    Examples:
         >>> def build():
         ...     trainer = lightning.pytorch.Trainer(strategy="ddp", devices=8)
         ...     return model_and_step(trainer, Module(), Data())

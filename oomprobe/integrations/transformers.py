@@ -86,6 +86,11 @@ def find_max_batch(
         FrameworkError: transformers is not installed, or too old.
         InvalidArgumentError: an argument or the Trainer's set-up cannot be probed.
         OomProbeError: as for `oomprobe.find_max_batch`.
+
+    Examples:
+        >>> def train(trainer):
+        ...     find_max_batch(trainer, global_batch=256)
+        ...     trainer.train()
     """
     framework.steps_to_calls(options)
     global_batch = options.pop("global_batch", None)
@@ -137,7 +142,7 @@ def model_and_step(trainer: Any, *, scan_s: float = 30.0) -> tuple[torch.nn.Modu
         FrameworkError: transformers is not installed, or too old.
         InvalidArgumentError: the Trainer's set-up cannot be probed.
 
-    Example:
+    Examples:
         >>> def build():
         ...     trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
         ...     return model_and_step(trainer)

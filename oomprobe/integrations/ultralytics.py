@@ -83,6 +83,10 @@ def find_max_batch(
         InvalidArgumentError: an argument is wrong, or oomprobe has no batches for the model's task.
         FrameworkError: Ultralytics is not installed, or older than 8.4.
         OomProbeError: as for `oomprobe.find_max_batch`.
+
+    Examples:
+        >>> def largest(yolo):
+        ...     return find_max_batch(yolo.model.to("cuda"), imgsz=1280, max_num_obj=80).batch_size
     """
     if isinstance(model, _import("engine.model").Model) or not hasattr(_unwrapped(model), "init_criterion"):
         raise InvalidArgumentError(
@@ -352,6 +356,11 @@ def install(**options: Unpack[SearchOptions]) -> ExitStack:
 
     Raises:
         FrameworkError: Ultralytics is not installed, or older than 8.4.
+
+    Examples:
+        >>> def train(yolo, data):
+        ...     with install(memory_fraction=0.9):
+        ...         return yolo.train(data=data, batch=-1)
     """
     undo, trainer = ExitStack(), _import("engine.trainer")
     undo.callback(setattr, trainer, "check_train_batch_size", trainer.check_train_batch_size)

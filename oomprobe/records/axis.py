@@ -16,7 +16,7 @@ EXAMPLE = 'over={"length": [512, 1024, 2048]}'
 class Axis:
     """A keyword argument of the step and its value in each row; without a name, there is no axis.
 
-    Example:
+    Examples:
         >>> Axis.of({"length": range(512, 1025, 512)}).arguments(1)
         {'length': 1024}
         >>> Axis().arguments(0)
@@ -77,7 +77,7 @@ def _checked(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
 def text_of_value(value: object) -> str:
     """Return the text of a value.
 
-    Example:
+    Examples:
         >>> text_of_value(512), text_of_value((640, 480)), text_of_value("short")
         ('512', '640x480', 'short')
     """
@@ -87,7 +87,7 @@ def text_of_value(value: object) -> str:
 def magnitude(value: object) -> float | None:
     """Return a number, or the product of the numbers in a tuple; None for any other value.
 
-    Example:
+    Examples:
         >>> magnitude(512), magnitude((640, 480)), magnitude("short")
         (512, 307200, None)
     """
@@ -100,7 +100,7 @@ def magnitude(value: object) -> float | None:
 def is_larger(value: object, other: object) -> bool:
     """Return whether a value is larger than another; a tuple must be at least as large in every place.
 
-    Example:
+    Examples:
         >>> is_larger(1024, 512), is_larger((640, 960), (640, 480)), is_larger((320, 960), (640, 480)), is_larger("b", "a")
         (True, True, False, False)
     """

@@ -20,6 +20,12 @@ class LinearFit:
         r_squared: Share of the variance explained, at most 1.
         max_relative_error: Largest distance of a measured peak from the line, as a share of that peak.
         predicted_max_batch: Size at which the line reaches the budget; None if the line does not rise.
+
+    Examples:
+        >>> import oomprobe
+        >>> result = oomprobe.probe_target("oomprobe.demo:wide_mlp", device="sim:1GiB", max_batch=64, progress="off")
+        >>> f"{result.fit.bytes_per_sample / 2**20:.1f} MiB per sample", result.fit.max_relative_error < 0.1
+        ('1.0 MiB per sample', True)
     """
 
     fixed_bytes: float
@@ -32,7 +38,7 @@ class LinearFit:
 def fit_line(points: Iterable[tuple[int, int]], budget_bytes: int) -> LinearFit | None:
     """Fit a line through (batch size, peak in bytes); None for fewer than three sizes, because two are always on a line.
 
-    Example:
+    Examples:
         >>> line = fit_line([(1, 110), (2, 120), (4, 140)], budget_bytes=1105)
         >>> line.fixed_bytes, line.bytes_per_sample, line.predicted_max_batch
         (100.0, 10.0, 100)
@@ -60,7 +66,7 @@ def fit_line(points: Iterable[tuple[int, int]], budget_bytes: int) -> LinearFit 
 def estimates(points: Iterable[tuple[int, int]], *, budget_bytes: int) -> dict[str, float | None]:
     """Return what straight lines would have answered, by name; Ultralytics' AutoBatch fits the first.
 
-    Example:
+    Examples:
         >>> estimates([(1, 110), (2, 120), (4, 140), (32, 400)], budget_bytes=1100)
         {'straight line through the smallest sizes': 100, 'straight line through all peaks': 107}
     """

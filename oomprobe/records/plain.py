@@ -23,7 +23,7 @@ def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
     Raises:
         KeyError, TypeError, ValueError: the data lack a field without a default, or are of another form.
 
-    Example:
+    Examples:
         >>> from oomprobe.records.breakdown import ModuleMemory
         >>> from_plain(ModuleMemory, {"name": "a", "kind": "b", "count": 1, "activation_bytes": 2, "invented_later": 3})
         ModuleMemory(name='a', kind='b', count=1, activation_bytes=2, parameter_bytes=0)

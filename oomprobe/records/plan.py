@@ -24,6 +24,13 @@ class PlanEntry:
         exact: Whether `global_batch` is the one that was requested.
         ran: Whether the probe ran this micro-batch and it passed; otherwise the entry is only arithmetic.
         ran_accumulated: Whether it also ran with gradients accumulating over micro-batches.
+
+    Examples:
+        >>> import oomprobe
+        >>> result = oomprobe.check_target("oomprobe.demo:wide_mlp", 64, device="sim:1GiB", progress="off")
+        >>> best = result.plan(global_batch=1024, world_size=4)[0]
+        >>> best.micro_batch, best.accumulation_steps, best.ran, best.ran_accumulated
+        (64, 4, True, False)
     """
 
     micro_batch: int
@@ -49,7 +56,7 @@ def plan(
     An exact split comes first if its micro-batch is at least half of what fits and more than one sample. Otherwise the
     nearest global batches that split well come first, and the exact split last.
 
-    Example:
+    Examples:
         >>> for entry in plan(1009, world_size=1, max_micro_batch=64):
         ...     print(entry.micro_batch, "x", entry.accumulation_steps, "=", entry.global_batch, entry.exact)
         63 x 16 = 1008 False

@@ -52,6 +52,22 @@ class ProbeResult:
         world_size: Ranks that ran each trial. All batch sizes are per rank.
         limiting_rank: The rank that limits, if there are several: which failed at the next size, or had the least memory left.
         schema_version: Version of the JSON form.
+
+    Examples:
+        >>> import oomprobe, tempfile
+        >>> target = "oomprobe.demo:wide_mlp"
+        >>> result = oomprobe.probe_target(target, device="sim:1GiB", multiple_of=64, progress="off")
+        >>> result.batch_size, result.limited_by, result.confirmation.steps, result.was_replayed
+        (832, 'memory', 50, False)
+        >>> [(entry.micro_batch, entry.accumulation_steps) for entry in result.plan(1024) if entry.exact]
+        [(512, 2)]
+        >>> ProbeResult.from_dict(json.loads(result.to_json())) == ProbeResult.from_dict(result.to_dict())
+        True
+        >>> result.summary()["options/memory_fraction"]
+        0.9
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result.to_html(f"{folder}/probe.html")
+        ...     figure = result.plot()
     """
 
     batch_size: int
@@ -138,14 +154,6 @@ class ProbeResult:
 
         It has the fields that are numbers or texts, all notes as one text, what was measured at the answer, and the environment and
         the options, as ``"environment/torch"`` and ``"options/memory_fraction"``.
-
-        Example:
-            >>> result = ProbeResult(
-            ...     batch_size=8, limit_batch_size=8, first_failing_batch_size=9, limited_by="memory", trials=(), device="a card",
-            ...     budget_bytes=90, available_bytes=100, options={"memory_fraction": 0.9},
-            ... )
-            >>> result.summary()["batch_size"], result.summary()["options/memory_fraction"]
-            (8, 0.9)
         """
         plain = self.to_dict()
         parts = {f"{part}/{name}": value for part in ("environment", "options") for name, value in plain[part].items()}

@@ -18,7 +18,7 @@ class Sizes:
     def between_limits(cls, min_batch: int, max_batch: int | None, multiple_of: int) -> Sizes:
         """Return the multiples of `multiple_of` within both limits.
 
-        Example:
+        Examples:
             >>> Sizes.between_limits(5, 100, 8)
             Sizes(first=8, last=96, step=8)
         """

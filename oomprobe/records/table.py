@@ -37,6 +37,28 @@ class ProbeTable:
         notes: What concerns the table rather than one row.
         elapsed_s: Wall time of all searches.
         schema_version: Version of the JSON form.
+
+    Examples:
+        >>> import oomprobe, tempfile, torch
+        >>> def step(model, batch_size, length):
+        ...     model(torch.randn(batch_size, length, 256)).sum().backward()
+        >>> model, options = torch.nn.Linear(256, 256), {"multiple_of": 1024, "mixed": False, "progress": "off"}
+        >>> table = oomprobe.find_max_batches(model, step, {"length": [8, 16]}, device="sim:64MiB", **options)
+        >>> table.batch_sizes(), table.best(), table.product(8)
+        ({8: 2048, 16: 1024}, 8, 16384)
+        >>> for length, result in table.fitting():
+        ...     print(length, result.batch_size, result.limited_by)
+        8 2048 memory
+        16 1024 memory
+        >>> table.to_csv().splitlines()[1]
+        '8,2048,,16384,...'
+        >>> ProbeTable.from_dict(json.loads(table.to_json())) == ProbeTable.from_dict(table.to_dict())
+        True
+        >>> table.summary()["length=8/batch_size"]
+        2048
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table.to_html(f"{folder}/lengths.html")
+        ...     figure = table.plot()
     """
 
     axis: str
@@ -68,7 +90,14 @@ class ProbeTable:
         return max(products, key=lambda value: products[value], default=None)
 
     def smallest(self) -> Any:
-        """Return the card with the least memory on which the `required` batch size runs; None without any."""
+        """Return the card with the least memory on which the `required` batch size runs; None without any.
+
+        Examples:
+            >>> import oomprobe
+            >>> cards, options = {"device": ["sim:1GiB", "sim:2GiB"]}, {"multiple_of": 256, "progress": "off"}
+            >>> oomprobe.probe_target("oomprobe.demo:wide_mlp", over=cards, require=512, **options).smallest()
+            'sim:1GiB'
+        """
         able = {
             name: one.available_bytes for name, one in self.fitting() if one.batch_size >= (self.required or math.inf)
         }

@@ -11,7 +11,22 @@ from oomprobe.records.breakdown import Breakdown
 
 
 class Verdict(StrEnum):
-    """How a trial ended."""
+    """How a trial ended; its text in JSON is the value.
+
+    Attributes:
+        FITS: The size ran.
+        OOM: The memory of the device ran out, or that under the cap.
+        HOST_OOM: Host memory ran out.
+        SIZE_LIMIT: A kernel refuses sizes this large, whatever the memory.
+        POISONED: A sticky error: the process can no longer use the device.
+        CRASHED: The process of the trial died.
+        TIMED_OUT: A time limit passed.
+        BUG: Any other error.
+
+    Examples:
+        >>> Verdict("out of memory") is Verdict.OOM
+        True
+    """
 
     FITS = "fits"
     OOM = "out of memory"
@@ -28,7 +43,18 @@ NO_VERDICT = LOST | {Verdict.TIMED_OUT}  # the trial says nothing about the size
 
 
 class Phase(StrEnum):
-    """Why a size was tried. The look counts as growing; plans, mixed values and the breakdown count as confirming."""
+    """Why a size was tried. The look counts as growing; plans, mixed values and the breakdown count as confirming.
+
+    Attributes:
+        GROW: To double until memory runs out.
+        BISECT: To narrow the gap under the cap.
+        RECHECK: To run the smallest failing size once more.
+        CONFIRM: To run the answer for many calls.
+
+    Examples:
+        >>> [phase.value for phase in Phase]
+        ['grow', 'bisect', 'recheck', 'confirm']
+    """
 
     GROW = "grow"
     BISECT = "bisect"
@@ -96,6 +122,13 @@ class Trial:
         limiting_rank: The rank that failed by itself; of several, and of passes, the one with the least memory left.
         settled_after: Calls after which the trial ended early, because everything that decides about memory had repeated: then
             identical further calls cannot fail. None if it made all its calls.
+
+    Examples:
+        >>> import oomprobe
+        >>> def show(trial):
+        ...     print(trial.batch_size, trial.passed, trial.verdict, f"{trial.peak_reserved_bytes:,} bytes")
+        >>> checked = oomprobe.check_target("oomprobe.demo:wide_mlp", 64, device="sim:1GiB", progress=show)
+        64 True fits ... bytes
     """
 
     batch_size: int

@@ -92,7 +92,7 @@ def calls_needed(
     Returns:
         A number of calls, at least `ordinary_calls` and at most as many as were given.
 
-    Example:
+    Examples:
         >>> trial = {"first_calls": 1, "ordinary_calls": 3, "is_exact": True}
         >>> calls_needed([90, 10, 10, 10, 40, 10, 10, 10, 40, 10], [90] * 10, [5] * 10, **trial)
         6
@@ -121,7 +121,7 @@ def calls_needed(
 def period(calls: Sequence[object]) -> int:
     """Return after how many calls these repeat, if they do so at least three times; 0 if they do not.
 
-    Example:
+    Examples:
         >>> period([5, 5, 5]), period([5, 5, 8, 5, 5, 8, 5, 5, 8, 5]), period([5, 5, 8, 5, 5, 8])
         (1, 3, 0)
     """
@@ -135,7 +135,7 @@ def repeats(marks: Sequence[object], period: int = 1) -> bool:
     Where everything is again as it was a period before, the next period can be the same; one that was ends the doubt. Only multiples of the
     `period` that a look found count: within a period, calls may be alike.
 
-    Example:
+    Examples:
         >>> repeats([9, 5, 5]), repeats([9, 5, 5, 5]), repeats([1, 2, 3, 1, 2, 3]), repeats([3, 1, 2, 3, 1, 2, 3])
         (False, True, False, True)
         >>> repeats([5, 5, 5], period=3), repeats([8, 5, 5, 8, 5, 5, 8], period=3)
@@ -150,7 +150,7 @@ def growth_bytes(live_bytes: Sequence[int]) -> int:
 
     A list that is cleared at every tenth call, or a full buffer, levels off; a leak reaches new heights until the end.
 
-    Example:
+    Examples:
         >>> kib = 2**10
         >>> growth_bytes([number * 64 * kib for number in range(50)]) // kib
         64
@@ -176,7 +176,7 @@ def growth_bytes(live_bytes: Sequence[int]) -> int:
 def tolerance_of(calls: int) -> float:
     """Return how narrow the bracket must be, as a fraction of the size, if each trial makes this many calls.
 
-    Example:
+    Examples:
         >>> tolerance_of(10), tolerance_of(24), tolerance_of(50)
         (0.0, 0.015625, 0.03125)
     """
@@ -186,7 +186,7 @@ def tolerance_of(calls: int) -> float:
 def varies(served_bytes: Sequence[int]) -> bool:
     """Return whether some steps allocated more bytes than others, ignoring the first, which may fill caches.
 
-    Example:
+    Examples:
         >>> varies([120, 100, 100]), varies([120, 100, 150])
         (False, True)
     """

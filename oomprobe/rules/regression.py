@@ -27,7 +27,7 @@ def tolerance_of(text: str) -> float:
     Raises:
         InvalidArgumentError: it states none, or one that is not at least 0 and less than 1.
 
-    Example:
+    Examples:
         >>> tolerance_of("2%"), tolerance_of("0.02"), tolerance_of("0")
         (0.02, 0.02, 0.0)
     """

@@ -114,7 +114,7 @@ def find(
     of the look in an earlier search of the same step: the limit is then expected near `start`, and sought from there in small
     strides under the cap.
 
-    Example:
+    Examples:
         >>> def try_size(size, phase, *, capped):
         ...     return Reply(passed=size <= (90 if capped else 100))
         >>> sizes = Sizes(first=1, last=None, step=1)

@@ -266,7 +266,7 @@ def accumulating(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Mo
 class Compiled:
     """Drops what torch.compile compiled for one size before the next, and knows whether the step is compiled at all.
 
-    Example:
+    Examples:
         >>> compiled = Compiled()
         >>> compiled.start_size((0, 1)), compiled.is_used  # nothing was compiled
         (False, False)

@@ -19,7 +19,7 @@ def same(one: Any, other: Any) -> bool:
 
     Values that cannot be compared (a lock, a file, a generator) count as equal.
 
-    Example:
+    Examples:
         >>> same({"a": (1, np.zeros(2))}, {"a": (1, np.zeros(2))}), same([1], [2])
         (True, False)
     """

@@ -22,7 +22,7 @@ UNREAD = "state of {kind}: its state_dict() could not be read ({why}), so only i
 class Snapshot:
     """A snapshot of the model, the stateful objects that steps reach, `preserve`, generators and global flags.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 1)
         >>> snapshot = Snapshot(model, [], [], "cpu")
         >>> _ = torch.nn.init.ones_(model.weight), model.eval(), torch.rand(3)
@@ -151,7 +151,7 @@ class Stateful:
 def preserved(preserve: object) -> list[object]:
     """Return `preserve` as a list; raise InvalidArgumentError for an object without state.
 
-    Example:
+    Examples:
         >>> preserved(None), [type(o).__name__ for o in preserved(torch.nn.Sequential())]
         ([], ['Sequential'])
     """

@@ -47,7 +47,7 @@ class Tracker:
     state that existed before stay as they are, because their values do not affect memory; those that a step has replaced come
     back. `preserve` adds further stateful objects or tensors, `owners` objects of libraries that a step changes.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.Adam(model.parameters())
         >>> tracker = Tracker(model, [lambda model, batch_size: optimizer.step()], [optimizer])

@@ -120,7 +120,7 @@ def visit(
 
     `owners` are objects of libraries that are walked into like the user's own, `without` objects to leave out.
 
-    Example:
+    Examples:
         >>> __name__ = "__main__"  # the user's script
         >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
         >>> def step(model, batch_size):
@@ -156,7 +156,7 @@ def has_data(tensor: torch.Tensor) -> bool:
 def is_users_code(module_name: object) -> bool:
     """Return whether a module is the user's: neither Python's, nor torch's, nor installed from a package.
 
-    Example:
+    Examples:
         >>> is_users_code("__main__"), is_users_code("torch.nn"), is_users_code("json")
         (True, False, False)
     """

@@ -44,6 +44,13 @@ class Evidence:
         healthy: Whether the health check after the failure passed.
         on_host: Whether the probed device is host memory.
         integrated: Whether the device shares the host's memory, as Jetson does.
+
+    Examples:
+        >>> no_engine = RuntimeError("GET was unable to find an engine to execute this computation")
+        >>> for passed in (True, False):
+        ...     print(classify_error(no_engine, Evidence(smaller_size_passed=passed, memory_pressure=passed)).name)
+        OOM
+        BUG
     """
 
     smaller_size_passed: bool
@@ -67,12 +74,9 @@ def classify_error(exc: object, evidence: Evidence | None = None) -> Verdict:
     Returns:
         OOM, HOST_OOM (only with evidence), SIZE_LIMIT, POISONED or BUG.
 
-    Example:
+    Examples:
         >>> classify_error(RuntimeError("CUDA error: out of memory")).name
         'OOM'
-        >>> engine = RuntimeError("GET was unable to find an engine to execute this computation")
-        >>> classify_error(engine, Evidence(smaller_size_passed=False, memory_pressure=False)).name
-        'BUG'
         >>> classify_error(KeyError("CUDA error: out of memory")).name
         'BUG'
     """

@@ -114,7 +114,7 @@ class Crew:
 def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank, and that tell it where the store is.
 
-    Example:
+    Examples:
         >>> found = variables(1, 8, 29500)
         >>> found["LOCAL_RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]
         ('1', '8', '29500')
