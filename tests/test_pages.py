@@ -79,7 +79,8 @@ def examples_of(thing):
     return "".join(example.source for example in doctest.DocTestParser().get_examples(thing.__doc__ or ""))
 
 
-def test_every_public_name_has_an_example():
+def test_every_public_name_has_a_docstring_and_an_example():
+    assert [*site_pages.undocumented()] == []
     examples = {name: examples_of(thing) for name, thing in site_pages.public()}
     for name, text in examples.items():
         kind, _, method = name.partition(".")
