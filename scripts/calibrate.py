@@ -30,6 +30,11 @@ def main():
         page.write()
         return
     quiet()
+    if arguments.measure:
+        from calibration import card
+
+        card.measure(arguments.measure)
+        return
     for name in arguments.families or FAMILIES:
         started = time.monotonic()
         for line in FAMILIES[name](arguments):
@@ -46,6 +51,9 @@ def arguments_of():
         "--rows", type=int, default=20, help="rows of timm for each card, evenly spaced; 0: all (default: 20)"
     )
     parser.add_argument("--write", action="store_true", help="also write tests/evidence/published/FAMILY.json")
+    parser.add_argument(
+        "--measure", type=Path, metavar="FILE", help="only measure the rows of `card` on this machine's card"
+    )
     parser.add_argument("--page", action="store_true", help="only write docs/validated.md from these files")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.families if name not in FAMILIES]
@@ -68,9 +76,11 @@ def figures(name, arguments):
     unit, unit_bytes, digits = UNITS[name]
     yield f"{name}, {module.ABOUT['card']}: {module.ABOUT['how']}"
     compared = list(module.compare())
+    answers = list(module.answers()) if hasattr(module, "answers") else []
     if arguments.write:
-        rows.write_figures(name, compared, **module.ABOUT)
+        rows.write_figures(name, compared, answers, **module.ABOUT)
     yield from rows.shown_figures(compared, unit, unit_bytes, digits)
+    yield from (f"{row['name']:48} {row['published']:>10} {row['simulated']:>5}  {row['verdict']}" for row in answers)
 
 
 def brackets(name, arguments):
@@ -92,6 +102,7 @@ def brackets(name, arguments):
 UNITS = {
     "bert": ("MiB", 2**20, 0),
     "litgpt": ("GB", 10**9, 2),
+    "card": ("bytes", 1, 0),
     "cublas": ("bytes", 1, 0),
     "fms": ("bytes", 1, 0),
     "segmentation": ("GiB", 2**30, 2),

@@ -110,7 +110,13 @@ class Held(NamedTuple):
     storage_uses: int
 
 
+INFERENCE_KEEPS_CASTS = VERSION < (2, 11)  # whether autocast keeps weights that it has cast in inference mode
 HELD_BY_ENGINE = Held(5, 4, 2) if VERSION >= (2, 10) else Held(4, 4, 1)  # and by nothing else
+
+
+def prefers_cudnn_attention(capability: tuple[int, int]) -> bool:
+    """Return whether cuDNN's attention comes before flash attention. Source: sdp_utils.cpp (check_prefer_cudnn_attention)."""
+    return VERSION >= (2, 10) and capability in ((9, 0), (10, 0))
 
 
 def flash_backward_width(width: int) -> int:

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._decomp import decompositions
+
+from oomprobe.ground import torch_versions
 
 _aten = torch.ops.aten
 _FLASH_CAPABILITY = (8, 0)
 _FLASH_MAX_HEAD = 256
+_CUDNN_MAX_HEAD = 128
 _MAX_GRID = 65_535  # blocks in the second dimension of a kernel's grid: flash attention's has one for each sample
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -45,6 +49,9 @@ class CudaKernels:
                 library.impl("linear", self._linear, key)
                 for name in ("softmax", "log_softmax"):
                     library.impl(f"{name}.int", functools.partial(self._softmax, name), key)
+            if hasattr(_aten, "_fused_rms_norm_backward"):  # one kernel on CUDA since torch 2.9, several on the CPU
+                library.impl("_fused_rms_norm", functools.partial(_composite, _aten._fused_rms_norm.default), "CPU")
+                library.impl("_fused_rms_norm_backward", decompositions._fused_rms_norm_backward, "CPU")
             for name, kernel in _autocast_kernels():
                 library.impl(name, kernel, "AutocastCPU")
         self._library = library
@@ -92,6 +99,11 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Run the attention kernel that the card would choose; heads are in dimension -3."""
+    if attn_mask is None and dropout_p == 0 and _uses_cudnn(capability, query, key, value):
+        wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+        return _aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, wanted, dropout_p, is_causal, False, scale=scale
+        )[0]
     if _uses_flash(capability, query, key, attn_mask):
         if query.shape[0] > _MAX_GRID:  # pytorch/pytorch#146704; efficient attention divides the batch
             raise RuntimeError(f"CUDA error: invalid configuration argument (attention over {query.shape[0]} samples)")
@@ -111,6 +123,20 @@ def _attend(
     return _aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
     )[0]
+
+
+def _uses_cudnn(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    widths = {query.shape[-1], key.shape[-1], value.shape[-1]}
+    return (
+        torch_versions.prefers_cudnn_attention(capability)
+        and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+        and query.dim() == 4
+        and query.dtype in _HALF
+        and query.shape[-2] > 1
+        and len(widths) == 1
+        and max(widths) <= _CUDNN_MAX_HEAD
+        and max(widths) % 8 == 0
+    )
 
 
 def _uses_flash(
@@ -151,14 +177,60 @@ def _pad(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask in the kernel's form: additive, expanded, rows aligned to 16 elements."""
+    """Return the mask in the kernel's form: additive, expanded, rows aligned to 8 elements."""
     if mask is None:
         return None
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     length = mask.shape[-1]
-    mask = _pad(mask, 16)
+    mask = _pad(mask, 8)
     return mask[..., :length].expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+# --- results ---
+
+
+def as_on_cuda(func: Any, args: Any, result: Any) -> Any:
+    """Return an operator's result in the dtype and the memory format that CUDA's kernel returns."""
+    if func in _STATISTICS:
+        return result[0], *(one.float() if one.dtype in _HALF else one for one in result[1:])
+    if func in (_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default):
+        return result.contiguous()
+    if func is _aten.convolution.default:
+        return result.contiguous(memory_format=convolution_format(args[:2]))
+    if func is _aten.convolution_backward.default:
+        chosen = convolution_format(args[1:3])
+        image, weight, bias = result
+        return *(one if one is None else one.contiguous(memory_format=chosen) for one in (image, weight)), bias
+    if func is _aten._scaled_dot_product_efficient_attention.default and not _keeps_seeds(*args[5:6]):
+        return *result[:2], *(one.new_empty(0) for one in result[2:])  # in host memory
+    if func is _aten._scaled_dot_product_cudnn_attention.default and not args[4]:
+        return result[0], result[1].new_empty(0), *result[2:]
+    return result
+
+
+def _keeps_seeds(dropout_p: float = 0.0) -> bool:
+    """Whether efficient attention has the seed of its dropout on the card, as seen on torch 2.6 to 2.12 and on 2.14."""
+    return dropout_p == 0 and torch_versions.VERSION >= (2, 14)
+
+
+_STATISTICS = (_aten.native_layer_norm.default, _aten.native_batch_norm.default)
+
+
+def convolution_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
+    """Return the memory format of a convolution with this input and weight.
+
+    Source: aten/src/ATen/native/Convolution.cpp (determine_backend_memory_format), cudnn/ConvShared.cpp.
+    """
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensors[0].dim())
+    if channels_last is not None and any(has_only_format(tensor, channels_last) for tensor in tensors):
+        return channels_last
+    return torch.contiguous_format
+
+
+def has_only_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
+    """Whether a tensor has this memory format and is not contiguous."""
+    return tensor.is_contiguous(memory_format=memory_format) and not tensor.is_contiguous()
 
 
 # --- autocast ---

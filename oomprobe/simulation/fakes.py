@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from oomprobe.simulation.cuda_kernels import as_on_cuda
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.unknown import refuse_layout
 
@@ -144,7 +145,7 @@ class Results:
             results = [make(found) for make in known[1]]
             return known[0](results) if known[0] else results[0]
         with self._mode:
-            result = func(*args, **kwargs)
+            result = as_on_cuda(func, args, func(*args, **kwargs))
         after = key[: 2 + len(kwargs)]
         if is_plain and _describe(values, after, []) and after == key:  # it resized no argument
             kind = type(result) if isinstance(result, list | tuple) else None

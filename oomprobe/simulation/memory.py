@@ -175,6 +175,7 @@ class CardMemory:
         finally:
             for block in held:
                 self.allocator.free(block)
+        self.allocator.borrow(needs.last)
         self.tape.kernel_ended(launch.kernel, index)
 
     def empty_cache(self, *, by_step: bool = False) -> None:

@@ -18,6 +18,7 @@ from torch.utils import checkpoint
 
 from oomprobe.errors import SimulationError
 from oomprobe.ground.frames import user_line
+from oomprobe.ground.torch_versions import INFERENCE_KEEPS_CASTS
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.cuda_kernels import CudaKernels
@@ -96,18 +97,23 @@ def _patches(card_mode: CardMode) -> Iterator[tuple[Any, str, Any]]:
 
 @contextmanager
 def _without_inference_mode() -> Iterator[None]:
-    """Leave inference mode, and let code inside turn off only gradients instead of entering it."""
+    """Leave inference mode, and let code inside turn off only what follows from it instead of entering it."""
     gradients = torch.is_grad_enabled()
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(gradients),
-        patch.object(torch.inference_mode, "__enter__", _turn_off_gradients),
+        patch.object(torch.inference_mode, "__enter__", _imitate_inference_mode),
     ):
         yield
 
 
-def _turn_off_gradients(guard: Any) -> None:
-    guard._inference_mode_context = torch.set_grad_enabled(not guard.mode)
+def _imitate_inference_mode(guard: Any) -> None:
+    guard._inference_mode_context = stack = ExitStack()
+    stack.enter_context(torch.set_grad_enabled(not guard.mode))
+    if guard.mode and not INFERENCE_KEEPS_CASTS:
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        stack.enter_context(patch.object(torch, "set_autocast_cache_enabled", lambda _: None))  # by autocast inside
 
 
 def _refuse_save(*_: Any, **__: Any) -> None:
@@ -144,7 +150,7 @@ def _device_getter(card_mode: CardMode) -> Any:
 
 
 def _wrap_apply(card_mode: CardMode, apply: Any) -> Any:
-    """Move a module to the card without replacing its tensors."""
+    """Move a module to the card without replacing its tensors, unless their dtype or memory format changes."""
 
     def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         tensors = [*module.parameters(), *module.buffers()]
@@ -153,6 +159,7 @@ def _wrap_apply(card_mode: CardMode, apply: Any) -> Any:
             probe is None
             or any(t.is_meta for t in tensors)
             or any(t.is_floating_point() and t.dtype != probe.dtype for t in tensors)
+            or any(t.dim() in (4, 5) and _changes_format(fn, t) for t in tensors)
         ):
             return apply(module, fn, recurse)  # type: ignore[no-any-return]
         if probe.device == SEEN_CARD:
@@ -162,6 +169,14 @@ def _wrap_apply(card_mode: CardMode, apply: Any) -> Any:
         return module
 
     return _apply
+
+
+def _changes_format(fn: Any, tensor: torch.Tensor) -> bool:
+    """Whether a function changes a real tensor's memory format, tried on a small one; in a step, a module keeps its own."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    sample = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype).permute([order.index(d) for d in range(tensor.dim())])
+    changed = fn(sample)
+    return not isinstance(changed, FakeTensor) and changed.stride() != sample.stride()
 
 
 def _always_step(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:

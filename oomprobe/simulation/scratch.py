@@ -9,7 +9,7 @@ losses not listed below is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import prod
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from oomprobe.ground import torch_versions
+from oomprobe.simulation.cuda_kernels import convolution_format, has_only_format
 from oomprobe.simulation.reductions import Processors, Reduction, buffers
 
 _aten = torch.ops.aten
@@ -29,6 +30,7 @@ class Needs(NamedTuple):
     held: tuple[int, ...] = ()  # from before its results are allocated until it ends
     after: tuple[tuple[int, ...], ...] = ()  # groups, after its results are allocated
     before: tuple[tuple[int, ...], ...] = ()  # groups, before that
+    last: tuple[tuple[int, ...], ...] = ()  # groups, once `held` is freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +146,34 @@ def borrowed(*nbytes: int) -> Needs:
 
 
 def _convolution(*positions: int) -> Callable[[_Operator], Launch | None]:
-    """Return a rule that copies arguments not in the kernel's memory format; the last two are the input and the weight.
-
-    Source: aten/src/ATen/native/Convolution.cpp (determine_backend_memory_format), cudnn/ConvShared.cpp.
-    """
+    """Return a rule that copies arguments not in the kernel's memory format; the last two are the input and the weight."""
 
     def launch(op: _Operator) -> Launch | None:
-        tensors = [op.args[position] for position in positions]
-        channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensors[-1].dim())
-        chosen = torch.contiguous_format
-        if channels_last is not None and any(_has_only_format(tensor, channels_last) for tensor in tensors[-2:]):
-            chosen = channels_last
-        copies = tuple(t.numel() * t.element_size() for t in tensors if not t.is_contiguous(memory_format=chosen))
+        copies = _copies([op.args[position] for position in positions])
         return _launch(_held, (), copies) if copies else None
 
     return launch
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return the bytes of each argument of a convolution that is copied into its kernel's memory format."""
+    chosen = convolution_format(tensors[-2:])
+    return tuple(t.numel() * t.element_size() for t in tensors if not t.is_contiguous(memory_format=chosen))
+
+
+def _convolution_backward(op: _Operator) -> Launch | None:
+    """Copies as in the forward pass; then the gradient of the bias sums that of the result, as it came."""
+    grad, copies = op.args[0], _copies(op.args[:3])
+    if not op.args[10][2]:
+        return _launch(_held, (), copies) if copies else None
+    reduced = tuple(dim != 1 for dim in range(grad.dim()))
+    kind = Reduction(op.processors, grad.element_size(), grad.element_size(), reduced)
+    layout = (grad.storage_offset(), *grad.shape, *grad.stride())
+    return _launch(_convolution_backward_needs, (kind, len(copies)), (*copies, *layout))
+
+
+def _convolution_backward_needs(kind: Reduction, copied: int, *numbers: int) -> Needs:
+    return Needs(numbers[:copied], last=_reduction_needs(kind, *numbers[copied:]).after)
 
 
 def _convolution_forward(op: _Operator) -> Launch | None:
@@ -169,15 +184,11 @@ def _convolution_forward(op: _Operator) -> Launch | None:
     """
     images, weight, groups = op.args[0], op.args[1], op.args[8]
     depthwise = groups > 1 and weight.shape[1] == 1 and images.dim() == 4
-    if depthwise and images.numel() >= 2**31 and _has_only_format(images, torch.channels_last):
+    if depthwise and images.numel() >= 2**31 and has_only_format(images, torch.channels_last):
         raise RuntimeError(
             f"cuDNN: a depthwise convolution, channels last, of {images.numel()} elements: more than 2^31"
         )
     return _convolution(0, 1)(op)
-
-
-def _has_only_format(tensor: torch.Tensor, memory_format: torch.memory_format) -> bool:
-    return tensor.is_contiguous(memory_format=memory_format) and not tensor.is_contiguous()
 
 
 _WORKSPACE_EXTRA_BYTES = 2**20
@@ -234,6 +245,33 @@ def winograd_workspace(func: Any, args: Any) -> int:
     )
     tiles = images.shape[0] * -(-height // 4) * -(-width // 4)
     return int(36 * images.element_size() * (tiles * sum(channels) + prod(channels)))
+
+
+# --- kernels that need contiguous arguments ---
+
+
+def _contiguous(*positions: int) -> Callable[[_Operator], Launch | None]:
+    """Return a rule that copies arguments which are not contiguous."""
+
+    def launch(op: _Operator) -> Launch | None:
+        tensors = [op.args[position] for position in positions]
+        copies = tuple(t.numel() * t.element_size() for t in tensors if not t.is_contiguous())
+        return _launch(_held, (), copies) if copies else None
+
+    return launch
+
+
+def _batch_norm_backward(op: _Operator) -> Launch | None:
+    """Copy a gradient that is not in the input's memory format; without cuDNN, as with 16-bit weights, nothing is copied.
+
+    Source: aten/src/ATen/native/cudnn/BatchNorm.cpp.
+    """
+    grad, given, weight = op.args[:3]
+    is_last = given.dim() == 4 and has_only_format(given, torch.channels_last)
+    chosen = torch.channels_last if is_last else torch.contiguous_format
+    if weight is None or weight.element_size() == 2 or grad.is_contiguous(memory_format=chosen):
+        return None
+    return _launch(_held, (), (grad.numel() * grad.element_size(),))
 
 
 # --- indices that kernels sort ---
@@ -315,6 +353,27 @@ def _flash_backward_needs(
     return Needs(held=copies, after=((rows, rows * torch_versions.flash_backward_width(width), *expanded),))
 
 
+_CUDNN_BYTES = 256
+
+
+def _cudnn_backward(op: _Operator) -> Launch | None:
+    query, key = op.args[1:3]
+    fixed = (query.element_size(), key.shape[1] != query.shape[1])
+    return _launch(_cudnn_backward_needs, fixed, (*query.shape, key.shape[2]))
+
+
+def _cudnn_backward_needs(
+    item_bytes: int, grouped: bool, batch: int, heads: int, length: int, width: int, keys: int
+) -> Needs:  # fmt: skip
+    """One workspace: row sums and the query's gradient in float32; key and value per query head.
+
+    As recorded on an H200 (tests/evidence), with 64 and 128 as widths.
+    """
+    rows = batch * heads * length * 4
+    expanded = batch * heads * keys * width * item_bytes * 2 * grouped
+    return borrowed(rows * width + rows + _CUDNN_BYTES + expanded)
+
+
 def _efficient_backward(op: _Operator) -> Launch | None:
     grad_out, query, key = op.args[:3]
     copied = not grad_out.transpose(1, 2).is_contiguous()
@@ -340,7 +399,7 @@ def _efficient_backward_needs(
     held = (batch * heads * length * width * item_bytes,) * copied
     if half:
         return Needs(held, ((row_sums, workspace),))
-    return Needs(held, ((row_sums * width, row_sums, row_sums), (row_sums, workspace)))
+    return Needs(held, ((row_sums * width, row_sums), (row_sums, workspace)))
 
 
 # --- elementwise ---
@@ -376,12 +435,25 @@ _RULES: dict[Any, Callable[[_Operator], Launch | None]] = {
     **dict.fromkeys((_aten.mse_loss, _aten.smooth_l1_loss), _loss(1)),
     _aten.binary_cross_entropy: _loss(0),
     _aten.convolution: _convolution_forward,
-    _aten.convolution_backward: _convolution(0, 1, 2),
+    _aten.convolution_backward: _convolution_backward,
+    **dict.fromkeys((_aten.native_layer_norm_backward, _aten.native_group_norm_backward), _contiguous(0, 1)),
+    _aten.native_batch_norm_backward: _batch_norm_backward,
+    **dict.fromkeys(
+        (
+            *(_aten.native_layer_norm, _aten.native_group_norm, _aten._softmax, _aten._log_softmax),
+            *(_aten.roll, _aten.cumsum, _aten.topk),
+        ),
+        _contiguous(0),
+    ),
     **dict.fromkeys((_aten.reflection_pad1d, _aten.reflection_pad2d), _reflection),
     _aten.embedding_dense_backward: _embedding_backward,
     **dict.fromkeys((_aten.index_put, _aten.index_put_), _accumulating_index_put),
     _aten.where: _where,
     _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
+    _aten._scaled_dot_product_cudnn_attention: lambda _: _launch(borrowed, (), (_CUDNN_BYTES,)),
+    _aten._scaled_dot_product_cudnn_attention_backward: _cudnn_backward,
     _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
     _aten._softmax_backward_data: _softmax_backward,
 }
+if hasattr(_aten, "_fused_rms_norm_backward"):
+    _RULES |= {_aten._fused_rms_norm: _contiguous(0), _aten._fused_rms_norm_backward: _contiguous(0, 1)}

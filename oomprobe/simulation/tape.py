@@ -116,9 +116,11 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
             held[index] = allocator.malloc_all(needs.held)
             allocator.borrow(needs.before)
         elif kind == KERNEL_ENDED:
-            allocator.borrow(needs_of(detail, sizes[index : index + detail.count]).after)
+            needs = needs_of(detail, sizes[index : index + detail.count])
+            allocator.borrow(needs.after)
             for block in held.pop(index):
                 free(block)
+            allocator.borrow(needs.last)
         elif kind == RELEASED:
             allocator.empty_cache()
     return {(ago + 1, index): block for (ago, index), block in live.items()}

@@ -106,6 +106,15 @@ def compare(names=None):
 
 def measure(family, examples, *, lora):
     """Return the peak allocated and what is allocated after training."""
+    model, step = training(family, examples, lora=lora)
+    device = SimulatedDevice("A100-80GB")
+    running.place(device, model)
+    usage = running.call(device, step, CALLS)
+    return usage.peak_allocated_bytes, device._memory.allocator.allocated_bytes
+
+
+def training(family, examples, *, lora):
+    """Return the model, in host memory without values, and its step on the card."""
     model = running.without_values(partial(build, family, lora=lora))
     model.tie_weights()
     keys = keys_kept(model) if family.keeps_keys else []
@@ -124,10 +133,7 @@ def measure(family, examples, *, lora):
         optimizer.step()
         optimizer.zero_grad()
 
-    device = SimulatedDevice("A100-80GB")
-    running.place(device, model)
-    usage = running.call(device, step, CALLS)
-    return usage.peak_allocated_bytes, device._memory.allocator.allocated_bytes
+    return model, step
 
 
 def build(family, *, lora):

@@ -141,17 +141,19 @@ def shown_brackets(rows):
     yield f"over-estimates (refuses what ran): {_share(verdict == 'OVER' for verdict in verdicts)}"
 
 
-def write_figures(family, rows, **about):
+def write_figures(family, rows, answers=(), **about):
     """Write figures in bytes to tests/evidence/published/FAMILY.json, one row a line, with what they are `about`."""
-    lines = []
-    for row in rows:
-        upper = None if row.interval_bytes is None else row.interval_bytes[1]
-        figures = {"published": row.published_bytes, "simulated": row.simulated_bytes, "upper": upper}
-        rounded = {name: None if value is None else round(value) for name, value in figures.items()}
-        more = {"rounding": row.rounding_bytes, "explained": row.explained_bytes}
-        rounded |= {name: round(value) for name, value in more.items() if value}
-        lines.append(json.dumps({"name": row.name, **rounded, "verdict": row.verdict, "remark": row.remark}))
-    _write(family, about, lines)
+    _write(family, about, [json.dumps(row) for row in [*map(as_dict, rows), *answers]])
+
+
+def as_dict(row):
+    """Return a figure as a row of the evidence."""
+    upper = None if row.interval_bytes is None else row.interval_bytes[1]
+    figures = {"published": row.published_bytes, "simulated": row.simulated_bytes, "upper": upper}
+    rounded = {name: None if value is None else round(value) for name, value in figures.items()}
+    more = {"rounding": row.rounding_bytes, "explained": row.explained_bytes}
+    rounded |= {name: round(value) for name, value in more.items() if value}
+    return {"name": row.name, **rounded, "verdict": row.verdict, "remark": row.remark}
 
 
 def write_brackets(family, rows, **about):

@@ -49,7 +49,7 @@ def begin(model, size, image_size):
     images = []
 
     def step():
-        with torch.inference_mode():
+        with torch.no_grad():  # then, autocast kept the weights that it had cast in inference mode too (torch_versions)
             if not images:
                 images.append(torch.randn(size, 3, image_size, image_size, device="cuda"))
             with torch.autocast("cuda"):

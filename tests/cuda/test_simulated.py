@@ -149,6 +149,65 @@ def test_backward_allocates_as_much_as_in_torch(name):
     assert forked(simulated_bytes, name, A100) == pytest.approx(taken, rel=0.002)
 
 
+# --- operator by operator ---
+
+
+def attend(dtype, *, mask=False, dropout_p=0.0):
+    query = made(8, 12, 197, 64, dtype=dtype)
+    bias = torch.zeros(197, 197, device="cuda", dtype=dtype) if mask else None
+    return F.scaled_dot_product_attention(query, query, query, bias, dropout_p)
+
+
+def convolved(*, last=False, permute=False):
+    kind = torch.channels_last if last else torch.contiguous_format
+    images = torch.zeros(16, 64, 56, 56, device="cuda").to(memory_format=kind).requires_grad_()
+    weight = torch.zeros(128, 64, 3, 3, device="cuda").to(memory_format=kind).requires_grad_()
+    result = F.conv2d(images, weight, made(128), padding=1)
+    return result.permute(0, 2, 3, 1).reshape(16, -1, 128) * 2 if permute else result.relu()
+
+
+def norm(make, *shape, dtype=torch.float32, weights=torch.float32):
+    return make(shape[1], device="cuda", dtype=weights)(made(*shape, dtype=dtype))
+
+
+HALF, BFLOAT16 = torch.float16, torch.bfloat16
+OPERATORS = {
+    "layer norm in 16 bits": lambda: norm(nn.LayerNorm, 4096, 1024, dtype=BFLOAT16, weights=BFLOAT16),
+    "RMS norm": lambda: norm(nn.RMSNorm, 4096, 1024),
+    "RMS norm in 16 bits": lambda: norm(nn.RMSNorm, 4096, 1024, dtype=BFLOAT16, weights=BFLOAT16),
+    "batch norm": lambda: norm(nn.BatchNorm2d, 8, 1024, 8, 8, dtype=HALF),
+    "batch norm with weights in 16 bits": lambda: norm(nn.BatchNorm2d, 8, 1024, 8, 8, dtype=HALF, weights=HALF),
+    "convolution": convolved,
+    "convolution, channels last": lambda: convolved(last=True),
+    "convolution, gradient channels last": lambda: convolved(permute=True),
+    "efficient attention": lambda: attend(torch.float32),
+    "efficient attention with dropout": lambda: attend(torch.float32, dropout_p=0.1),
+    "efficient attention with a mask": lambda: attend(HALF, mask=True),
+    "flash attention": lambda: attend(HALF),
+}
+
+
+def of_torch(name):
+    torch.cuda.memory._record_memory_history(context=None)
+    OPERATORS[name]().sum().backward()
+    [trace] = torch.cuda.memory._snapshot()["device_traces"]
+    sizes = sorted(event["size"] for event in trace if event["action"] == "alloc")
+    return sizes, torch.cuda.max_memory_allocated()
+
+
+def of_a_simulated_card(name):
+    device = simulated(A100, "40GiB")
+    device.start_trial()
+    with device.history() as history, device.session():
+        OPERATORS[name]().sum().backward()
+    return sorted(nbytes for _, nbytes in history.events if nbytes > 0), device.usage().peak_allocated_bytes
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_requests_and_peak_are_those_of_torch(name):
+    assert forked(of_a_simulated_card, name) == forked(of_torch, name, memory="40GiB", card=A100)
+
+
 # --- step by step ---
 
 
@@ -180,6 +239,23 @@ def routed():
     model = Routed().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     return model, training_step(optimizer, lambda n: torch.randn(n, 64, device="cuda"), lambda loss: loss)
+
+
+def evaluated():
+    """Weights that autocast casts: since torch 2.11 it does not keep them in inference mode."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()
+
+    @torch.inference_mode()
+    def step(model, batch_size):
+        with torch.autocast("cuda", torch.float16):
+            model(torch.randn(batch_size, 2048, device="cuda"))
+
+    return model, step
+
+
+def channels_last():
+    model, step = conv_net(torch.float16)
+    return model.to(memory_format=torch.channels_last), step
 
 
 def simulated(card, memory):
@@ -217,6 +293,8 @@ def simulated_peaks(make, size, card):
         (conv_net, 400, RTX_4090),
         (lambda: conv_net(torch.float16), 400, H100),
         (routed, 30_000, A100),
+        (evaluated, 100, A100),
+        (channels_last, 400, A100),
     ],
 )
 def test_peaks_match_torchs_allocator(make, size, card):
