@@ -110,6 +110,8 @@ class Held(NamedTuple):
     storage_uses: int
 
 
+EFFICIENT_ATTENTION_KEEPS_SEEDS = VERSION >= (2, 14)  # on the card, if it drops nothing; 2.13 was not seen
+GROUP_NORM_KEEPS_FORMAT = VERSION >= (2, 14)  # channels last; 2.13 was not seen
 INFERENCE_KEEPS_CASTS = VERSION < (2, 11)  # whether autocast keeps weights that it has cast in inference mode
 HELD_BY_ENGINE = Held(5, 4, 2) if VERSION >= (2, 10) else Held(4, 4, 1)  # and by nothing else
 

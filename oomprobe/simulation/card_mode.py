@@ -188,7 +188,7 @@ class CardMode(TorchDispatchMode):
         if func is _aten.native_dropout.default:
             results = results[::-1]  # the mask is allocated first
         elif func is _aten._scaled_dot_product_cudnn_attention.default:
-            results = results[6:8] + results[:2]  # the seed of its dropout is allocated first
+            results = (*results[6:8], *results[:2])  # the seed of its dropout is allocated first
         for value in results:
             if not isinstance(value, FakeTensor):
                 continue

@@ -194,6 +194,8 @@ def as_on_cuda(func: Any, args: Any, result: Any) -> Any:
     """Return an operator's result in the dtype and the memory format that CUDA's kernel returns."""
     if func in _STATISTICS:
         return result[0], *(one.float() if one.dtype in _HALF else one for one in result[1:])
+    if func is _aten.native_group_norm.default and not torch_versions.GROUP_NORM_KEEPS_FORMAT:
+        return result[0].contiguous(), *result[1:]
     if func in (_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default):
         return result.contiguous()
     if func is _aten.convolution.default:
@@ -210,8 +212,8 @@ def as_on_cuda(func: Any, args: Any, result: Any) -> Any:
 
 
 def _keeps_seeds(dropout_p: float = 0.0) -> bool:
-    """Whether efficient attention has the seed of its dropout on the card, as seen on torch 2.6 to 2.12 and on 2.14."""
-    return dropout_p == 0 and torch_versions.VERSION >= (2, 14)
+    """Whether efficient attention has the seed of its dropout on the card."""
+    return dropout_p == 0 and torch_versions.EFFICIENT_ATTENTION_KEEPS_SEEDS
 
 
 _STATISTICS = (_aten.native_layer_norm.default, _aten.native_batch_norm.default)

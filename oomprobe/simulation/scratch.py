@@ -441,7 +441,7 @@ _RULES: dict[Any, Callable[[_Operator], Launch | None]] = {
     **dict.fromkeys(
         (
             *(_aten.native_layer_norm, _aten.native_group_norm, _aten._softmax, _aten._log_softmax),
-            *(_aten.roll, _aten.cumsum, _aten.topk),
+            *(_aten.roll, _aten.cumsum, _aten.topk, _aten._log_softmax_backward_data),
         ),
         _contiguous(0),
     ),
