@@ -189,7 +189,7 @@ OPERATORS = {
     "roll, channels last": lambda: channels(lambda x: x.roll(1, 2)),
     "cumulative sum, channels last": lambda: channels(lambda x: x.cumsum(1)),
     "largest channels": lambda: channels(lambda x: x.topk(2, 1)[0]),
-    "pixel shuffle": lambda: channels(lambda x: F.pixel_shuffle(x, 2) * 2),
+    "pixel shuffle": lambda: channels(lambda x: F.pixel_shuffle(x, 2).contiguous()),
     "layer norm of channels": lambda: channels(lambda x: F.layer_norm(x, x.shape[1:])),
     "layer norm of permuted channels": lambda: F.layer_norm(made(8, 64, 56, 56).permute(0, 2, 3, 1), (64,)),
     "efficient attention": lambda: attend(torch.float32),

@@ -27,6 +27,17 @@ def conv_net():
     )  # fmt: skip
 
 
+class Tokens(nn.Module):
+    """Tokens from pixels: the convolution's gradient comes channels last, so that of its bias needs partial sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.inner = nn.Conv2d(3, 64, 3, padding=1), nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.inner(self.embed(images).permute(0, 2, 3, 1)).mean((1, 2))
+
+
 def conv_step(model, device=None):
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -86,8 +97,9 @@ def test_the_answer_ran_and_its_report_says_that_it_is_simulated(device, memory_
     assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
 
 
-def test_replays_and_runs_agree(monkeypatch):
-    model = conv_net()
+@pytest.mark.parametrize("make", [conv_net, Tokens])
+def test_replays_and_runs_agree(make, monkeypatch):
+    model = make()
     quick, slow = conv_step(model), conv_step(model)
     replayed = probe(model, quick, "sim:200MiB")
     monkeypatch.setattr(SimulatedDevice, "predict_trial", lambda *_: None)
