@@ -191,7 +191,7 @@ def _convolution_forward(op: _Operator) -> Launch | None:
     return _convolution(0, 1)(op)
 
 
-_WORKSPACE_EXTRA_BYTES = 2**20
+_WORKSPACE_EXTRA_BYTES = 2**15
 _CONVOLUTION_ARGUMENTS = {_aten.convolution.default: slice(9), _aten.convolution_backward.default: slice(1, 10)}
 
 
@@ -203,28 +203,38 @@ def is_convolution(func: Any) -> bool:
 def convolution_workspace(func: Any, args: Any) -> int:
     """Return what a convolution may want as its workspace; 0 for other operators.
 
-    This is its unfolded input patches, or Winograd's workspace if that is more; for kernels of 1x1, copies of the input and
-    the weight. It is no prediction: cuDNN chooses among kernels, and most of them want less. The 64 workspaces recorded on a
-    V100 are within it (tests/data/cudnn_workspaces_v100.csv).
+    This is the largest of its unfolded input patches, Winograd's workspace, and copies of its input, result and weight in
+    channels last, with channels in multiples of 16 bytes. It is no prediction: cuDNN chooses among kernels, and most of them
+    want less. What was recorded on a V100 and on an H200 is within it (tests/data/cudnn_workspaces_v100.csv, and
+    tests/simulation/test_scratch.py).
     """
     arguments = _CONVOLUTION_ARGUMENTS.get(func)
     if arguments is None:
         return 0
     images, weight, _, stride, padding, dilation, transposed, _, groups = args[arguments]
-    kernel, positions = weight.shape[2:], images.shape[2:]
-    if prod(kernel) == 1:
-        return int(sum(t.numel() * t.element_size() for t in (images, weight)) + _WORKSPACE_EXTRA_BYTES)
+    kernel, positions, dims = weight.shape[2:], images.shape[2:], images.dim() - 2
+    stride, padding, dilation = ((list(values) * dims)[:dims] for values in (stride, padding, dilation))
     if transposed:  # patches of its output, one for each position of its input
-        channels = weight.shape[1] * groups
+        channels = results = weight.shape[1] * groups
+        others = [
+            (positions[d] - 1) * stride[d] - 2 * padding[d] + dilation[d] * (kernel[d] - 1) + 1 for d in range(dims)
+        ]
     else:
-        dims = len(kernel)
-        stride, padding, dilation = ((list(values) * dims)[:dims] for values in (stride, padding, dilation))
-        channels = images.shape[1]
-        positions = [
+        channels, results = images.shape[1], weight.shape[0]
+        others = positions = [
             (positions[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(dims)
         ]
-    patches = images.shape[0] * channels * prod(kernel) * prod(positions) * images.element_size()
-    return int(max(patches, winograd_workspace(func, args)))
+    item_bytes = images.element_size()
+    patches = images.shape[0] * channels * prod(kernel) * prod(positions) * item_bytes
+    multiple = max(1, 16 // item_bytes)
+    copies = _padded(images.shape[1], multiple) * prod(images.shape[2:]) + _padded(results, multiple) * prod(others)
+    weights = _padded(weight.shape[0], multiple) * _padded(weight.shape[1], multiple) * prod(kernel)
+    copied = (images.shape[0] * copies + weights) * item_bytes + _WORKSPACE_EXTRA_BYTES
+    return int(max(patches, copied, winograd_workspace(func, args)))
+
+
+def _padded(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def winograd_workspace(func: Any, args: Any) -> int:
