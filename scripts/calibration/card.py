@@ -1,8 +1,8 @@
 """Trainings and evaluations on a physical card and on a simulation of it: their peaks, and the answers of searches.
 
 Measured on an H200 with this module (tests/data/measured_h200.json). The trainings of `fms` are those whose peaks were
-published for another card. The rest are networks of timm: what cuDNN takes for their convolutions, no simulation knows. The
-searches had 6 GiB of the card, and at most a minute.
+published for another card. The rest are networks of timm: what cuDNN takes for their convolutions, no simulation knows (what
+it took is in tests/data/cudnn_workspaces_h200.json, from which no rule has been made). The searches had 6 GiB of the card, and at most a minute.
 
     scripts/calibrate --measure FILE.json     measure on this machine's card; needs timm and transformers
 """
