@@ -40,7 +40,8 @@ def test_the_docstring_draws_the_real_tree():
     drawn = [line.split("(") for line in errors.__doc__.splitlines() if line.strip().startswith("+--")]
     pairs = {name.strip(" +-"): rest.split(")")[0] for name, rest in drawn}
     assert pairs == {kind.__name__: base.__name__ for kind, (base, _) in TREE.items()}
-    assert set(pairs) == {kind.__name__ for kind in OomProbeError.__subclasses__()}
+    kinds = OomProbeError.__subclasses__()  # adapters, if another test imported them, add their own
+    assert set(pairs) == {kind.__name__ for kind in kinds if kind.__module__ == errors.__name__}
 
 
 @pytest.mark.parametrize(
