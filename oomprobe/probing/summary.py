@@ -44,6 +44,7 @@ LITTLE_DATA = "the data set limits the batch size: it has {count} examples"
 SEEN = "the answer ran for {calls}; rarer events were not measured"
 SETTLED = "repeats: within {calls} memory and the values that the step keeps came back to where they were, so identical further calls cannot fail"
 # Words in a step's name.
+CROWDED_BYTES = 2 * 2**30  # more than a process takes for its context, libraries and kernels
 EVALUATING = {"eval", "evaluate", "evaluation", "val", "valid", "validate", "validation", "test"}
 LATE = {"saving a checkpoint": {"save"}, "the last evaluation": EVALUATING, "resuming from a checkpoint": {"resume"}}
 NO_LATE = "{what}, which come late: docs/recipes.md runs each as a named step at the answer"
@@ -185,6 +186,12 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
         retries = count(answer.alloc_retries, "allocator retry", "allocator retries")
         yield PRESSED.format(size=answer.batch_size, retries=retries, calls=count(answer.steps, kind, f"{kind}s"))
     held = session.neighbours.held_bytes or [0]
+    if held[0] > CROWDED_BYTES and not session.device.on_host:
+        names = session.neighbours.names()
+        yield (
+            f"{format_bytes(held[0])} of the device were in use outside this process's allocator"
+            f"{f' ({names})' if names else ''}: the answer is for what that leaves"
+        )
     if held[-1] > held[0]:
         yield (
             f"memory outside this process's allocator grew by {format_bytes(held[-1] - held[0])} while probing (loaded "
