@@ -48,24 +48,28 @@ def peaks_of(memory):
     }
 
 
-def simulate(name, batch_size, calls=CALLS):
-    """Return the peaks and the requests of the first calls on a simulation of this card."""
+def this_card():
+    """Return the card of this process, as one that leaves all its memory to torch."""
     import torch
 
-    import oomprobe
     from oomprobe.simulation.cards import Card
 
     properties = torch.cuda.get_device_properties(0)
-    card = oomprobe.SimulatedDevice(
-        Card(
-            name="card",
-            full_name=properties.name,
-            total_bytes=properties.total_memory,
-            context_bytes=0,
-            compute_capability=(properties.major, properties.minor),
-            multi_processor_count=properties.multi_processor_count,
-        )
+    return Card(
+        name="card",
+        full_name=properties.name,
+        total_bytes=properties.total_memory,
+        context_bytes=0,
+        compute_capability=(properties.major, properties.minor),
+        multi_processor_count=properties.multi_processor_count,
     )
+
+
+def simulate(name, batch_size, calls=CALLS):
+    """Return the peaks and the requests of the first calls on a simulation of this card."""
+    import oomprobe
+
+    card = oomprobe.SimulatedDevice(this_card())
     with card.history() as history:
         with card.building():
             model, step = MODELS[name]()

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import gpu_check
+import gpu_recording
 import torch
 
 from calibration import fms, running, torchvision_names
@@ -180,17 +181,8 @@ def ran(job, card):
 
 
 def described():
-    """Return the card of this process, as one that leaves all its memory to torch."""
-    properties = torch.cuda.get_device_properties(0)
-    card = Card(
-        name="card",
-        full_name=properties.name,
-        total_bytes=properties.total_memory,
-        context_bytes=0,
-        compute_capability=(properties.major, properties.minor),
-        multi_processor_count=properties.multi_processor_count,
-    )
-    return {**asdict(card), "error": None}
+    """Return the card of this process."""
+    return asdict(gpu_recording.this_card())
 
 
 def measure(path):
@@ -198,8 +190,8 @@ def measure(path):
     multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_forkserver_preload(["torch._dynamo", "timm", "transformers", "oomprobe.demo"])
     found = gpu_check.in_child(described, limit_s=LIMIT_S)
-    if found.pop("error"):
-        raise SystemExit("calibrate: no CUDA device here")
+    if "error" in found:
+        raise SystemExit(f"calibrate: {found['error']}")
     kept = {"card": found, "torch": torch.__version__, "rows": {}}
     small = [job for job in jobs() if isinstance(job.case, Net)]
     with ThreadPoolExecutor(AT_ONCE) as on_card:
