@@ -86,7 +86,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not option or any("{batch}" in word for word in unknown):
             arguments.parser.error(f"what is {' '.join(unknown)}?{NO_DASHES * (words[0] == 'run')}")
         options = re.findall(r"--[a-z-]+", arguments.parser.format_help())
-        arguments.parser.error(f"there is no option {option}{did_you_mean(option, options)}")
+        elsewhere = f" here; oomprobe {words[0]} --help says which command has it"
+        arguments.parser.error(
+            f"there is no option {option}{elsewhere if option in options else did_you_mean(option, options)}"
+        )
     arguments.command, arguments.owns_process = command, argv is None
     try:
         return int(arguments.act(arguments))
