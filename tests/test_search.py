@@ -1,4 +1,5 @@
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,8 @@ MANY = 2_000  # calls; no search over the sizes of these tests needs nearly as m
 EVERY_SIZE = Sizes(first=1, last=None, step=1)
 
 
-def search(ask, sizes=EVERY_SIZE, *, capped=True, enough=lambda good, bad: False, look=None, **options):
-    return find(ask, sizes, capped=capped, should_stop_bisecting=enough, look=look, **options)
+def search(ask, sizes=EVERY_SIZE, *, capped=True, late=lambda good, bad: False, look=None, **options):
+    return find(ask, sizes, capped=capped, out_of_time=late, look=look, **options)
 
 
 class Memory:
@@ -91,7 +92,7 @@ class Command(Memory):
 
 def probe_command(memory, start, resolution=1 / 64):
     options = {"start": start, "grows_capped": True, "confirmations": 2}
-    return search(memory, enough=lambda good, bad: bad - good <= resolution * good, **options).batch_size
+    return search(memory, resolution=resolution, **options).batch_size
 
 
 def test_a_command_takes_at_most_14_runs_from_a_guess_up_to_four_times_too_small():
@@ -150,7 +151,7 @@ def test_the_expected_size_changes_the_cost_but_not_the_answer(limit, expected, 
 
 def test_where_failures_cost_few_trials_fail_from_the_expected_size():
     memory, options = Memory(1000), {"start": 1000, "known": Reply(passed=True), "failures_cost": True}
-    search(memory, enough=lambda good, bad: bad <= good + 8, **options)
+    search(memory, resolution=1 / 128, **options)
     assert sum(not passed for *_, passed in memory.calls) <= 4  # 5 if the first stride were a sixteenth
 
 
@@ -436,17 +437,14 @@ def test_a_failure_stands_if_the_same_calls_end_differently(varies, answer):
 
 @given(memories(BILLION), st.floats(0, 0.99))
 def test_bisecting_stops_when_the_bracket_is_narrow_enough(memory, resolution):
-    def enough(good, bad):
-        return bad - good <= resolution * good
-
-    found = search(memory, enough=enough)
+    found = search(memory, resolution=resolution)
     exact = memory.capped_limit or None
     if exact is None:
         assert found.batch_size is None
         return
     assert memory.confirmed(found.batch_size)
     assert found.batch_size <= exact < found.deciding
-    assert found.deciding == found.batch_size + 1 or enough(found.batch_size, found.deciding)
+    assert found.deciding - found.batch_size <= max(1, resolution * found.batch_size)
 
 
 # --- arbitrary oracles ---
@@ -503,13 +501,13 @@ replies = st.builds(
     STARTS,
     st.booleans(),
 )
-def test_any_sequence_of_replies(sequence, enough_after, sizes, end, capped, looks, start, grows_capped):
+def test_any_sequence_of_replies(sequence, late_after, sizes, end, capped, looks, start, grows_capped):
     oracle = Arbitrary(lambda call, *_: sequence[call % len(sequence)], end)
     found = search(
         oracle,
         sizes,
         capped=capped,
-        enough=lambda good, bad: len(oracle.calls) in enough_after,
+        late=lambda good, bad: len(oracle.calls) in late_after,
         look=(lambda size: oracle(size, Phase.GROW, capped=False)) if looks else None,
         start=start,
         grows_capped=grows_capped,
@@ -549,3 +547,78 @@ def test_the_search_looks_past_holes(holes, limit, capped):
     assert found.batch_size < found.deciding
     assert not found.transient
     assert len(oracle.calls) <= 2 * 11 + 3 + 8  # grow and bisect, rechecks and confirmation, holes
+
+
+# --- holes at a coarse resolution ---
+
+
+RESOLUTIONS = [0, 1 / 128, 1 / 64, 0.05]
+
+
+class Porous(Command):
+    """Some sizes below the limit fail: those in `runs`, which are given as fractions of the limit, and those in `holes`."""
+
+    def __init__(self, limit, runs=(), holes=frozenset()):
+        super().__init__(round(limit / 0.9), limit, shows_peak=True)
+        self.failing, self.holes = [(low * limit, high * limit) for low, high in runs], holes
+
+    def __call__(self, size, phase, *, capped):
+        reply = super().__call__(size, phase, capped=capped)
+        is_hole = size in self.holes or any(low <= size <= high for low, high in self.failing)
+        return replace(reply, passed=reply.passed and not is_hole, within_cap=reply.within_cap and not is_hole)
+
+
+def answer_of(memory, resolution, start=None):
+    """Search like a command if a `start` is given, otherwise as in one process."""
+    options = {} if start is None else {"start": start, "grows_capped": True, "confirmations": 2}
+    return search(memory, resolution=resolution, **options).batch_size
+
+
+@st.composite
+def runs_of_failing_sizes(draw):
+    runs, at = [], draw(st.floats(0.3, 0.95))
+    while at < 1:
+        end = at * (1 + draw(st.floats(0, 1 / 128)))
+        runs.append((at, end))
+        at = end * (1 + draw(st.floats(1 / 32, 1 / 4)))
+    return [(low, high) for low, high in runs if high < 1]
+
+
+@pytest.mark.parametrize("resolution", RESOLUTIONS)
+@settings(max_examples=300)
+@given(st.integers(1_000, 2_000_000), runs_of_failing_sizes(), st.none() | st.floats(0.25, 1.5))
+def test_no_resolution_stops_below_a_narrow_hole(resolution, limit, runs, guess):
+    answer = answer_of(Porous(limit, runs), resolution, start=None if guess is None else round(guess * limit))
+    assert limit * (1 - resolution - 1 / 64) - 1 <= answer <= limit
+
+
+@pytest.mark.parametrize("is_command", [False, True])
+def test_a_coarse_resolution_loses_no_more_to_holes_than_1_128(is_command):
+    chance, shares = random.Random(1), {resolution: [] for resolution in RESOLUTIONS}
+    for share_of_holes in (1 / 20, 1 / 10, 1 / 5) * 50:
+        limit = chance.randint(500, 5_000)
+        holes = {size for size in range(int(0.4 * limit), 2 * limit) if chance.random() < share_of_holes}
+        start = round(limit * chance.uniform(0.25, 1.5)) if is_command else None
+        for resolution in RESOLUTIONS:
+            shares[resolution].append(answer_of(Porous(limit, holes=holes), resolution, start) / limit)
+    mean = {resolution: sum(values) / len(values) for resolution, values in shares.items()}
+    assert mean[1 / 128] > 0.94
+    assert mean[1 / 64] > mean[1 / 128] - 0.02  # 0.003 where no size is a hole
+    assert mean[0.05] > mean[1 / 128] - 0.035  # 0.014 where no size is a hole
+
+
+def test_without_holes_a_coarse_resolution_takes_no_more_runs():
+    for limit in range(100, 3_001, 7):
+        for start in (None, limit // 3):
+            runs = {}
+            for resolution in RESOLUTIONS:
+                answer_of(memory := Porous(limit), resolution, start)
+                runs[resolution] = len(memory.calls)
+            assert runs[0.05] <= runs[1 / 64] + 1 <= runs[1 / 128] + 2, limit
+
+
+def test_no_hole_is_sought_when_no_time_is_left():
+    memory = Porous(1_000, [(0.7, 0.75)])
+    found = search(memory, resolution=1 / 64, late=lambda good, bad: True)
+    assert (found.batch_size, found.deciding) == (512, 1024)
+    assert memory.trials(Phase.BISECT) == [(1024, True)]  # the largest size that ran with all the memory

@@ -118,13 +118,15 @@ class Session:
 
     def find(self) -> Found:
         """Find the largest size that runs."""
+        closest = STRIDE if self.device.on_host else 0.0  # below this, fragmentation of malloc's heap decides
         look = self.look if self.device.counts_bytes and not self.runner.facts.starts_anew else None
         find = partial(
             search.find,
             self.try_size,
             self.options.sizes,
             capped=self.options.memory_fraction < 1,
-            should_stop_bisecting=self.should_stop_bisecting,
+            out_of_time=self.out_of_time,
+            resolution=max(self.options.resolution, closest),
             grows_capped=self.runner.facts.grows_capped,
             confirmations=self.runner.facts.confirmations,
             failures_cost=self.runner.facts.failure_cost_s > 0,
@@ -183,11 +185,8 @@ class Session:
             guess=diagnosis.line_through(self.trials, trial, self.budget.total_bytes),
         )
 
-    def should_stop_bisecting(self, good: int, bad: int) -> bool:
-        """Return whether the bracket is narrow enough, or the time left is needed to confirm."""
-        closest = STRIDE if self.device.on_host else 0.0  # below this, fragmentation of malloc's heap decides
-        if bad - good <= max(self.options.resolution, closest) * good:
-            return True
+    def out_of_time(self, good: int, bad: int) -> bool:
+        """Return whether the time left is needed to confirm."""
         facts = self.runner.facts
         starting_s = (1 + facts.confirmations) * facts.failure_cost_s  # of the recheck too
         calls = self.call_plan.to_confirm

@@ -96,7 +96,8 @@ def find(
     sizes: Sizes,
     *,
     capped: bool,
-    should_stop_bisecting: Callable[[int, int], bool],
+    out_of_time: Callable[[int, int], bool],
+    resolution: float = 0.0,
     look: Callable[[int], Reply] | None = None,
     start: int | None = None,
     grows_capped: bool = False,
@@ -106,8 +107,9 @@ def find(
 ) -> Found:
     """Find the largest size that runs under the cap. On a monotone limit the answer is exact.
 
-    Unless `capped`, there is no cap, and grow's replies hold for bisect too. `should_stop_bisecting` is called with the
-    largest good and the smallest bad size. `look` runs many calls of a small size after growing; if its reply varies,
+    Unless `capped`, there is no cap, and grow's replies hold for bisect too. Bisecting stops when the bracket is within
+    `resolution`, a fraction of the size, or when `out_of_time`, called with the largest good and the smallest bad size,
+    says so. `look` runs many calls of a small size after growing; if its reply varies,
     `try_size` runs longer trials from then on, and the search forgets what passed before. `start` is where growing begins; if
     that fails, the size is halved until one runs. With `grows_capped`, growing is under the cap too. The answer must pass
     `confirmations` times. If `failures_cost`, the search runs more trials that pass, and fewer that fail. `known` is the reply
@@ -118,13 +120,14 @@ def find(
         >>> def try_size(size, phase, *, capped):
         ...     return Reply(passed=size <= (90 if capped else 100))
         >>> sizes = Sizes(first=1, last=None, step=1)
-        >>> find(try_size, sizes, capped=True, should_stop_bisecting=lambda good, bad: False).batch_size
+        >>> find(try_size, sizes, capped=True, out_of_time=lambda good, bad: False).batch_size
         90
     """
     questions = _Search(
         sizes,
         capped,
-        should_stop_bisecting,
+        out_of_time,
+        resolution,
         start=sizes.first if start is None else sizes.nearest(start),
         grows_capped=grows_capped or known is not None,
         confirmations=confirmations,
@@ -152,7 +155,8 @@ class _Search:
 
     sizes: Sizes
     has_cap: bool
-    should_stop_bisecting: Callable[[int, int], bool]
+    out_of_time: Callable[[int, int], bool]
+    resolution: float
     start: int  # where growing begins
     grows_capped: bool = False
     confirmations: int = 1
@@ -314,8 +318,8 @@ class _Search:
             assert self.good is not None
             return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)
         if self.good is not None:
-            is_narrow = self.bad - self.good <= max(self.tolerance, self.least_tolerance) * self.good
-            if is_narrow or self.should_stop_bisecting(self.good, self.bad):
+            is_narrow = self.bad - self.good <= max(self.resolution, self.tolerance, self.least_tolerance) * self.good
+            if is_narrow or self.out_of_time(self.good, self.bad):
                 return None
         place = PLACE if self.failures_cost else 1 / 2
         middle = self.sizes.middle(self.good, self.bad, geometric=self.varies, place=place)
@@ -341,13 +345,20 @@ class _Search:
             yield from self.bisect()
 
     def look_past_holes(self) -> Questions[None]:
-        """Try a size slightly above the bracket. If it passes, the failure below it was a hole: continue from there."""
+        """Try a size slightly above the bracket. If it passes, the failure below it was a hole: continue from there.
+
+        If a coarse resolution ended bisecting, a size slightly above the lower end would lie in the bracket or in the same hole:
+        then it is a size slightly above the upper end.
+        """
         met_hole = False
         self.tolerance = STRIDE
         yield from self.bisect()
         while self.good is not None and self.bad is not None:
             hole, stride = self.bad, round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step
-            size = self.sizes.up(self.good, stride)
+            width, narrow = hole - self.good, max(self.sizes.step, max(STRIDE, self.least_tolerance) * self.good)
+            if width > max(narrow, self.resolution * self.good):
+                break  # no time is left
+            size = self.sizes.up(self.good if width <= narrow else hole, stride)
             if size <= hole or size in self.failed | self.failed_full:
                 break
             if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
@@ -404,8 +415,8 @@ class _Search:
         yield from self.bisect()
 
     def _between(self, good: int, bad: int | None) -> int | None:
-        closest = max(self._stride(good), self.least_tolerance * good)
-        if bad is None or bad - good <= closest or self.should_stop_bisecting(good, bad):
+        closest = max(self._stride(good), self.resolution * good, self.least_tolerance * good)
+        if bad is None or bad - good <= closest or self.out_of_time(good, bad):
             return None
         return self.sizes.middle(good, bad)
 
