@@ -40,11 +40,11 @@ def told(result):
 
 
 def test_an_answer_that_needs_an_empty_cache_says_so():
-    result = forked(isolated, memory="512MiB")
+    result = forked(isolated, memory="544MiB")
     answer = result.batch_size
     assert confirmations(result) == [(answer, "out of memory"), (answer, "fits")]
-    assert not forked(lambda: runs(converted, answer, steps=50), memory="512MiB")
-    assert forked(lambda: runs(emptied, answer, steps=50), memory="512MiB")
+    assert not forked(lambda: runs(converted, answer, steps=50), memory="544MiB")
+    assert forked(lambda: runs(emptied, answer, steps=50), memory="544MiB")
     assert f"holds for   a fresh process {EMPTYING}; torch" in str(result)
     assert result.environment["after"] == "torch.cuda.empty_cache()"
     (note,) = told(result)
@@ -65,7 +65,7 @@ def test_an_answer_that_runs_as_built_says_nothing():
 def test_ranks_are_confirmed_as_built(tmp_path):
     def probe():
         return oomprobe.probe_target(
-            RANKED, nproc_per_node=2, start_batch=1024, resolution=0.2, min_batch=1024, **OPTIONS
+            RANKED, nproc_per_node=2, start_batch=1024, resolution=0.02, min_batch=1024, **OPTIONS
         )
 
     result = on_ranks(tmp_path, probe, BACKEND="gloo", LEFT=400)
