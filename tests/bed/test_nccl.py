@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from zoo import classifier
 
+import oomprobe
 from bed import ChildDiedError, forked, start
 from oomprobe.ground.torch_versions import VERSION
 
@@ -93,7 +94,8 @@ def test_small_payloads_travel(tmp_path):
         dist.all_to_all_single(exchanged, parts + rank)  # in older torch by sends, which move nothing
         dist.barrier()
         objects = [None, None]
-        dist.all_gather_object(objects, {"rank": rank})
+        if VERSION < (2, 15):  # later the largest size is computed on the device, where kernels do nothing
+            dist.all_gather_object(objects, {"rank": rank})
         lists = [tensor.tolist(), [one.tolist() for one in gathered], part.tolist(), exchanged.tolist()]
         return found, exact.tolist()[0], *lists, objects
 
@@ -106,7 +108,7 @@ def test_small_payloads_travel(tmp_path):
             [[2] * 4, [3] * 4],
             [2, 4] if rank == 0 else [6, 8],
             others[3] if VERSION < (2, 11) else [1, 2, 2, 3] if rank == 0 else [3, 4, 4, 5],
-            [{"rank": 0}, {"rank": 1}],
+            [{"rank": 0}, {"rank": 1}] if VERSION < (2, 15) else [None, None],
         ]
 
 
@@ -232,9 +234,10 @@ def test_a_communicator_that_does_not_fit(tmp_path):
         if rank == 1:
             kept = torch.empty(1000 * MIB, dtype=torch.uint8, device="cuda")
             with pytest.raises(
-                dist.DistBackendError, match=r"unhandled cuda error(?s:.*)Cuda failure 2 'out of memory'"
-            ):
+                RuntimeError, match=r"unhandled cuda error(?s:.*)Cuda failure 2 'out of memory'"
+            ) as error:
                 dist.all_reduce(filled(1))
+            assert oomprobe.classify_error(error.value) is oomprobe.Verdict.OOM
             del kept
             torch.cuda.empty_cache()
         dist.all_reduce(filled(1))  # as it fits now, the other rank's waiting ends
