@@ -67,7 +67,7 @@ def test_shared_memory(tmp_path):
 def test_visible_devices(tmp_path):
     def look():
         cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return [(str(card.uuid), card.pci_bus_id, card.total_memory // MIB) for card in cards]
+        return [(str(card.uuid), getattr(card, "pci_bus_id", None), card.total_memory // MIB) for card in cards]
 
     def look_late():  # CUDA reads it when it is first used, not when torch is imported
         os.environ["CUDA_VISIBLE_DEVICES"] = "2,1"
@@ -75,7 +75,8 @@ def test_visible_devices(tmp_path):
 
     bed = {"memory": "1GiB,2GiB,3GiB"}
     every = forked(look, **bed)
-    assert [row[1:] for row in every] == [(1, 1024), (2, 2048), (3, 3072)]
+    assert [bus for _, bus, _ in every] in ([1, 2, 3], [None] * 3)  # torch 2.6 does not tell it
+    assert [mib for *_, mib in every] == [1024, 2048, 3072]
     assert len({row[0] for row in every}) == 3
     assert forked(look_late, **bed) == forked(look, **bed, CUDA_VISIBLE_DEVICES="2,1") == [every[2], every[1]]
     assert forked(look, **bed, CUDA_VISIBLE_DEVICES="0,7,1") == every[:1]
