@@ -96,7 +96,8 @@ def shared_and_expanded_buffers():
 
 
 def replaced_parameters_children_and_hooks():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    model = nn.Sequential(first, second)
     model.register_forward_hook(lambda *_: None)
 
     def change():
@@ -111,7 +112,7 @@ def replaced_parameters_children_and_hooks():
         named = [(name, type(one), bits(one)) for name, one in model.named_parameters()]
         return (
             named,
-            [(name, id(one)) for name, one in model.named_modules()],
+            [name for name, one in model.named_modules() if one in (model, first, second)],
             list(map(id, model._forward_hooks.values())),
         )
 
@@ -219,9 +220,9 @@ class Marks(set):
 
 
 def attributes_of_a_module():
-    sizes, loss, nested = [1], collections.deque([1.0]), {"a": [[1], (torch.ones(1), [1])]}
+    sizes, loss, nested, inner = [1], collections.deque([1.0]), {"a": [[1], (torch.ones(1), [1])]}, Plain()
     model = linear(
-        sizes=sizes, loss=loss, text="a", nested=nested, seen=Marks({1}), table=np.zeros(2), act=len, inner=Plain()
+        sizes=sizes, loss=loss, text="a", nested=nested, seen=Marks({1}), table=np.zeros(2), act=len, inner=inner
     )
 
     def change():
@@ -235,7 +236,7 @@ def attributes_of_a_module():
         model.act, model.inner, model.later = abs, None, 1
         vars(model).pop("text", None)
 
-    return model, change, lambda: [(name, id(one), repr(one)) for name, one in sorted(vars(model).items())]
+    return model, change, lambda: [inner, *((name, id(one), repr(one)) for name, one in sorted(vars(model).items()))]
 
 
 PLACES = [

@@ -8,7 +8,6 @@ import io
 import itertools
 import operator
 import random
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from oomprobe.state.compare import same
+from oomprobe.state.references import MISSING, BoundMethod, Reference
 from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy
 from oomprobe.state.walk import PLAIN, Kind, Seen, Values, module_of
 
@@ -27,7 +27,6 @@ SMALL_BYTES = 2**12  # tensors and arrays up to this size are put back before ev
 COPIED_BYTES = 2**30  # of larger ones outside the model, in all; of the others only their version is compared
 MAX_ENTRIES = 100_000  # in all containers together: comparing them takes 3 ms; of others only the length is compared
 PIECE_BYTES = 2**24
-_MISSING = object()
 _UNKNOWN = object()  # the fingerprint of an object that does not show whether it has changed
 
 
@@ -38,63 +37,23 @@ class GraphTensor:
         self.find = weakref.ref(tensor)
 
 
-class OptimizerCopy:
-    """An optimizer that is not kept alive: a step may make another, and what the old one holds must then be freed.
-
-    Its containers belong to places, which put back what is in them.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, others: dict[int, OptimizerCopy]) -> None:
-        self._kind, self._namespace, self._others = type(optimizer), vars(optimizer), others
-        self.find = weakref.ref(optimizer)
-        self._finalizer: Any = None
-
-    def watch(self) -> None:
-        """From now on, empty the containers once the optimizer is gone, unless something else refers to them by then."""
-        optimizer = self.find()
-        if optimizer is not None and (self._finalizer is None or not self._finalizer.alive):
-            groups = self._namespace.get("param_groups", ())  # a wrapper may have those of another
-            state = self._namespace.get("state")
-            held = [*(group["params"] for group in groups), *([state] if isinstance(state, dict) else [])]
-            self._finalizer = weakref.finalize(optimizer, self._empty, held, list(map(sys.getrefcount, held)))
-
-    def unwatch(self) -> None:
-        """Empty nothing any more."""
-        if self._finalizer is not None:
-            self._finalizer.detach()
-
-    def _empty(self, held: list[Any], counts: list[int]) -> None:
-        others = [vars(one) for copied in self._others.values() if (one := copied.find()) is not None]
-        names = ("state", "param_groups")
-        if not any(self._namespace.get(name) is other.get(name, self) for other in others for name in names):
-            now = list(map(sys.getrefcount, held))
-            for one, count, now_count in zip(held, counts, now, strict=True):
-                if now_count <= count:
-                    one.clear()
-
-    def restore(self) -> torch.optim.Optimizer:
-        """Return the optimizer, or one with the same attributes if it is gone."""
-        optimizer = self.find()
-        if optimizer is None:
-            optimizer = object.__new__(self._kind)
-            optimizer.__dict__ = self._namespace
-            self.find = weakref.ref(optimizer)
-        return optimizer
-
-
 def saved(value: Any, *, copies: HostCopies, trains: bool) -> Any:
-    """Return what to save of a value: for a tensor or an optimizer something that does not keep it alive."""
-    if isinstance(value, torch.optim.Optimizer):
-        return copies.optimizers.get(id(value), value)
-    if not isinstance(value, torch.Tensor) or value.device.type == "meta":
-        return value
-    return copies.keep(value) if can_copy(value) and (value.is_leaf or trains) else GraphTensor(value)
+    """Return what to save of a value: for a tensor, or what has a reference, something that does not keep it alive."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "meta":
+            return value
+        return copies.keep(value) if can_copy(value) and (value.is_leaf or trains) else GraphTensor(value)
+    if isinstance(value, types.MethodType):
+        owner = copies.reference(value.__self__)
+        return value if owner is None else BoundMethod(value, owner)
+    return copies.reference(value) or value
 
 
 class Place:
     """The values that something held at the start. Putting them back makes each name refer to its first value again.
 
-    Tensors among them are not kept alive, so that steps can free them. Those that were freed are made anew from their copies.
+    Tensors, containers and objects of the user's among them are not kept alive, so that steps can free them. Those that were
+    freed are made anew: tensors from their copies, all else from the places of what it held.
     """
 
     def __init__(self, values: Values, copies: HostCopies) -> None:
@@ -106,13 +65,17 @@ class Place:
         self._take(held)
         self._first = self._before
         # Objects by which a source of data is known to be among the values, or beside them.
-        self.ids = {id(one) for one in self._before.values() if not isinstance(one, PLAIN)}
+        self.ids = {
+            one.first_id if isinstance(one, Reference) else id(one)
+            for one in self._before.values()
+            if not isinstance(one, PLAIN)
+        }
 
     def _take(self, held: Any) -> None:
         get = partial(saved, copies=self._copies, trains=self.values.trains)
         self._before = {get(key): get(one) for key, one in _by_key(held).items()}
         every = (one for pair in self._before.items() for one in pair)
-        self._is_plain = not any(isinstance(one, AnyCopy | GraphTensor | OptimizerCopy) for one in every)
+        self._is_plain = not any(isinstance(one, _SAVED) for one in every)
 
     @property
     def name(self) -> str:
@@ -137,11 +100,11 @@ class Place:
         if at_end and self._first is not self._before:
             self._before, self._is_plain = self._first, False
         held = self.values.read()
-        if self._is_in(held):
+        if self._is_in(held) or self.values.is_gone:
             return True
-        now, get = _by_key(held), _restored if create else _find
+        now, get = _by_key(held), _restored if create else _present
         pairs = [(get(key), get(one)) for key, one in self._before.items()]
-        before = {key: one for key, one in pairs if key is not _MISSING and one is not _MISSING}
+        before = {key: one for key, one in pairs if key is not MISSING and one is not MISSING}
         if not self.left:
             self.left = {k: one for k, one in now.items() if isinstance(one, PLAIN) or is_iterator(one)}
         self.values.write(before, now)
@@ -160,12 +123,14 @@ class Place:
         held = self.values.read()
         if self._is_in(held):
             return {}
-        now, before = _by_key(held), {_find(key, key): _find(one, one) for key, one in self._before.items()}
-        differing = [key for key in {**before, **now} if now.get(key, _MISSING) is not before.get(key, _MISSING)]
-        return {
-            self.values.named(key): now[key] if before.get(key) is None and key in now else before.get(key)
-            for key in differing
-        }
+        now, before = _by_key(held), {_find(key, key): one for key, one in self._before.items()}
+        changed: dict[str, Any] = {}
+        for key in {**before, **now}:
+            if key in now and _refers_to(before.get(key, MISSING), now[key]):
+                continue
+            first = _find(before.get(key), before.get(key))
+            changed[self.values.named(key)] = now[key] if first is None and key in now else first
+        return changed
 
     def added(self) -> Iterator[tuple[str, Any]]:
         """Yield each value that was not there at the start, with its path, or that of its container."""
@@ -182,15 +147,18 @@ class Place:
         return None if self._is_in(held) else [(key, _plain(one)) for key, one in _by_key(held).items()]
 
     def _is_in(self, held: Any) -> bool:
-        if len(held) != len(self._before):
+        before = self._before
+        if len(held) != len(before):
             return False
-        before = self._before if self._is_plain else {_find(key): _find(one) for key, one in self._before.items()}
+        if isinstance(held, set):
+            return all(_find(one) in held for one in before)
+        same = is_ if self._is_plain else _refers_to
         if not isinstance(held, dict):
-            return all(one in held for one in before) if isinstance(held, set) else all(map(is_, held, before.values()))
-        if all(map(is_, held, before)) and all(map(is_, held.values(), before.values())):
+            return all(map(same, before.values(), held))
+        if all(map(same, before, held)) and all(map(same, before.values(), held.values())):
             return True
         # The order of variables means nothing, and their names may be other objects.
-        return self._is_namespace and all(held.get(key, _MISSING) is one for key, one in before.items())
+        return self._is_namespace and all(same(one, held.get(key, MISSING)) for key, one in before.items())
 
 
 def _by_key(held: Any) -> dict[Any, Any]:
@@ -199,15 +167,38 @@ def _by_key(held: Any) -> dict[Any, Any]:
     return {one: one for one in held} if isinstance(held, set) else dict(enumerate(held))
 
 
-def _find(value: Any, gone: Any = _MISSING) -> Any:
-    if not isinstance(value, AnyCopy | GraphTensor | OptimizerCopy):
-        return value
-    found = value.find()
-    return gone if found is None else found
+_SAVED = (
+    AnyCopy | GraphTensor | Reference | BoundMethod
+)  # what stands in a place for a value that it does not keep alive
 
 
-def _restored(value: Any) -> Any:
-    return value.restore() if isinstance(value, AnyCopy | OptimizerCopy) else _find(value)
+def _refers_to(before: Any, now: Any) -> bool:
+    """Return whether a value is the one that was saved."""
+    if isinstance(before, Reference | BoundMethod):
+        return before.refers_to(now)
+    if isinstance(before, AnyCopy | GraphTensor):
+        return now is not None and before.find() is now
+    return before is now
+
+
+def _find(before: Any, gone: Any = MISSING) -> Any:
+    """Return the value that was saved, or `gone` if it was freed."""
+    if isinstance(before, AnyCopy | GraphTensor | Reference):
+        found = before.find()
+        return gone if found is None else found
+    return before.restore(_present) if isinstance(before, BoundMethod) else before
+
+
+def _present(before: Any) -> Any:
+    """Return the value that was saved, made anew unless that takes a tensor that was freed: then `MISSING`."""
+    return before.restore(_present) if isinstance(before, Reference | BoundMethod) else _find(before)
+
+
+def _restored(before: Any) -> Any:
+    """Return the value that was saved, made anew if it was freed."""
+    if isinstance(before, Reference | BoundMethod):
+        return before.restore(_restored)
+    return before.restore() if isinstance(before, AnyCopy) else _find(before)
 
 
 class OpaquePlace:
@@ -231,7 +222,7 @@ class OpaquePlace:
         self.path, self.kind, self.nbytes = path, kind, nbytes
         self.read, self._write = read, write
         self._equals = equals or (lambda before: same(read(), before))
-        self._before = _MISSING if nbytes else read()
+        self._before = MISSING if nbytes else read()
         self._mark = mark or read
 
     @property
@@ -249,13 +240,13 @@ class OpaquePlace:
 
     def take(self, left_bytes: int) -> int:
         """Copy it if it is small or fits in `left_bytes`; return how many of these are left."""
-        if self._before is not _MISSING or self.nbytes > max(SMALL_BYTES, left_bytes):
+        if self._before is not MISSING or self.nbytes > max(SMALL_BYTES, left_bytes):
             return left_bytes
         self._before = self.read()
         return left_bytes - (self.nbytes if self.nbytes > SMALL_BYTES else 0)
 
     def put_back(self) -> None:
-        if self._write is not None and self._before is not _MISSING:
+        if self._write is not None and self._before is not MISSING:
             self._write(self._before)
 
     def changes(self) -> dict[str, Any]:
@@ -304,7 +295,7 @@ def _array_place(array: Any, path: str) -> OpaquePlace | None:
         return None
 
     def equals(before: Any) -> bool:
-        return before is _MISSING or _same_array(array, before)
+        return before is MISSING or _same_array(array, before)
 
     def write(before: Any) -> None:
         if not equals(before):
@@ -324,7 +315,7 @@ def _same_array(one: Any, other: Any) -> bool:
 
 def long_place(values: Values) -> OpaquePlace:
     """Return the place of a container that is too long to save."""
-    return OpaquePlace(values.path, kind_of(values.owner), lambda: len(values.read()))
+    return OpaquePlace(values.path, kind_of(values.read()), lambda: len(values.read()))
 
 
 def is_iterator(value: Any) -> bool:
@@ -343,7 +334,7 @@ def kind_of(value: Any) -> str:
         return value.kind
     if is_iterator(value) and not isinstance(value, io.IOBase):
         return "an iterator"
-    if isinstance(value, torch.Tensor | GraphTensor | AnyCopy) or value is _MISSING:
+    if isinstance(value, torch.Tensor | GraphTensor | AnyCopy) or value is MISSING:
         return "a tensor"
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -11,6 +11,7 @@ import torch
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.state.compare import same
 from oomprobe.state.places import COPIED_BYTES
+from oomprobe.state.references import Reference
 from oomprobe.state.surroundings import Surroundings
 from oomprobe.state.tensors import NO_COPY, HostCopies, can_copy, tensors_in, write_back
 from oomprobe.state.tracker import Tracker
@@ -49,8 +50,8 @@ class Snapshot:
         of_model = (*model.parameters(), *model.buffers())
         self._model = [self._copies.keep(tensor) for tensor in of_model if can_copy(tensor)]
         self._copies.take([*self.tracker.tensors, *self._model])
-        for value in self.tracker.found:
-            self._keep(value)
+        for reference in self.tracker.stateful:
+            self._keep(reference)
         self.tracker.take(COPIED_BYTES)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +96,7 @@ class Snapshot:
         """Return the names of everything that differs from the snapshot; empty if all is identical bit for bit."""
         for storage in self._copies.storages:
             storage.compare()
-        loaded = {id(one.owner) for one in self._states if one.has_loaded}
+        loaded = {one.owner for one in self._states if one.has_loaded}
         tensors = (self.tracker.tensors | self.tracker.late).items()
         return [
             *(place.name for one, place in tensors if one.find() is not None and one.differs(one.find())),
@@ -108,44 +109,46 @@ class Snapshot:
         """Restore only parameters and buffers."""
         write_back(self._model)
 
-    def _keep(self, value: Any) -> None:
-        read, load = value.state_dict, value.load_state_dict
+    def _keep(self, owner: Reference) -> None:
+        value, read, load = owner.find(), "state_dict", "load_state_dict"
         if isinstance(value, torch.nn.Module):  # its parameters and buffers are saved already
             if type(value).get_extra_state is torch.nn.Module.get_extra_state:
                 return
-            read, load = value.get_extra_state, value.set_extra_state
+            read, load = "get_extra_state", "set_extra_state"
         try:
-            self._states.append(Stateful(value, read, load, self._copies))
+            self._states.append(Stateful(owner, read, load, self._copies))
         except Exception as error:  # it may need an argument, or exist only later or only in distributed training
-            self.notes.append(UNREAD.format(kind=type(value).__name__, why=f"{type(error).__name__}: {error}"))
+            self.notes.append(UNREAD.format(kind=owner.kind.__name__, why=f"{type(error).__name__}: {error}"))
 
 
 class Stateful:
-    """An object with ``state_dict``, restored through its attributes and then, if that was not enough, through `load`.
+    """An object with a state, restored through its attributes and then, if that was not enough, through its method `load`.
 
-    In the saved state a copy stands in the place of each tensor.
+    In the saved state, which its method `read` returned, a copy stands in the place of each tensor.
     """
 
-    def __init__(
-        self, owner: object, read: Callable[[], Any], load: Callable[[Any], object], copies: HostCopies
-    ) -> None:
+    def __init__(self, owner: Reference, read: str, load: str, copies: HostCopies) -> None:
         self.owner, self._read, self._load = owner, read, load
         self.has_loaded = False  # then its attributes are no longer compared
-        self.name = f"state of {type(owner).__name__}"
-        state = read()
+        self.name = f"state of {owner.kind.__name__}"
+        state = self._state_now()
         kept = {id(tensor): copies.keep(tensor) for tensor in tensors_in(state)}
         self._copies = list(kept.values())
         copies.take(self._copies)
         self._state = copy.deepcopy(state, dict(kept))  # the memo makes deepcopy put the copies in place of the tensors
 
+    def _state_now(self) -> Any:
+        return getattr(self.owner.find(), self._read)()
+
     def restore(self) -> None:
         if self.differs():
-            self._load(copy.deepcopy(self._state, {id(one): one.clone() for one in self._copies}))
+            state = copy.deepcopy(self._state, {id(one): one.clone() for one in self._copies})
+            getattr(self.owner.find(), self._load)(state)
             self.has_loaded = True
 
     def differs(self) -> bool:
-        """Return whether ``state_dict()`` now returns another state."""
-        return not same(copy.deepcopy(self._state, {id(one): one.on_host() for one in self._copies}), self._read())
+        """Return whether the object now returns another state."""
+        return not same(copy.deepcopy(self._state, {id(one): one.on_host() for one in self._copies}), self._state_now())
 
 
 def preserved(preserve: object) -> list[object]:

@@ -16,19 +16,23 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomprobe.ground.units import format_bytes
 from oomprobe.state.places import (
     MAX_ENTRIES,
+    GraphTensor,
     OpaquePlace,
-    OptimizerCopy,
     Place,
     is_source,
     kind_of,
     long_place,
     opaque_place,
+    saved,
     tensor_place,
 )
+from oomprobe.state.references import MISSING, Reference
 from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, addresses_of, can_copy, kind_of_storage, tensors_in
 from oomprobe.state.walk import (
+    PLAIN,
     Kind,
     Seen,
+    Values,
     When,
     code_names,
     has_data,
@@ -69,7 +73,7 @@ class Tracker:
     ) -> None:
         """Find and save; a `device` of the user's own counts memory, which must not be put back."""
         self.copies = HostCopies()
-        self.found: list[object] = []  # modules and other objects with a state
+        self.stateful: list[Reference] = []  # modules and other objects with a state
         self.places: list[Place] = []
         self.opaque: list[OpaquePlace] = []
         # Tensors of the model, its optimizers and other training state; `late` are those of optimizers found when they stepped.
@@ -82,10 +86,9 @@ class Tracker:
         self._names: set[str] = set()  # that the user's functions use
         self._left_entries = MAX_ENTRIES
         self._only_at_end = False
-        roots = [(model, "model"), *((one, "") for one in (*preserve, *steps))]
-        self._find(list(visit(roots, owners, without=[device])))
-        self.modules = [one for one in self.found if isinstance(one, torch.nn.Module)]
-        self._modes = [(module, module.training) for module in self.modules]
+        self._roots = [(model, "model"), *((one, "") for one in (*preserve, *steps))]
+        self._find(list(visit(self._roots, owners, without=[device])))
+        self._modes = [(one, one.find().training) for one in self.stateful if issubclass(one.kind, torch.nn.Module)]
         self._flags = self._read_flags()
         self.first_weights, self.first_gradients = self.weights(), gradients_of(self.parameters())
         self.take(0)
@@ -93,12 +96,33 @@ class Tracker:
     # --- finding ---
 
     def _find(self, every: list[Seen]) -> None:
-        for optimizer in (seen.value for seen in every if isinstance(seen.value, torch.optim.Optimizer)):
-            if hasattr(optimizer, "__dict__"):
-                self.copies.optimizers[id(optimizer)] = OptimizerCopy(optimizer, self.copies.optimizers)
-            self._optimizers[optimizer] = []
+        """Save all that the walk has seen, and from then on keep nothing alive that a step may let go of."""
+        references, tuples = self.copies.references, list[Values]()
+        for seen in every:
+            references |= {values.owner.first_id: values.owner for values in seen.values if values.owner is not None}
+            if isinstance(seen.value, tuple):
+                tuples += seen.values
+            if isinstance(seen.value, torch.optim.Optimizer):
+                self._optimizers[seen.value] = []
         for seen in every:
             self._save(seen, self.places)
+        every.clear()
+        noted = set[object]()
+        for values in [*tuples, *(place.values for place in self._all_places())]:
+            held = values.read()
+            for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+                reference = None if isinstance(value, PLAIN) else self.copies.reference(value)
+                if reference is not None and values.slot(key) not in noted:  # several functions may use one variable
+                    noted.add(values.slot(key))
+                    reference.held_by(values.read, key)
+        value = held = None
+        for reference in references.values():
+            reference.let_go(self._save_item)
+
+    def _save_item(self, value: Any) -> Any:
+        """Return what to save of an item of a tuple; `MISSING` for a tensor that cannot be made anew."""
+        item = saved(value, copies=self.copies, trains=False)
+        return MISSING if isinstance(item, GraphTensor) else item
 
     def _save(self, seen: Seen, places: list[Place]) -> None:
         value = seen.value
@@ -107,19 +131,19 @@ class Tracker:
         if seen.kind is Kind.TENSOR:
             self._save_tensor(seen)
             return
-        for values in seen.values:
-            if isinstance(value, torch.optim.Optimizer):
-                values = values._replace(owner=None)
+        for values in () if isinstance(value, tuple) else seen.values:
             size = 0 if values.when is When.COLD else len(values.read())
             if size <= self._left_entries:
                 self._left_entries -= size
                 places.append(Place(values, self.copies))
             else:
                 self.opaque.append(long_place(values))
+                if values.owner is not None:
+                    values.owner.stay_strong()
         if isinstance(value, torch.optim.Optimizer):
             return
         if is_training_state(seen):
-            self.found.append(value)
+            self.stateful.append(self.copies.references[id(value)])
         elif (one := opaque_place(seen, self._names)) is not None:
             self.opaque.append(one)
             if is_source(value):
@@ -170,6 +194,11 @@ class Tracker:
         """Live optimizers, first those found at the start, in the same order in every process with the same target."""
         return list(self._optimizers)
 
+    @property
+    def modules(self) -> list[torch.nn.Module]:
+        """Modules of the start that are alive."""
+        return [module for reference, _ in self._modes if (module := reference.find()) is not None]
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """Yield the parameters of modules and optimizers, and other leaf tensors, each once."""
         of_modules = (p for module in self.modules for p in module.parameters(recurse=False))
@@ -211,8 +240,10 @@ class Tracker:
 
     def restore_modes(self) -> None:
         """Restore every module's train or eval mode, as training does between its phases."""
-        for module, training in self._modes:
-            module.training = training
+        for reference, training in self._modes:
+            module = reference.find()
+            if module is not None:
+                module.training = training
 
     def start_cold(self, release: Callable[[], object] = lambda: None) -> None:
         """Drop what trials have created, `release` its memory, and put back what they have changed or freed."""
@@ -227,7 +258,7 @@ class Tracker:
             if one.is_restarted and not self._only_at_end:
                 with suppress(Exception):
                     one.put_back()
-        self._find_optimizers(trials=True)
+        self._let_go_again()
         for find, requires_grad in self._flags:  # a trial may end while the step has frozen some
             parameter = find()
             if parameter is not None and parameter.requires_grad != requires_grad:
@@ -244,13 +275,12 @@ class Tracker:
                 unfinished.append(place)
         return unfinished
 
-    def _find_optimizers(self, *, trials: bool) -> None:
-        """Track the optimizers that were made anew; while `trials` run, those that a step replaces are emptied."""
-        for optimizer in (copied.find() for copied in self.copies.optimizers.values()):
-            if optimizer is not None:
+    def _let_go_again(self) -> None:
+        """Track the optimizers that were made anew, and keep alive nothing that was."""
+        for reference in self.copies.references.values():
+            if issubclass(reference.kind, torch.optim.Optimizer) and (optimizer := reference.find()) is not None:
                 self._optimizers.setdefault(optimizer, [])
-        for copied in self.copies.optimizers.values():
-            copied.watch() if trials else copied.unwatch()
+            reference.let_go_again()
 
     def _all_places(self) -> list[Place]:
         of_optimizers = (place for places in list(self._optimizers.values()) for place in places)
@@ -275,7 +305,8 @@ class Tracker:
             self._flags = self._read_flags()
             containers = {id(one) for optimizer in self.optimizers for one in _containers_of(optimizer)}
             for place in self._all_places():
-                if place.values.is_registry or (id(place.values.owner) in containers and not place.was_empty):
+                owner = None if place.values.owner is None else place.values.owner.find()
+                if place.values.is_registry or (id(owner) in containers and not place.was_empty):
                     place.restart_from_here()
 
     def find_moves(self) -> None:
@@ -317,14 +348,14 @@ class Tracker:
         unfinished = [place for place in places if not self._put_back(place, create=False, at_end=True)]
         for place in unfinished:
             self._put_back(place, at_end=True)
-        self._find_optimizers(trials=False)
+        self._let_go_again()
         for one in self.opaque:
             with suppress(Exception):
                 one.put_back()
 
-    def differences(self, loaded: set[int]) -> list[str]:
-        """Return the paths of what of the training state differs, but for attributes of the objects whose ids are `loaded`."""
-        places = (one for one in self._all_places() if one.values.trains and id(one.values.owner) not in loaded)
+    def differences(self, loaded: set[Reference]) -> list[str]:
+        """Return the paths of what of the training state differs, but for attributes of `loaded` objects."""
+        places = (one for one in self._all_places() if one.values.trains and one.values.owner not in loaded)
         return [path for place in places for path in place.changes()]
 
     def changes(self) -> list[str]:
@@ -344,11 +375,13 @@ def _mark_beside(places: list[Place], moved: set[int]) -> None:
     while marked := [place for place in todo if not place.ids.isdisjoint(moved)]:
         for place in marked:
             place.moves = True
-            moved.add(id(place if place.values.owner is None else place.values.owner))
+            moved.add(id(place) if place.values.owner is None else place.values.owner.first_id)
         todo = [place for place in todo if not place.moves]
     beside = set[int]().union(*(place.ids for place in places if place.moves))
     for place in places:
-        place.moves |= isinstance(place.values.owner, dict | list | set | deque) and id(place.values.owner) in beside
+        owner = place.values.owner
+        if owner is not None and issubclass(owner.kind, dict | list | set | deque):
+            place.moves |= owner.first_id in beside
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> set[tuple[int, int, int]]:

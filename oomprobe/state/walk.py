@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from oomprobe.state.references import HOOKS, REGISTRIES, Reference
+
 MAX_DEPTH = 6  # in libraries: an optimizer in a strategy in a trainer is at depth 3
 MAX_OBJECTS = 20_000  # a walk that visits more has entered a data set
 MAX_CONTAINER = 1_000  # lists of parameters are shorter; data sets are longer
@@ -37,14 +39,10 @@ _INSTALLED = ("site-packages", "dist-packages")
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
 _AROUND_CODE = (partial, property, staticmethod, classmethod, functools.cached_property)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
-_HOOKS = tuple(
-    name for name, one in vars(torch.nn.Module()).items() if isinstance(one, dict | set) and name not in _REGISTRIES
-)
 # Schedulers and scalers refuse to run past their end, or after a failed step.
 _COLD = ("torch.optim.", "torch.amp.")
 _CONTAINERS = (dict, list, set, deque)
-_DATA = (*_CONTAINERS, tuple, frozenset, torch.Tensor, np.ndarray, *_GENERATORS, types.FunctionType)
+_DATA = (*_CONTAINERS, *_NAMESPACES, tuple, frozenset, torch.Tensor, np.ndarray, *_GENERATORS, types.FunctionType)
 # What owners of data have under any name, and under these.
 _FOLLOWED = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler)
 _FOLLOWED_NAMES = ("dataset", "datasets", "transform", "transforms", "sampler", "batch_sampler", "collate_fn")
@@ -77,13 +75,29 @@ class Values(NamedTuple):
     """Values that something holds by name or position, and how to replace them in place."""
 
     path: str  # what stands before the name of a value, such as "trainer."
-    read: Callable[[], Any]  # a dict, or a list, set or deque: perhaps the live one, which must not be changed
+    read: Callable[
+        [], Any
+    ]  # a dict, or a list, set or deque: perhaps the live one, not to be changed; {} of an owner that is gone
     write: Callable[[dict[Any, Any], dict[Any, Any]], object]  # by key, what it shall hold, and what it holds now
-    owner: Any = None  # whose they are: an object or a container; None for variables
+    owner: Reference | None = None  # whose they are: an object or a container; None for variables
     when: When = When.EACH_TRIAL
     trains: bool = False  # whether they are the model's or an optimizer's, which must come back bit for bit
     is_ordered: bool = False  # whether the order of a dict's items is part of it
     is_registry: bool = False  # of a module: its parameters, buffers, modules or hooks
+    variable: Callable[[Any], object] | None = (
+        None  # of variables: what identifies one, which several functions may use
+    )
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the owner was freed."""
+        return self.owner is not None and self.owner.find() is None
+
+    def slot(self, key: Any) -> object:
+        """Return what identifies the attribute, item or variable with this key."""
+        if self.owner is not None:
+            return self.owner, key
+        return (self.read, key) if self.variable is None else self.variable(key)
 
     def named(self, key: Any) -> str:
         """Return the path of one value."""
@@ -223,8 +237,8 @@ class _Walk:
 
     def _descend(self, values: Values) -> None:
         """Queue what is held; of an object of a library only data and functions, since the rest is its own affair."""
-        owner, held = values.owner, values.read()
-        if isinstance(owner, _CONTAINERS) and len(held) > MAX_CONTAINER and values.when is not When.COLD:
+        owner, held = None if values.owner is None else values.owner.find(), values.read()
+        if isinstance(owner, (*_CONTAINERS, tuple)) and len(held) > MAX_CONTAINER and values.when is not When.COLD:
             return
         is_owner, is_users = id(owner) in self._owners, owner is None or values.is_registry or self.is_users(owner)
         for key, one in held.items() if isinstance(held, dict) else enumerate(held):
@@ -232,7 +246,7 @@ class _Walk:
                 continue
             if is_owner and (isinstance(one, _FOLLOWED) or key in _FOLLOWED_NAMES):
                 self._follow(one, values.named(key))
-            elif (values.trains or is_owner) and not is_users and not isinstance(one, _DATA):
+            elif (values.trains or is_owner) and not (is_users or isinstance(one, _DATA) or self.is_users(one)):
                 self._pass([one], values.named(key))
             else:
                 self._queue.append(_Node(one, values.named(key), 0, values.when, values.trains))
@@ -280,15 +294,17 @@ class _Walk:
         if isinstance(value, functools._lru_cache_wrapper):
             self._add(path, value.__wrapped__)
             return Seen(value, path, Kind.LIBRARY if is_users_code(module_of(value.__wrapped__)) else Kind.CODE)
-        if isinstance(value, tuple | frozenset):
-            for place, one in zip(range(MAX_CONTAINER), value, strict=False):
-                if not isinstance(one, PLAIN):
-                    self._queue.append(node._replace(value=one, path=f"{path}[{place}]"))
+        if isinstance(value, tuple):
+            items = _of_tuple(Reference(value), path)._replace(when=node.when, trains=node.trains)
+            return Seen(value, path, Kind.HOLDER, (items,))
+        if isinstance(value, frozenset):
+            self._queue.extend(node._replace(value=one) for one in value if not isinstance(one, PLAIN))
             return Seen(value, path, Kind.HOLDER)
         if isinstance(value, _CONTAINERS):
             base = next(kind for kind in type(value).__mro__ if not self.is_users(kind))
-            held = of_container(value, path, base)._replace(when=node.when, trains=node.trains)
-            more = self._of_instance(value, path) if self.is_users(value) else ()
+            reference = Reference(value)
+            held = _of_container(reference, path, base)._replace(when=node.when, trains=node.trains)
+            more = self._of_instance(reference, path) if self.is_users(value) else ()
             return Seen(value, path, Kind.HOLDER, (held, *more))
         if isinstance(value, torch.nn.Module):
             return Seen(value, path, Kind.MODULE, tuple(self._of_module(value, path)))
@@ -308,7 +324,7 @@ class _Walk:
             when = When.EACH_TRIAL
         if is_optimizer or str(module_of(value)).startswith(_COLD):
             when = When.COLD
-        values = tuple(one._replace(when=when, trains=keeps_state) for one in self._of_instance(value, path))
+        values = tuple(one._replace(when=when, trains=keeps_state) for one in self._of_instance(Reference(value), path))
         return Seen(value, path, Kind.STATEFUL if keeps_state else Kind.HOLDER, values)
 
     def _of_function(self, function: types.FunctionType) -> Iterator[Values]:
@@ -333,11 +349,12 @@ class _Walk:
             if isinstance(module, types.ModuleType) and is_users_code(module.__name__):
                 yield of_namespace(vars(module), f"{one}.", names)
 
-    def _of_instance(self, value: Any, path: str) -> Iterator[Values]:
+    def _of_instance(self, reference: Reference, path: str) -> Iterator[Values]:
+        value = reference.find()
         if self.is_users(value):
             self._add(type(value).__name__, type(value))
         if hasattr(value, "__dict__"):
-            yield of_namespace(vars(value), f"{path}.", owner=value)
+            yield _of_attributes(reference, f"{path}.")
         slots = {  # not the members of types written in C, which may be new objects at each read
             name: member
             for kind in type(value).__mro__
@@ -346,26 +363,30 @@ class _Walk:
             if isinstance(member, types.MemberDescriptorType)
         }
         if slots and self.is_users(value):
-            yield _of_slots(value, slots, f"{path}.")
+            yield _of_slots(reference, slots, f"{path}.")
+        elif slots:
+            reference.stay_strong()
 
     def _of_module(self, module: torch.nn.Module, path: str) -> Iterator[Values]:
         if self.is_users(module):
             self._add(type(module).__name__, type(module))
-        hooks = {name: vars(module)[name] for name in _HOOKS if name in vars(module)}
+        # The attributes of DDP and its like belong to C++ objects.
+        is_bound = type(module).__module__.startswith((*_PARALLEL, "torch.jit."))
+        reference = Reference(module, is_strong=is_bound)
+        hooks = {name: vars(module)[name] for name in HOOKS if name in vars(module)}
         self._met |= {id(one): one for one in hooks.values()}
-        for registry in (vars(module)[name] for name in _REGISTRIES):
+        for name in REGISTRIES:
+            registry = vars(module)[name]
             # Sharded parameters change places with whole ones while a step runs, and torch's own objects know which are there.
             is_sharded = any(is_traceable_wrapper_subclass(one) for one in registry.values() if one is not None)
             self._met[id(registry)] = registry
             when = When.AT_END if is_sharded else When.COLD
-            values = of_container(registry, f"{path}.", dict)
-            yield values._replace(owner=module, when=when, trains=True, is_registry=True)
-        yield _of_registries(hooks, path, module)
-        if not type(module).__module__.startswith(
-            _PARALLEL
-        ):  # the attributes of DDP and its like belong to C++ objects
+            values = _of_registry(reference, name, f"{path}.")
+            yield values._replace(when=when)
+        yield _of_hooks(reference, tuple(hooks), path)
+        if not type(module).__module__.startswith(_PARALLEL):
             restarts = self.is_users(module) or type(module).__module__.startswith("torch.nn.modules.")
-            values = of_namespace(vars(module), f"{path}.", owner=module)
+            values = _of_attributes(reference, f"{path}.", without=frozenset((*REGISTRIES, *hooks)))
             yield values._replace(when=When.EACH_TRIAL if restarts else When.AT_END, trains=True)
 
 
@@ -411,15 +432,31 @@ def weak(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 # --- values, and how to replace them ---
 
 
-def of_namespace(
-    namespace: dict[str, Any], path: str, names: Collection[str] | None = None, *, owner: object = None
-) -> Values:
-    """Return the values of a ``__dict__``; with `names`, only these."""
+def of_namespace(namespace: dict[str, Any], path: str, names: Collection[str] | None = None) -> Values:
+    """Return the variables of a module or a function; with `names`, only these."""
 
     def read() -> dict[str, Any]:
         return namespace if names is None else {name: namespace[name] for name in names if name in namespace}
 
-    return Values(path, read, _writer(namespace.__setitem__, namespace.__delitem__), owner)
+    write = _writer(namespace.__setitem__, namespace.__delitem__)
+    return Values(path, read, write, variable=lambda name: (id(namespace), name))
+
+
+def _of_attributes(owner: Reference, path: str, *, without: frozenset[str] = frozenset()) -> Values:
+    """Return the values of an object's ``__dict__``, without some names."""
+
+    def read() -> dict[str, Any]:
+        value = owner.find()
+        attributes: dict[str, Any] = {} if value is None else vars(value)
+        return {name: one for name, one in attributes.items() if name not in without} if without else attributes
+
+    def put(name: str, attribute: Any) -> None:
+        vars(owner.find())[name] = attribute
+
+    def drop(name: str) -> None:
+        del vars(owner.find())[name]
+
+    return Values(path, read, _writer(put, drop), owner)
 
 
 def _writer(
@@ -455,25 +492,48 @@ def of_tensor(find: Callable[[], torch.Tensor | None], path: str) -> Values:
     return Values(f"{path}.", read, write, when=When.COLD, trains=True)
 
 
-def _of_registries(registries: dict[str, Any], path: str, module: torch.nn.Module) -> Values:
+def _of_registry(owner: Reference, name: str, path: str) -> Values:
+    """Return the parameters, buffers or modules that a module has registered."""
+
+    def read() -> Any:
+        module = owner.find()
+        return {} if module is None else vars(module)[name]
+
+    def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
+        module = owner.find()
+        if module is not None:
+            registry = vars(module)[name]
+            registry.clear()
+            registry.update(before)
+
+    return Values(path, read, write, owner, trains=True, is_ordered=True, is_registry=True)
+
+
+def _of_hooks(owner: Reference, names: Collection[str], path: str) -> Values:
     """Return what a module has registered beside its parameters, buffers and modules, such as hooks."""
+
+    def registries() -> dict[str, Any]:
+        module = owner.find()
+        return {} if module is None else {name: vars(module)[name] for name in names}
 
     def read() -> dict[Any, Any]:
         return {
             (name, key): one
-            for name, held in registries.items()
+            for name, held in registries().items()
             if held
             for key, one in (held.items() if isinstance(held, dict) else zip(held, held, strict=True))
         }
 
     def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
-        for held in registries.values():
+        found = registries()
+        for held in found.values():
             held.clear()
         for (name, key), one in before.items():
-            held = registries[name]
-            held.update({key: one} if isinstance(held, dict) else [one])
+            if name in found:
+                held = found[name]
+                held.update({key: one} if isinstance(held, dict) else [one])
 
-    return Values(f"{path}.", read, write, owner=module, when=When.COLD, trains=True, is_registry=True)
+    return Values(f"{path}.", read, write, owner, when=When.COLD, trains=True, is_registry=True)
 
 
 def _of_class(kind: type) -> Values:
@@ -481,44 +541,61 @@ def _of_class(kind: type) -> Values:
         return {name: value for name, value in vars(kind).items() if not name.startswith(("__", "_abc_"))}
 
     write = _writer(partial(type.__setattr__, kind), partial(type.__delattr__, kind))
-    return Values(f"{kind.__name__}.", read, write)
+    return Values(f"{kind.__name__}.", read, write, variable=lambda name: (id(kind), name))
 
 
-def _of_slots(owner: object, slots: dict[str, Any], path: str) -> Values:
+def _of_slots(owner: Reference, slots: dict[str, Any], path: str) -> Values:
     def read() -> dict[Any, Any]:
-        found = {}
-        for name, member in slots.items():
+        value, found = owner.find(), {}
+        for name, member in {} if value is None else slots.items():
             with suppress(AttributeError):  # not set
-                found[name] = member.__get__(owner)
+                found[name] = member.__get__(value)
         return found
 
-    write = _writer(lambda name, value: slots[name].__set__(owner, value), lambda name: slots[name].__delete__(owner))
-    return Values(path, read, write, owner)
+    def put(name: str, attribute: Any) -> None:
+        slots[name].__set__(owner.find(), attribute)
+
+    def drop(name: str) -> None:
+        slots[name].__delete__(owner.find())
+
+    return Values(path, read, _writer(put, drop), owner)
 
 
-def of_container(container: Any, path: str, base: Any) -> Values:
+def _of_container(owner: Reference, path: str, base: Any) -> Values:
     """Return the values of a dict, list, set or deque; methods of `base` read and change it, not those of a user's subclass."""
-    is_dict = isinstance(container, dict)
+    is_dict, is_set, is_exact = issubclass(base, dict), issubclass(base, set), owner.kind is base
 
     def read() -> Any:
-        if type(container) is base:
+        container = owner.find()
+        if container is None:
+            return {}
+        if is_exact:
             return container
         return dict(base.items(container)) if is_dict else [*base.__iter__(container)]
 
     def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
+        container = owner.find()
+        if container is None:
+            return
         base.clear(container)
         for key, value in before.items():
             if is_dict:
                 base.__setitem__(container, key, value)
             else:
-                (base.add if isinstance(container, set) else base.append)(container, value)
+                (base.add if is_set else base.append)(container, value)
 
-    return Values(path, read, write, container, is_ordered=True)
+    return Values(path, read, write, owner, is_ordered=True)
+
+
+def _of_tuple(owner: Reference, path: str) -> Values:
+    """Return the items of a tuple, which cannot be replaced in it."""
+    return Values(path, lambda: owner.find() or (), lambda before, now: None, owner)
 
 
 def _of_cells(cells: dict[Any, types.CellType]) -> Values:
     put, drop = (lambda name, one: setattr(cells[name], "cell_contents", one)), types.CellType.cell_contents.__delete__
-    return Values("", lambda: _contents(cells), _writer(put, lambda name: drop(cells[name])))
+    write = _writer(put, lambda name: drop(cells[name]))
+    return Values("", lambda: _contents(cells), write, variable=lambda name: id(cells[name]))
 
 
 def _contents(cells: dict[Any, types.CellType]) -> dict[Any, Any]:

@@ -1,0 +1,186 @@
+"""References to what the user's code holds. They keep nothing alive, so that what a step lets go of is freed as in training."""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+
+MISSING = object()
+REGISTRIES = ("_parameters", "_buffers", "_modules")
+HOOKS = tuple(
+    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict | set) and name not in REGISTRIES
+)
+_MAKERS = {object, dict, list, set, tuple, deque, OrderedDict, types.SimpleNamespace}
+
+
+def _maker(kind: type) -> type:
+    """Return the class written in C whose ``__new__`` makes objects of a class."""
+    return next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType))
+
+
+class Reference:
+    """A reference to an object or a container of the user's.
+
+    It is strong until `let_go`. After that, `find` returns the object while the user's code holds it, and `restore` makes it
+    anew if it is gone, empty but for the items of a tuple: its places fill it. Lists, dicts and tuples have no weak
+    references. One is found where it was held at the start, if nothing else held it then; if something else did, such
+    as a variable of a caller, it lives as long as in training anyway, and the reference stays strong.
+
+    Attributes:
+        kind: The class of the object.
+        first_id: Its id when the reference was made.
+    """
+
+    def __init__(self, value: Any, *, is_strong: bool = False) -> None:
+        self.kind, self.first_id = type(value), id(value)
+        self._id, self._value = self.first_id, value
+        self._weak: Callable[[], Any] | None = None
+        self._is_strong = is_strong or _maker(self.kind) not in _MAKERS
+        self._held_by: list[tuple[Callable[[], Any], Any]] = []  # how to read each holder, and the key there
+        self._is_looking = False
+        self._parts: list[Any] = []  # of a tuple, as `saved` returns them
+
+    def held_by(self, read: Callable[[], Any], key: Any) -> None:
+        """Take note of one place where the object is held: `read` returns what the holder holds, by key or position."""
+        self._held_by.append((read, key))
+
+    def stay_strong(self) -> None:
+        """Keep the object alive for good, since not all that it holds could be put into a new one."""
+        self._is_strong = True
+
+    def let_go(self, save: Callable[[Any], Any]) -> None:
+        """Stop keeping the object alive, if it can be found and made anew.
+
+        `save` returns what to save of an item of a tuple, or `MISSING` if that could not be made anew.
+        """
+        value = self._value
+        if self._is_strong:
+            return
+        try:
+            self._weak = weakref.ref(value)
+        except TypeError:  # lists, dicts, tuples and classes with __slots__ have no weak references
+            if sys.getrefcount(value) - _OWN_REFERENCES > len(self._held_by):
+                self._is_strong = True
+                return
+        if isinstance(value, tuple):
+            self._parts = [save(part) for part in value]
+            if any(part is MISSING for part in self._parts):
+                self._is_strong = True
+                return
+        if isinstance(value, defaultdict):
+            self._factory = value.default_factory
+        elif isinstance(value, deque):
+            self._maxlen = value.maxlen
+        elif isinstance(value, torch.nn.Module):
+            self._registries = {name: type(vars(value)[name]) for name in (*REGISTRIES, *HOOKS) if name in vars(value)}
+        self._value = None
+
+    def let_go_again(self) -> None:
+        """Stop keeping alive what `restore` made."""
+        if not self._is_strong:
+            self._value = None
+
+    def find(self) -> Any:
+        """Return the object; None if it is gone."""
+        if self._value is not None:
+            return self._value
+        if self._weak is not None:
+            return self._weak()
+        if self._is_looking:  # it is among what it holds
+            return None
+        self._is_looking = True
+        try:
+            return self._find_where_held()
+        finally:
+            self._is_looking = False
+
+    def _find_where_held(self) -> Any:
+        for read, key in self._held_by:
+            held = read()
+            candidates = held.values() if isinstance(held, dict) else held
+            if isinstance(held, dict) and key in held:
+                candidates = [held[key]]
+            elif isinstance(held, list) and key < len(held):
+                candidates = chain([held[key]], held)  # unless it has moved, it is the first
+            for candidate in candidates:
+                if self.refers_to(candidate):
+                    return candidate
+        return None
+
+    def refers_to(self, value: Any) -> bool:
+        """Return whether a value is the object.
+
+        Another list, dict or tuple that the step made may have the id of one that is gone: then it takes its place, and
+        its contents.
+        """
+        if self._value is not None:
+            return value is self._value
+        if self._weak is not None:
+            return value is not None and self._weak() is value
+        return id(value) == self._id and type(value) is self.kind
+
+    def restore(self, get: Callable[[Any], Any]) -> Any:
+        """Return the object, made anew if it is gone, and then kept alive until `let_go_again`.
+
+        `get` returns what stands for an item of a tuple, or `MISSING`; then this does so too.
+        """
+        value = self.find()
+        if value is not None:
+            return value
+        new: Any = _maker(self.kind).__new__
+        if issubclass(self.kind, tuple):
+            parts = [get(part) for part in self._parts]
+            if any(part is MISSING for part in parts):
+                return MISSING
+            value = new(self.kind, parts)
+        else:
+            value = new(self.kind)
+        if isinstance(value, defaultdict):
+            value.default_factory = self._factory
+        elif isinstance(value, deque):
+            deque.__init__(value, (), self._maxlen)
+        elif isinstance(value, torch.nn.Module):
+            vars(value).update({name: kind() for name, kind in self._registries.items()})
+        self._value, self._id = value, id(value)
+        if self._weak is not None:
+            self._weak = weakref.ref(value)
+        return value
+
+
+class BoundMethod:
+    """A bound method, whose object it does not keep alive."""
+
+    def __init__(self, method: types.MethodType, owner: Reference) -> None:
+        self._function, self._owner = method.__func__, owner
+
+    def refers_to(self, value: Any) -> bool:
+        """Return whether a value is this method of the same object."""
+        is_method = isinstance(value, types.MethodType) and value.__func__ is self._function
+        return is_method and self._owner.refers_to(value.__self__)
+
+    def restore(self, get: Callable[[Any], Any]) -> Any:
+        """Return the method; of an object that is gone, it is that of the object made anew."""
+        return types.MethodType(self._function, self._owner.restore(get))
+
+
+def _own_references() -> int:
+    """Count the references to an object that `let_go` itself makes, which differ between versions of Python."""
+    counts: list[int] = []
+
+    class Counting(Reference):
+        def let_go(self, save: Callable[[Any], Any]) -> None:
+            value = self._value
+            counts.append(sys.getrefcount(value))
+
+    Counting([]).let_go(lambda part: part)
+    return counts[0]
+
+
+_OWN_REFERENCES = _own_references()
