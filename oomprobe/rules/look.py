@@ -129,20 +129,17 @@ def period(calls: Sequence[object]) -> int:
     return next((length for length in lengths if calls[length:] == calls[:-length]), 0)
 
 
-def repeats(marks: Sequence[object], period: int = 1) -> bool:
-    """Return whether the last calls were a whole period once more. A mark stands for what a call did and left.
+def calls_since(marks: Sequence[object], period: int = 1) -> int:
+    """Return how many calls ago the last mark was there before; 0 if it was not. A mark stands for what a call did and left.
 
-    Where everything is again as it was a period before, the next period can be the same; one that was ends the doubt. Only multiples of the
-    `period` that a look found count: within a period, calls may be alike.
+    Only multiples of the `period` that a look found count: within a period, calls may be alike.
 
     Examples:
-        >>> repeats([9, 5, 5]), repeats([9, 5, 5, 5]), repeats([1, 2, 3, 1, 2, 3]), repeats([3, 1, 2, 3, 1, 2, 3])
-        (False, True, False, True)
-        >>> repeats([5, 5, 5], period=3), repeats([8, 5, 5, 8, 5, 5, 8], period=3)
-        (False, True)
+        >>> calls_since([9, 5]), calls_since([9, 5, 5]), calls_since([1, 2, 3, 1]), calls_since([8, 5, 5, 8], period=2)
+        (0, 1, 3, 0)
     """
-    lengths = range(period, (len(marks) - 1) // 2 + 1, period)
-    return any(marks[-1 - length :] == marks[-1 - 2 * length : -length] for length in lengths)
+    distances = range(period, len(marks), period)
+    return next((distance for distance in distances if marks[-1 - distance] == marks[-1]), 0)
 
 
 def growth_bytes(live_bytes: Sequence[int]) -> int:

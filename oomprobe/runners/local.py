@@ -45,7 +45,7 @@ from oomprobe.runners.ranks_here import check_process_group
 from oomprobe.runners.repeats import Repeats
 from oomprobe.runners.running import Running
 from oomprobe.runners.signals import Interrupts
-from oomprobe.state import Snapshot, Tracker, generator_states
+from oomprobe.state import Snapshot, Tracker, addresses_of, generator_states, largest_added
 from oomprobe.verdicts import Evidence, classify
 from oomprobe.verdicts.failure import clear_frames, failure_of
 
@@ -186,7 +186,7 @@ class StepCalls:
             running.repeats.end_call()
         request = running.request
         is_due = running.calls >= (request.settled_calls or 0)
-        if not is_due or not self._work.agree(running.repeats.have_settled(request.period)):
+        if not is_due or not self._work.agree(running.repeats.have_settled):
             return False
         running.settled_after = running.calls
         return True
@@ -406,7 +406,7 @@ class LocalRunner:
 
     def _run_cold(self, request: Request) -> Running:
         """Start cold, make the calls under the cap, and classify the end."""
-        repeats = Repeats(self._extras.fingerprint, self._values, self._device.live_bytes)
+        repeats = Repeats(self._mark, self._counted, self._device.live_bytes, period=request.period)
         running = Running(request=request, step=next(iter(self._work.steps.values())), repeats=repeats)
         # A fresh trial drops code compiled for its own size too: its captured graphs hold memory.
         if self.compiled.start_size((request.row, request.batch_size), anew=request.fresh) or not self._caller.is_cold:
@@ -441,9 +441,18 @@ class LocalRunner:
             running.verdict = Verdict.POISONED
         return running
 
-    def _values(self) -> int | None:
-        """Return a mark of the values that the user's code keeps; None if it is compiled, since a late call may compile it again."""
-        return None if self.compiled.is_used else self._tracker.mark()
+    def _mark(self) -> int | None:
+        """Return a number for what the last call did to the device and where it left what stays there; None if that cannot be seen."""
+        fingerprint = self._extras.fingerprint()
+        if fingerprint is None:
+            return None
+        return hash(
+            (fingerprint, *(place for tensor in self._tracker.resident_tensors() for place in addresses_of(tensor)))
+        )
+
+    def _counted(self) -> list[object] | None:
+        """Return what the user's code counts with; None if it is compiled, since a late call may compile it again."""
+        return None if self.compiled.is_used else self._tracker.counted()
 
     def _end_backward(self) -> None:
         """Make the autograd thread let go of a failed backward's tensors, as it does before its next task.
@@ -512,7 +521,7 @@ class LocalRunner:
         before_bytes = self._device.live_bytes()
         gc.collect()
         garbage_bytes = before_bytes - self._device.live_bytes()
-        running.held = tuple(self._tracker.largest_added(SMALLEST_GROWTH_BYTES))
+        running.held = tuple(largest_added(self._tracker, SMALLEST_GROWTH_BYTES))
         cycle_bytes = min(leaked_bytes, garbage_bytes // max(map(len, steady)))
         if cycle_bytes >= SMALLEST_GROWTH_BYTES and running.request.confirms:
             self._notes[CYCLES.format(kept=format_bytes(cycle_bytes), size=running.request.batch_size)] = None

@@ -6,21 +6,34 @@ import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from oomprobe.rules.look import repeats
+from oomprobe.rules.look import calls_since
 
 
 class Repeats:
-    """Notes after each call what it did and what it left: on the device, and in the values that the user's code keeps.
+    """Notes after each call what it did on the device and left there, and what the user's code counts with once calls repeat.
+
+    Where the device is as it was some calls before, and nothing else that counts has changed since, the next calls can be the
+    same as those; that they were the same once ends the doubt.
 
     A call in which Python collected garbage that held device memory is not like others: the next collection may come later. As a
     context manager, it watches for such collections.
     """
 
     def __init__(
-        self, fingerprint: Callable[[], int | None], values: Callable[[], int | None], live_bytes: Callable[[], int]
+        self,
+        mark: Callable[[], int | None],
+        counted: Callable[[], list[object] | None],
+        live_bytes: Callable[[], int],
+        *,
+        period: int,
     ) -> None:
-        self._fingerprint, self._values, self._live_bytes = fingerprint, values, live_bytes
-        self._marks: list[tuple[int, int]] = []
+        self._mark, self._counted, self._live_bytes, self._period = mark, counted, live_bytes, period
+        self._marks: list[int] = []
+        self._length = 0  # of the calls that seem to repeat: each mark since has been the one so many calls before
+        self._before: list[object] | None = None  # what the user's code counted with then
+        self._due = 0  # the number of the call after which it is compared
+        self._is_hidden = False  # whether it may count with what cannot be seen
+        self.have_settled = False
         self._before_bytes = 0
         self._was_collected = False
 
@@ -39,13 +52,23 @@ class Repeats:
     def end_call(self) -> None:
         """Take note of a call; forget earlier ones if its mark says too little."""
         was_collected, self._was_collected = self._was_collected, False
-        fingerprint = self._fingerprint()
-        values = None if fingerprint is None else self._values()
-        if fingerprint is None or values is None or was_collected:
+        mark = None if self._is_hidden else self._mark()
+        if mark is None or was_collected:
             self._marks.clear()
         else:
-            self._marks.append((fingerprint, values))
+            self._marks.append(mark)
+        if not self._marks or (self._length and self._marks[-1] != self._marks[-1 - self._length]):
+            self._length, self.have_settled = 0, False
+        if not self._length:
+            self._length = calls_since(self._marks, self._period)
+            self._due = len(self._marks) + self._length
+            self._before = self._count() if self._length else None
+        elif len(self._marks) == self._due and not self.have_settled:
+            now = self._count()
+            self.have_settled = now == self._before and not self._is_hidden
+            self._before, self._due = now, self._due + self._length
 
-    def have_settled(self, period: int) -> bool:
-        """Whether a whole period has repeated, a multiple of this one."""
-        return repeats(self._marks, period)
+    def _count(self) -> list[object] | None:
+        found = self._counted()
+        self._is_hidden = found is None
+        return found

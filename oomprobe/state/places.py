@@ -44,9 +44,15 @@ def saved(value: Any, *, copies: HostCopies, trains: bool) -> Any:
             return value
         return copies.keep(value) if can_copy(value) and (value.is_leaf or trains) else GraphTensor(value)
     if isinstance(value, types.MethodType):
-        owner = copies.reference(value.__self__)
+        owner = copies.references.to(value.__self__)
         return value if owner is None else BoundMethod(value, owner)
-    return copies.reference(value) or value
+    return copies.references.to(value) or value
+
+
+def saved_item(value: Any, *, copies: HostCopies) -> Any:
+    """Return what to save of an item of a tuple; `MISSING` for a tensor that cannot be made anew."""
+    item = saved(value, copies=copies, trains=False)
+    return MISSING if isinstance(item, GraphTensor) else item
 
 
 class Place:
@@ -216,14 +222,12 @@ class OpaquePlace:
         write: Callable[[Any], object] | None = None,
         *,
         equals: Callable[[Any], bool] | None = None,
-        mark: Callable[[], object] | None = None,
         nbytes: int = 0,
     ) -> None:
         self.path, self.kind, self.nbytes = path, kind, nbytes
         self.read, self._write = read, write
         self._equals = equals or (lambda before: same(read(), before))
         self._before = MISSING if nbytes else read()
-        self._mark = mark or read
 
     @property
     def is_restarted(self) -> bool:
@@ -233,10 +237,6 @@ class OpaquePlace:
     @property
     def has_changed(self) -> bool:
         return not self._equals(self._before)
-
-    def mark(self) -> object:
-        """Return what is new once it has changed; None for what is large, which nobody counts with."""
-        return self._mark() if self.nbytes <= SMALL_BYTES else None
 
     def take(self, left_bytes: int) -> int:
         """Copy it if it is small or fits in `left_bytes`; return how many of these are left."""
@@ -283,11 +283,8 @@ def tensor_place(copy: TensorCopy, path: str, version: int) -> OpaquePlace:
         tensor = copy.find()
         return tensor is None or copy.storage.is_intact(tensor._version == version)
 
-    def mark() -> int | None:
-        return None if (tensor := copy.find()) is None else tensor._version
-
     nbytes = copy.storage.nbytes
-    return OpaquePlace(path, "a tensor", take, lambda _: copy.storage.write(), equals=equals, mark=mark, nbytes=nbytes)
+    return OpaquePlace(path, "a tensor", take, lambda _: copy.storage.write(), equals=equals, nbytes=nbytes)
 
 
 def _array_place(array: Any, path: str) -> OpaquePlace | None:

@@ -6,12 +6,15 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 
+Holder = tuple[
+    Callable[[], Any], Callable[[Any], object]
+]  # reads what is held, by key; what identifies the place of a key
 MISSING = object()
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 HOOKS = tuple(
@@ -23,6 +26,27 @@ _MAKERS = {object, dict, list, set, tuple, deque, OrderedDict, types.SimpleNames
 def _maker(kind: type) -> type:
     """Return the class written in C whose ``__new__`` makes objects of a class."""
     return next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType))
+
+
+def is_made_in_python(kind: type) -> bool:
+    """Return whether all that objects of a class hold is in their items, attributes and slots, and none of it only in C.
+
+    Examples:
+        >>> is_made_in_python(defaultdict), is_made_in_python(zip)
+        (True, False)
+    """
+    return _maker(kind) in _MAKERS
+
+
+def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
+    """Return the slots of a class, by name; not the members of classes written in C, which may be new objects at each read."""
+    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    return {
+        name: member
+        for base in bases
+        for name, member in vars(base).items()
+        if isinstance(member, types.MemberDescriptorType)
+    }
 
 
 class Reference:
@@ -42,7 +66,7 @@ class Reference:
         self.kind, self.first_id = type(value), id(value)
         self._id, self._value = self.first_id, value
         self._weak: Callable[[], Any] | None = None
-        self._is_strong = is_strong or _maker(self.kind) not in _MAKERS
+        self._is_strong = is_strong or not is_made_in_python(self.kind)
         self._held_by: list[tuple[Callable[[], Any], Any]] = []  # how to read each holder, and the key there
         self._is_looking = False
         self._parts: list[Any] = []  # of a tuple, as `saved` returns them
@@ -168,6 +192,44 @@ class BoundMethod:
     def restore(self, get: Callable[[Any], Any]) -> Any:
         """Return the method; of an object that is gone, it is that of the object made anew."""
         return types.MethodType(self._function, self._owner.restore(get))
+
+
+class References:
+    """The references to all that the user's code held when tracking began."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, Reference] = {}  # by the ids that the objects had then
+
+    def add(self, reference: Reference) -> None:
+        self._by_id[reference.first_id] = reference
+
+    def to(self, value: object) -> Reference | None:
+        """Return the reference to an object; None if it has none."""
+        known = self._by_id.get(id(value))
+        return known if known is not None and known.find() is value else None
+
+    def of_kind(self, kind: type) -> Iterator[Reference]:
+        """Yield the references to objects of a class."""
+        yield from (one for one in self._by_id.values() if issubclass(one.kind, kind))
+
+    def let_go(self, holders: Iterable[Holder], save: Callable[[Any], Any]) -> None:
+        """Keep nothing alive any more that a step may let go of; `holders` are all from which it can be taken and put back."""
+        noted = set[object]()
+        for read, slot in holders:
+            held = read()
+            for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+                reference = self.to(value)
+                if reference is not None and slot(key) not in noted:  # several functions may use one variable
+                    noted.add(slot(key))
+                    reference.held_by(read, key)
+        value = held = None
+        for reference in self._by_id.values():
+            reference.let_go(save)
+
+    def let_go_again(self) -> None:
+        """Keep nothing alive that was made anew."""
+        for reference in self._by_id.values():
+            reference.let_go_again()
 
 
 def _own_references() -> int:

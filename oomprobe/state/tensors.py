@@ -14,7 +14,7 @@ from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.ground import linux
 from oomprobe.ground.units import format_bytes
 from oomprobe.state.compare import inner_tensors
-from oomprobe.state.references import Reference
+from oomprobe.state.references import References
 from oomprobe.state.walk import has_data, is_learnable, weak
 
 PAGE_BYTES = 2**12
@@ -228,7 +228,7 @@ class HostCopies:
         # each call.
         self._tensors: weakref.WeakValueDictionary[int, AnyCopy] = weakref.WeakValueDictionary()
         self._storages: weakref.WeakValueDictionary[int, StorageCopy] = weakref.WeakValueDictionary()
-        self.references: dict[int, Reference] = {}  # by the ids that the objects had at the start
+        self.references = References()
         self.storages: weakref.WeakSet[StorageCopy] = weakref.WeakSet()
 
     def keep(self, tensor: Any) -> AnyCopy:
@@ -243,11 +243,6 @@ class HostCopies:
                 raise InvalidArgumentError(NO_COPY.format(name="a tensor", kind=kind_of_storage(tensor)))
             self._tensors[id(tensor)] = copy
         return copy
-
-    def reference(self, value: Any) -> Reference | None:
-        """Return the reference to an object or a container that was there at the start."""
-        known = self.references.get(id(value))
-        return known if known is not None and known.find() is value else None
 
     def _storage(self, storage: torch.UntypedStorage) -> StorageCopy:
         known = self._storages.get(storage._cdata)

@@ -7,6 +7,7 @@ import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,22 +15,21 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe.ground.units import format_bytes
+from oomprobe.state.counted import counted
 from oomprobe.state.places import (
     MAX_ENTRIES,
-    GraphTensor,
     OpaquePlace,
     Place,
     is_source,
     kind_of,
     long_place,
     opaque_place,
-    saved,
+    saved_item,
     tensor_place,
 )
-from oomprobe.state.references import MISSING, Reference
-from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, addresses_of, can_copy, kind_of_storage, tensors_in
+from oomprobe.state.references import Reference
+from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, kind_of_storage, tensors_in
 from oomprobe.state.walk import (
-    PLAIN,
     Kind,
     Seen,
     Values,
@@ -85,9 +85,10 @@ class Tracker:
         self._leaves: list[Callable[[], torch.Tensor | None]] = []
         self._names: set[str] = set()  # that the user's functions use
         self._left_entries = MAX_ENTRIES
-        self._only_at_end = False
-        self._roots = [(model, "model"), *((one, "") for one in (*preserve, *steps))]
-        self._find(list(visit(self._roots, owners, without=[device])))
+        self._only_at_end = False  # whether values are put back only at the end
+        roots = [(model, "model"), *((one, "") for one in (*preserve, *steps))]
+        self._roots, self._device = [*(root for root, _ in roots), *owners], device
+        self._find(list(visit(roots, owners, without=[device])))
         self._modes = [(one, one.find().training) for one in self.stateful if issubclass(one.kind, torch.nn.Module)]
         self._flags = self._read_flags()
         self.first_weights, self.first_gradients = self.weights(), gradients_of(self.parameters())
@@ -99,7 +100,9 @@ class Tracker:
         """Save all that the walk has seen, and from then on keep nothing alive that a step may let go of."""
         references, tuples = self.copies.references, list[Values]()
         for seen in every:
-            references |= {values.owner.first_id: values.owner for values in seen.values if values.owner is not None}
+            for values in seen.values:
+                if values.owner is not None:
+                    references.add(values.owner)
             if isinstance(seen.value, tuple):
                 tuples += seen.values
             if isinstance(seen.value, torch.optim.Optimizer):
@@ -107,22 +110,9 @@ class Tracker:
         for seen in every:
             self._save(seen, self.places)
         every.clear()
-        noted = set[object]()
-        for values in [*tuples, *(place.values for place in self._all_places())]:
-            held = values.read()
-            for key, value in held.items() if isinstance(held, dict) else enumerate(held):
-                reference = None if isinstance(value, PLAIN) else self.copies.reference(value)
-                if reference is not None and values.slot(key) not in noted:  # several functions may use one variable
-                    noted.add(values.slot(key))
-                    reference.held_by(values.read, key)
-        value = held = None
-        for reference in references.values():
-            reference.let_go(self._save_item)
-
-    def _save_item(self, value: Any) -> Any:
-        """Return what to save of an item of a tuple; `MISSING` for a tensor that cannot be made anew."""
-        item = saved(value, copies=self.copies, trains=False)
-        return MISSING if isinstance(item, GraphTensor) else item
+        del seen, values
+        every_values = [*tuples, *(place.values for place in self._all_places())]
+        references.let_go(((one.read, one.slot) for one in every_values), partial(saved_item, copies=self.copies))
 
     def _save(self, seen: Seen, places: list[Place]) -> None:
         value = seen.value
@@ -143,7 +133,7 @@ class Tracker:
         if isinstance(value, torch.optim.Optimizer):
             return
         if is_training_state(seen):
-            self.stateful.append(self.copies.references[id(value)])
+            self.stateful += filter(None, [self.copies.references.to(value)])
         elif (one := opaque_place(seen, self._names)) is not None:
             self.opaque.append(one)
             if is_source(value):
@@ -214,14 +204,6 @@ class Tracker:
         states = (tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer))
         return list({id(tensor): tensor for tensor in (*parameters, *buffers, *gradients, *states)}.values())
 
-    def largest_added(self, least_bytes: int) -> list[str]:
-        """Return what the user's code has added since the start, such as ``"losses (12.00 MiB)"``, largest first.
-
-        Gradients and optimizer state are not among it, since every step of training makes them.
-        """
-        kept = [one for one in self.places if one.values.when is not When.COLD]
-        return _largest([pair for place in (*self.tensors.values(), *kept) for pair in place.added()], least_bytes)
-
     # --- before and after each trial ---
 
     @property
@@ -241,8 +223,7 @@ class Tracker:
     def restore_modes(self) -> None:
         """Restore every module's train or eval mode, as training does between its phases."""
         for reference, training in self._modes:
-            module = reference.find()
-            if module is not None:
+            if (module := reference.find()) is not None:
                 module.training = training
 
     def start_cold(self, release: Callable[[], object] = lambda: None) -> None:
@@ -277,10 +258,10 @@ class Tracker:
 
     def _let_go_again(self) -> None:
         """Track the optimizers that were made anew, and keep alive nothing that was."""
-        for reference in self.copies.references.values():
-            if issubclass(reference.kind, torch.optim.Optimizer) and (optimizer := reference.find()) is not None:
+        for reference in self.copies.references.of_kind(torch.optim.Optimizer):
+            if (optimizer := reference.find()) is not None:
                 self._optimizers.setdefault(optimizer, [])
-            reference.let_go_again()
+        self.copies.references.let_go_again()
 
     def _all_places(self) -> list[Place]:
         of_optimizers = (place for places in list(self._optimizers.values()) for place in places)
@@ -305,8 +286,7 @@ class Tracker:
             self._flags = self._read_flags()
             containers = {id(one) for optimizer in self.optimizers for one in _containers_of(optimizer)}
             for place in self._all_places():
-                owner = None if place.values.owner is None else place.values.owner.find()
-                if place.values.is_registry or (id(owner) in containers and not place.was_empty):
+                if place.values.is_registry or (place.values.owner_id in containers and not place.was_empty):
                     place.restart_from_here()
 
     def find_moves(self) -> None:
@@ -329,12 +309,9 @@ class Tracker:
         own = [repr(one.read()) for one in self.opaque if one.is_restarted]
         return held, own, random.getstate(), repr(np.random.get_state())
 
-    def mark(self) -> int | None:
-        """Return a number that is new once a value of the user's or the place of a tensor has changed; None if that cannot be seen."""
-        if not self.is_exact or any(one.has_changed for one, _ in self._sources):
-            return None
-        places = [address for one in self.resident_tensors() for address in addresses_of(one)]
-        return hash(repr((self.plain_values(), [one.mark() for one in self.opaque], places)))
+    def counted(self) -> list[object] | None:
+        """Return `counted` of all that the step can reach now."""
+        return counted(self._roots, without=[self._device]) if self.is_exact else None
 
     def _read_flags(self) -> list[tuple[Callable[[], torch.Tensor | None], bool]]:
         """Return which parameters require gradients."""
@@ -390,8 +367,13 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> set[tuple[int, int, int]
     return {(id(one), id(grad), _version_of(grad)) for one, grad in found if grad is not None}
 
 
-def _largest(added: Iterable[tuple[str, object]], least_bytes: int) -> list[str]:
-    """Return the paths with the most memory, but for gradients, each with its size."""
+def largest_added(tracker: Tracker, least_bytes: int) -> list[str]:
+    """Return what the user's code has added since the start, such as ``"losses (12.00 MiB)"``, largest first.
+
+    Gradients and optimizer state are not among it, since every step of training makes them.
+    """
+    kept = [one for one in tracker.places if one.values.when is not When.COLD]
+    added = (pair for place in (*tracker.tensors.values(), *kept) for pair in place.added())
     found: dict[str, dict[int, int]] = defaultdict(dict)
     for path, value in added:
         if not path.endswith(".grad"):

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from oomprobe.state.references import HOOKS, REGISTRIES, Reference
+from oomprobe.state.references import HOOKS, REGISTRIES, Reference, slots_of
 
 MAX_DEPTH = 6  # in libraries: an optimizer in a strategy in a trainer is at depth 3
 MAX_OBJECTS = 20_000  # a walk that visits more has entered a data set
@@ -47,7 +47,7 @@ _DATA = (*_CONTAINERS, *_NAMESPACES, tuple, frozenset, torch.Tensor, np.ndarray,
 _FOLLOWED = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler)
 _FOLLOWED_NAMES = ("dataset", "datasets", "transform", "transforms", "sampler", "batch_sampler", "collate_fn")
 _MISSING = object()
-_PARALLEL = ("torch.distributed.", "torch.nn.parallel.")
+PARALLEL = ("torch.distributed.", "torch.nn.parallel.")
 
 
 class Kind(enum.Enum):
@@ -87,6 +87,11 @@ class Values(NamedTuple):
     variable: Callable[[Any], object] | None = (
         None  # of variables: what identifies one, which several functions may use
     )
+
+    @property
+    def owner_id(self) -> int:
+        """The id of the owner; that of None if it was freed, or there is none."""
+        return id(None if self.owner is None else self.owner.find())
 
     @property
     def is_gone(self) -> bool:
@@ -331,7 +336,7 @@ class _Walk:
         name = function.__name__
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         if not self.is_users(function):  # such as a decorator around a function of the user's
-            inside = [*vars(function).values(), *_contents(cells).values()]
+            inside = [*vars(function).values(), *contents(cells).values()]
             self._add("", *(one for one in inside if isinstance(one, types.FunctionType)))
             self._pass(inside, name)
             return
@@ -355,13 +360,7 @@ class _Walk:
             self._add(type(value).__name__, type(value))
         if hasattr(value, "__dict__"):
             yield _of_attributes(reference, f"{path}.")
-        slots = {  # not the members of types written in C, which may be new objects at each read
-            name: member
-            for kind in type(value).__mro__
-            if "__slots__" in vars(kind)
-            for name, member in vars(kind).items()
-            if isinstance(member, types.MemberDescriptorType)
-        }
+        slots = slots_of(type(value))
         if slots and self.is_users(value):
             yield _of_slots(reference, slots, f"{path}.")
         elif slots:
@@ -371,7 +370,7 @@ class _Walk:
         if self.is_users(module):
             self._add(type(module).__name__, type(module))
         # The attributes of DDP and its like belong to C++ objects.
-        is_bound = type(module).__module__.startswith((*_PARALLEL, "torch.jit."))
+        is_bound = type(module).__module__.startswith((*PARALLEL, "torch.jit."))
         reference = Reference(module, is_strong=is_bound)
         hooks = {name: vars(module)[name] for name in HOOKS if name in vars(module)}
         self._met |= {id(one): one for one in hooks.values()}
@@ -384,7 +383,7 @@ class _Walk:
             values = _of_registry(reference, name, f"{path}.")
             yield values._replace(when=when)
         yield _of_hooks(reference, tuple(hooks), path)
-        if not type(module).__module__.startswith(_PARALLEL):
+        if not type(module).__module__.startswith(PARALLEL):
             restarts = self.is_users(module) or type(module).__module__.startswith("torch.nn.modules.")
             values = _of_attributes(reference, f"{path}.", without=frozenset((*REGISTRIES, *hooks)))
             yield values._replace(when=When.EACH_TRIAL if restarts else When.AT_END, trains=True)
@@ -405,7 +404,7 @@ def _parts(value: Any) -> Iterable[Any]:
         return list(held) if len(value) <= MAX_CONTAINER else ()
     if isinstance(value, types.FunctionType):
         cells = dict(enumerate(value.__closure__ or ()))
-        return [*_contents(cells).values(), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*contents(cells).values(), *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if isinstance(value, types.MethodType):
         return value.__self__, value.__func__
     if isinstance(value, _AROUND_CODE):
@@ -595,12 +594,13 @@ def _of_tuple(owner: Reference, path: str) -> Values:
 def _of_cells(cells: dict[Any, types.CellType]) -> Values:
     put, drop = (lambda name, one: setattr(cells[name], "cell_contents", one)), types.CellType.cell_contents.__delete__
     write = _writer(put, lambda name: drop(cells[name]))
-    return Values("", lambda: _contents(cells), write, variable=lambda name: id(cells[name]))
+    return Values("", lambda: contents(cells), write, variable=lambda name: id(cells[name]))
 
 
-def _contents(cells: dict[Any, types.CellType]) -> dict[Any, Any]:
+def contents(cells: dict[Any, types.CellType]) -> dict[Any, Any]:
+    """Return what cells hold, without those that are empty."""
     found = {}
     for name, cell in cells.items():
-        with suppress(ValueError):  # it is empty
+        with suppress(ValueError):
             found[name] = cell.cell_contents
     return found

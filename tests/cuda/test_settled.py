@@ -42,12 +42,17 @@ def train(model, optimizer, samples, after=lambda output: None):
     optimizer.step()
 
 
+KEPT = []
+
+
 def with_hidden_count(act):
-    """Pass the number of the call to `act`, from a count that oomprobe cannot see: in memory of C's."""
+    """Pass the number of the call to `act`, from a count that oomprobe cannot see: in memory of C's, of which the step has the address."""
     model, optimizer = begun()
-    number = ctypes.c_long()
+    KEPT.append(ctypes.c_long())
+    address = ctypes.addressof(KEPT[-1])
 
     def step(model, batch_size):
+        number = ctypes.c_long.from_address(address)
         number.value += 1
         act(number.value, model, optimizer, batch_size)
 

@@ -1,0 +1,220 @@
+"""What the user's code counts with, wherever it can be reached at this moment.
+
+If it is the same after two calls, and the device is too, the calls that follow can only repeat those between. So whatever may
+hide a count makes the answer None: what hands out data, an object written in C, more values than one can look at.
+"""
+
+from __future__ import annotations
+
+import array
+import datetime
+import functools
+import io
+import queue
+import random
+import re
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from oomprobe.state.references import REGISTRIES, is_made_in_python, slots_of
+from oomprobe.state.tensors import addresses_of
+from oomprobe.state.walk import PARALLEL, PLAIN, code_names, contents, is_learnable, is_users_code, module_of
+
+SMALL_BYTES = 2**12  # tensors and arrays up to this size are counted with, larger ones hold data
+MOST_VALUES = 200_000  # reading them takes about 0.2 s
+_SOURCES = (io.IOBase, queue.Queue, queue.SimpleQueue)
+_OF_OPTIMIZERS = ("state", "param_groups", "defaults")
+_CODE = (
+    types.FunctionType, types.MethodType, types.CellType, type, functools.partial, property, staticmethod, classmethod,
+    functools.cached_property,
+)  # fmt: skip
+# Packages whose objects hold nothing that a step counts with. Torch's own generators and schedules move on, but decide nothing
+# about memory.
+_STILL = {
+    "torch", "numpy", "logging", "typing", "re", "abc", "operator", "_thread", "threading", "enum", "decimal", "fractions",
+    "pathlib", "uuid",
+}  # fmt: skip
+_STILL_KINDS = (
+    types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType,
+    types.GetSetDescriptorType, types.MemberDescriptorType, types.CodeType, types.GenericAlias, re.Pattern, range, slice,
+    datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, np.dtype, np.ufunc, weakref.ref,
+    type(...), type(NotImplemented),
+)  # fmt: skip
+
+
+class _HiddenError(Exception):
+    """A value may count without showing it."""
+
+
+def counted(roots: Iterable[object], *, without: Iterable[object] = ()) -> list[object] | None:
+    """Return the numbers, texts, lengths, small tensors and generators' states that can be reached; None if some may be hidden.
+
+    Weights, gradients and optimizer state are there by their addresses alone.
+
+    Examples:
+        >>> numbers = {"seen": 3}
+        >>> before = counted([numbers])
+        >>> numbers["seen"] += 1
+        >>> counted([numbers]) == before, counted([iter([1])])
+        (False, None)
+    """
+    found: list[object] = [random.getstate(), repr(np.random.get_state())]
+    met = {id(value): value for value in without}  # kept alive, so that no other object gets their ids
+    todo = deque(roots)
+    while todo:
+        value = todo.popleft()
+        if isinstance(value, PLAIN):
+            found.append(value)
+        elif id(value) not in met:
+            met[id(value)] = value
+            found.append(type(value))
+            try:
+                todo.extend(_inside(value, found))
+            except _HiddenError:
+                return None
+        if len(found) > MOST_VALUES:
+            return None
+    return found
+
+
+def _inside(value: Any, found: list[object]) -> Iterable[Any]:
+    """Add what a value counts with to `found`, and return what it holds."""
+    if isinstance(value, torch.Tensor):
+        return _in_tensor(value, found)
+    if isinstance(value, torch.nn.Module):
+        return _in_module(value, found)
+    if hasattr(type(value), "__next__") or (isinstance(value, _SOURCES) and not _is_written(value)):
+        raise _HiddenError
+    if isinstance(value, dict):
+        return [part for pair in dict.items(value) for part in pair] + _attributes(value)
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        found.append(len(value))
+        return [*value, *_attributes(value)]
+    if isinstance(value, np.ndarray | np.generic):
+        return _in_array(value, found)
+    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
+        found.append(_state_of(value))
+        return ()
+    if isinstance(value, array.array | bytearray):
+        found += [len(value), bytes(value[:SMALL_BYTES])]
+        return ()
+    if isinstance(value, functools._lru_cache_wrapper):
+        found.append(value.cache_info().currsize)
+        return (value.__wrapped__,)
+    if isinstance(value, torch.optim.Optimizer):  # its state counts its steps, which decides nothing about memory
+        return () if _package(value) in _STILL else [one for one in vars(value).items() if one[0] not in _OF_OPTIMIZERS]
+    if isinstance(value, _CODE):
+        return _in_code(value)
+    return _in_object(value)
+
+
+def _in_code(value: Any) -> Iterable[Any]:
+    if isinstance(value, types.CellType):
+        return contents({"": value}).values()
+    if isinstance(value, types.FunctionType):
+        return _in_function(value)
+    if isinstance(value, type):
+        return (*value.__bases__, *_variables(value)) if is_users_code(value.__module__) else ()
+    names = ("func", "args", "keywords", "__self__", "__func__", "fget", "fset")  # of what stands around code
+    return [getattr(value, name) for name in names if hasattr(value, name)]
+
+
+def _in_object(value: Any) -> Iterable[Any]:
+    is_data = str(module_of(value)).startswith("torch.utils.data.")
+    is_still = isinstance(value, _STILL_KINDS) or type(value) is object or _package(value) in _STILL
+    if is_still and not is_data:
+        return ()
+    if not is_made_in_python(type(value)):
+        raise _HiddenError
+    return type(value), *_attributes(value)
+
+
+def _package(value: Any) -> str:
+    return str(module_of(value)).partition(".")[0]
+
+
+def _is_written(value: Any) -> bool:
+    """Whether a file is closed, or only written to."""
+    return isinstance(value, io.IOBase) and (value.closed or not value.readable())
+
+
+def _attributes(value: Any) -> list[Any]:
+    slots = [member.__get__(value) for name, member in slots_of(type(value)).items() if hasattr(value, name)]
+    return [*slots, *getattr(value, "__dict__", {}).items()]
+
+
+def _variables(kind: type) -> list[Any]:
+    """Return what a class holds, without what Python keeps there."""
+    return [value for name, value in vars(kind).items() if not name.startswith(("__dict__", "__weakref__", "_abc_"))]
+
+
+def _in_function(function: types.FunctionType) -> Iterable[Any]:
+    if _package(function) in _STILL:
+        return
+    yield from (vars(function), function.__defaults__, function.__kwdefaults__, *(function.__closure__ or ()))
+    if is_users_code(module_of(function)):
+        yield from _named(function.__globals__, code_names(function.__code__), set())
+
+
+def _named(variables: dict[str, Any], names: set[str], met: set[int]) -> Iterable[Any]:
+    """Yield the variables with these names, of this module and of the modules among them."""
+    for name in names & variables.keys():
+        value = variables[name]
+        if isinstance(value, types.ModuleType) and id(value) not in met:
+            met.add(id(value))
+            yield from _named(vars(value), names, met)
+        elif not isinstance(value, types.ModuleType):
+            yield value
+
+
+def _in_module(module: torch.nn.Module, found: list[object]) -> Iterable[Any]:
+    is_torchs = (
+        _package(module) == "torch"
+    )  # the buffers of batch norms count calls, which decides nothing about memory
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            gradient = tensor.grad if tensor.is_leaf else None
+            found += [addresses_of(tensor), gradient is not None and addresses_of(gradient)]
+            found.append(None if is_torchs else _small_on_host(tensor))
+            yield from vars(tensor).items()
+    yield from module._modules.values()
+    if not type(module).__module__.startswith(PARALLEL):  # their attributes belong to C++ objects
+        yield type(module)
+        for name, value in vars(module).items():
+            if name not in REGISTRIES:
+                yield value
+
+
+def _in_tensor(tensor: torch.Tensor, found: list[object]) -> Iterable[Any]:
+    found.append(addresses_of(tensor))
+    if not is_learnable(tensor):
+        found += [tensor.shape, _small_on_host(tensor)]
+        if not tensor.is_inference():
+            found.append(tensor._version)
+    return list(vars(tensor).values())
+
+
+def _small_on_host(tensor: torch.Tensor) -> object:
+    """Return the values of a small tensor in host memory."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() * tensor.element_size() > SMALL_BYTES:
+        return None
+    return repr(tensor.detach().tolist())
+
+
+def _in_array(value: Any, found: list[object]) -> Iterable[Any]:
+    found += [value.shape, value.tobytes() if value.nbytes <= SMALL_BYTES else None]
+    return value.ravel().tolist() if value.dtype.hasobject else ()
+
+
+def _state_of(generator: Any) -> str:
+    if isinstance(generator, random.Random):
+        return repr(generator.getstate())
+    return repr(generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state())
