@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from oomprobe.state.references import REGISTRIES, is_made_in_python, slots_of
-from oomprobe.state.tensors import addresses_of
+from oomprobe.state.tensors import addresses_of, can_copy, version_of
 from oomprobe.state.walk import PARALLEL, PLAIN, code_names, contents, is_learnable, is_users_code, module_of
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are counted with, larger ones hold data
@@ -192,17 +192,16 @@ def _in_module(module: torch.nn.Module, found: list[object]) -> Iterable[Any]:
 
 
 def _in_tensor(tensor: torch.Tensor, found: list[object]) -> Iterable[Any]:
-    found.append(addresses_of(tensor))
-    if not is_learnable(tensor):
-        found += [tensor.shape, _small_on_host(tensor)]
-        if not tensor.is_inference():
-            found.append(tensor._version)
+    if can_copy(tensor):
+        found.append(addresses_of(tensor))
+        if not is_learnable(tensor):
+            found += [tensor.shape, version_of(tensor), _small_on_host(tensor)]
     return list(vars(tensor).values())
 
 
 def _small_on_host(tensor: torch.Tensor) -> object:
     """Return the values of a small tensor in host memory."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.device.type != "cpu" or not can_copy(tensor):
         return None
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() * tensor.element_size() > SMALL_BYTES:
         return None

@@ -20,7 +20,7 @@ import torch
 
 from oomprobe.state.compare import same
 from oomprobe.state.references import MISSING, BoundMethod, Reference
-from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy
+from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, version_of
 from oomprobe.state.walk import PLAIN, Kind, Seen, Values, module_of
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are put back before every trial, larger ones at the end
@@ -281,7 +281,7 @@ def tensor_place(copy: TensorCopy, path: str, version: int) -> OpaquePlace:
 
     def equals(_: object) -> bool:
         tensor = copy.find()
-        return tensor is None or copy.storage.is_intact(tensor._version == version)
+        return tensor is None or copy.storage.is_intact(version_of(tensor) == version)
 
     nbytes = copy.storage.nbytes
     return OpaquePlace(path, "a tensor", take, lambda _: copy.storage.write(), equals=equals, nbytes=nbytes)

@@ -196,11 +196,26 @@ AnyCopy = TensorCopy | WrapperCopy
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    """Whether a tensor has a storage and views it by strides alone; what does not may lack any attribute."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return False
+    # Some that wrap others claim memory that they do not have.
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() == 0 or tensor.data_ptr() != 0
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for an inference tensor, which does not know."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def kind_of_storage(tensor: torch.Tensor) -> str:
     """Return what a tensor without a copy is, such as ``"a sparse_coo tensor"``."""
+    if tensor.is_nested:
+        return "a nested tensor"
     if tensor.layout is not torch.strided:
         return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
     return "a quantised tensor" if tensor.is_quantized else f"a {type(tensor).__name__} without a plain storage"

@@ -28,7 +28,7 @@ from oomprobe.state.places import (
     tensor_place,
 )
 from oomprobe.state.references import Reference
-from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, kind_of_storage, tensors_in
+from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, kind_of_storage, tensors_in, version_of
 from oomprobe.state.walk import (
     Kind,
     Seen,
@@ -157,7 +157,7 @@ class Tracker:
         elif type(tensor) is torch.Tensor and not tensor.requires_grad:
             copy = self.copies.keep(tensor)
             if isinstance(copy, TensorCopy):
-                self.opaque.append(tensor_place(copy, path, tensor._version))
+                self.opaque.append(tensor_place(copy, path, version_of(tensor)))
 
     def take(self, left_bytes: int) -> None:
         """Copy the arrays and tensors beside the model that are small, and others as far as `left_bytes` goes."""
@@ -218,7 +218,7 @@ class Tracker:
 
     def weights(self) -> set[tuple[int, int]]:
         """Return marks of the weights, each of which is new once it was changed in place, other than through its ``data``."""
-        return {(id(one), _version_of(one)) for one in self.parameters()}
+        return {(id(one), version_of(one)) for one in self.parameters()}
 
     def restore_modes(self) -> None:
         """Restore every module's train or eval mode, as training does between its phases."""
@@ -364,7 +364,7 @@ def _mark_beside(places: list[Place], moved: set[int]) -> None:
 def gradients_of(parameters: Iterable[torch.Tensor]) -> set[tuple[int, int, int]]:
     """Return marks of the gradients that parameters have, each of which is new once it was computed again."""
     found = ((one, one.grad) for one in parameters if one.is_leaf)
-    return {(id(one), id(grad), _version_of(grad)) for one, grad in found if grad is not None}
+    return {(id(one), id(grad), version_of(grad)) for one, grad in found if grad is not None}
 
 
 def largest_added(tracker: Tracker, least_bytes: int) -> list[str]:
@@ -382,10 +382,6 @@ def largest_added(tracker: Tracker, least_bytes: int) -> list[str]:
     sizes = {path: sum(storages.values()) for path, storages in found.items()}
     largest = sorted(sizes, key=lambda path: -sizes[path])[:3]
     return [f"{path} ({format_bytes(sizes[path])})" for path in largest if sizes[path] >= least_bytes]
-
-
-def _version_of(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _containers_of(optimizer: torch.optim.Optimizer) -> list[object]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from oomprobe.state.references import HOOKS, REGISTRIES, Reference, slots_of
@@ -168,8 +169,12 @@ def is_learnable(value: object) -> bool:
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has values to copy: neither a meta tensor nor one of a simulated card has."""
-    return tensor.device.type != "meta" and not type(tensor).__module__.startswith("torch._subclasses.")
+    """Return whether a tensor has values to copy: neither a lazy one, nor a meta tensor, nor one of a simulated card has."""
+    return (
+        not is_lazy(tensor)
+        and tensor.device.type != "meta"
+        and not type(tensor).__module__.startswith("torch._subclasses.")
+    )
 
 
 def is_users_code(module_name: object) -> bool:

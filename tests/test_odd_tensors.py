@@ -1,0 +1,122 @@
+"""Tensors that lack what others have, wherever a step holds them: each is put up with, or refused in a sentence."""
+
+import contextlib
+
+import pytest
+import torch
+from ledger import LedgerDevice
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+import oomprobe
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of each kind that is a prototype
+
+
+def inference():
+    with torch.inference_mode():
+        return torch.zeros(4)
+
+
+def wrapped(transform, function=torch.sum):
+    """Return the tensor that a function sees inside a transform of functorch."""
+    seen = []
+
+    def keep(x):
+        seen.append(x)
+        return function(x)
+
+    transform(keep)(torch.ones(3))
+    return seen[0]
+
+
+def fake():
+    with FakeTensorMode():
+        return torch.ones(3)
+
+
+def without_memory():
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+PLAIN = {
+    "inference": inference,
+    "view of an inference tensor": lambda: inference()[:2],
+    "expanded": lambda: torch.ones(1).expand(4),
+    "fp8": lambda: torch.zeros(2).to(torch.float8_e4m3fn),
+    "uint16": lambda: torch.zeros(2, dtype=torch.uint16),
+    "not a leaf": lambda: torch.ones(2, requires_grad=True) * 2,
+    "empty": lambda: torch.empty(0),
+    "without memory": without_memory,
+}
+ODD = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse by rows": lambda: torch.eye(3).to_sparse_csr(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "nested": lambda: nested(torch.strided),
+    "jagged": lambda: nested(torch.jagged),
+    "inside vmap": lambda: wrapped(torch.func.vmap),
+    "inside grad": lambda: wrapped(torch.func.grad),
+    "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "negative": lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
+    "meta": lambda: torch.ones(2, device="meta"),
+    "fake": fake,
+    "mkldnn": lambda: torch.ones(2).to_mkldnn(),
+    "masked": lambda: torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])),
+    "zeros without memory": lambda: torch._efficientzerotensor(3),
+    "lazy parameter": UninitializedParameter,
+    "lazy buffer": UninitializedBuffer,
+}
+PLACES = ("closure", "dict", "list", "tuple", "attribute", "buffer")
+
+
+def check(tensor, place, device):
+    model, held = nn.Linear(2, 2), {}
+    optimizer = torch.optim.AdamW(model.parameters())
+    in_closure = tensor if place == "closure" else None
+    if place == "attribute":
+        model.extra = tensor
+    elif place == "buffer":
+        model.register_buffer("extra", tensor, persistent=False)
+    elif place != "closure":
+        held["extra"] = {"dict": tensor, "list": [tensor], "tuple": (tensor, 1)}[place]
+
+    def step(model, batch_size):
+        assert in_closure is None or place == "closure"
+        held["extra"] = held.get("extra")
+        optimizer.zero_grad()
+        nn.functional.linear(torch.ones(batch_size, 2), model.weight, model.bias).sum().backward()
+        optimizer.step()
+
+    return oomprobe.check(model, step, 2, device=device(), progress="off")
+
+
+WHERE = pytest.mark.parametrize(
+    ("place", "device"),
+    [*((place, LedgerDevice) for place in PLACES), *((place, lambda: "sim:1GiB") for place in ("dict", "buffer"))],
+    ids=[*PLACES, "simulated dict", "simulated buffer"],
+)
+
+
+@WHERE
+@pytest.mark.parametrize("kind", PLAIN)
+def test_a_dense_tensor_may_be_anywhere(kind, place, device):
+    assert check(PLAIN[kind](), place, device).state_verified
+
+
+@WHERE
+@pytest.mark.parametrize("kind", ODD)
+def test_another_may_be_anywhere_or_is_refused(kind, place, device):
+    tensor = ODD[kind]()
+    if place in ("attribute", "buffer") or tensor.requires_grad:  # it would have to be put back
+        with contextlib.suppress(oomprobe.OomProbeError):
+            check(tensor, place, device)
+    else:
+        assert check(tensor, place, device).batch_size == 2
