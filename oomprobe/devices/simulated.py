@@ -152,6 +152,12 @@ class SimulatedDevice(Device, Replay):
                 f"{format_bytes(max(0, needed - available))} too little, even before the first step. Use a larger card or "
                 "a smaller dtype, or shard the model"
             ) from None
+        if self._card_mode.refused_building is not None:
+            raise NothingFitsError(
+                f"building the model ran out of memory at {self._card_mode.refused_building}, although what it leaves fits: "
+                f"{self.name} has {format_bytes(self.card.available_bytes)} for the allocator. Build in host memory, in "
+                "the dtype that you train in, and move the result to the card"
+            )
 
     # --- the Device protocol ---
 
@@ -195,6 +201,9 @@ class SimulatedDevice(Device, Replay):
 
     def allocations(self) -> int:
         return self._memory.allocator.served
+
+    def cached_bytes(self) -> int:
+        return self._memory.allocator.reserved_bytes - self._memory.allocator.allocated_bytes
 
     def release(self) -> None:
         self._memory.clear_workspaces()

@@ -191,7 +191,10 @@ class DeviceInfo:
     @property
     def emptying(self) -> str:
         """What to type to give its allocator's cache back."""
-        return f"torch.{self.torch_device.split(':')[0]}.empty_cache()"
+        kind = (
+            "cuda" if self.replays else self.torch_device.split(":")[0]
+        )  # a simulated card's tensors are in host memory
+        return f"torch.{kind}.empty_cache()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from oomprobe.ground import torch_versions
+from oomprobe.ground.frames import user_line
 from oomprobe.simulation import scratch
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes, Results
@@ -45,6 +47,7 @@ from oomprobe.simulation.unknown import (
 MAX_REAL_NUMEL = {True: 2**16, False: 2**22}  # key: whether the dtype is floating point
 _aten = torch.ops.aten
 _COMPARISONS = {_aten.equal.default, _aten.allclose.default}
+_READING = {*_COMPARISONS, _aten._local_scalar_dense.default}
 _ZEROS = {_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default}
 # Autograd formulas that write into zeros they created do so out of place for tensor subclasses.
 # Source: torch/csrc/autograd/FunctionsManual.cpp, areAnyTensorSubclassLike.
@@ -76,7 +79,9 @@ class CardMode(TorchDispatchMode):
         self.fakes = Fakes(self.fake_mode, memory)
         self._results = Results(self.fake_mode)
         self._known_bools: KnownBools = weakref.WeakKeyDictionary()
-        self._last_zeros: Callable[[], FakeTensor | None] = lambda: None
+        self._last_zeros: Callable[[], torch.Tensor | None] = lambda: None
+        self.is_building = False
+        self.refused_building: str | None = None  # where building first asked for more than the card has
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # later versions of torch ask
@@ -86,6 +91,16 @@ class CardMode(TorchDispatchMode):
         """Reset what a failed call may have left."""
         self.depth = 0
         self.fake_mode.in_kernel_invocation = False
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Let tensors have values, in host memory, while a model is built."""
+        self.is_building = self.fakes.keeps_parameters = True
+        try:
+            with self:
+                yield
+        finally:
+            self.is_building = self.fakes.keeps_parameters = False
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, real or fake, is on the card."""
@@ -100,6 +115,8 @@ class CardMode(TorchDispatchMode):
             self.poll()
         self.depth += 1
         try:
+            if self.is_building:
+                return self._build(func, args, kwargs or {})
             return self._run(func, args, kwargs or {})
         except AllocatorOutOfMemory as refusal:
             raise torch.OutOfMemoryError(str(refusal)) from None
@@ -111,6 +128,51 @@ class CardMode(TorchDispatchMode):
             raise
         finally:
             self.depth -= 1
+
+    def put_on_card(self, tensor: torch.Tensor) -> None:
+        """Put a tensor on the card, unless it is there."""
+        if isinstance(tensor, FakeTensor):
+            self.fakes.move_to_card(tensor)
+        elif self.is_building:
+            try:
+                self.fakes.put_on_card(tensor)
+            except AllocatorOutOfMemory:
+                self._refuse_building()
+        else:
+            self.fakes.put_on_card(tensor)
+
+    def _refuse_building(self) -> None:
+        """Take note that the card is full; the device tells once it is known what the model alone takes."""
+        self.refused_building = self.refused_building or user_line()
+
+    def _build(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an operator for real, in host memory; if it concerns the card, simulate first what it asks of it."""
+        operands = _Operands(self)
+        operands.add(args)
+        operands.add(kwargs.values())
+        simulated, device = None, kwargs.get("device")
+        if (operands.on_card or device == CARD) and func not in _READING:
+            try:
+                simulated = self._run(func, args, kwargs)
+            except AllocatorOutOfMemory:
+                self._refuse_building()
+        if device is not None and device.type == "cpu":
+            kwargs = {**kwargs, "device": HOST}
+        if "pin_memory" in kwargs:
+            kwargs = {**kwargs, "pin_memory": None}
+        try:
+            with torch._C._DisableTorchDispatch():
+                result = func(*args, **kwargs)
+        except RuntimeError as error:
+            if simulated is None or not lacks_cpu_kernel(error):
+                raise
+            result = tree_map_only(FakeTensor, _zeros_like, simulated)
+        for real, fake in zip(tree_leaves(result), tree_leaves(simulated), strict=False):
+            if isinstance(real, torch.Tensor) and isinstance(fake, FakeTensor):
+                self.fakes.bind(real, fake)
+        if func in _ZEROS:
+            self._last_zeros = weakref.ref(result)
+        return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if "pin_memory" in kwargs:  # host memory does not count
@@ -125,8 +187,8 @@ class CardMode(TorchDispatchMode):
             return self._scalar(args[0])
         if operands.on_card and _only_writes_lists(func):
             return None
-        if func is _aten.copy_.default and operands.on_card and operands.on_host and operands.on_host[0] is args[1]:
-            return args[0]  # from the host into an existing tensor on the card
+        if func is _aten.copy_.default and operands.on_card and operands.on_host:
+            return args[0]  # between host and card, into an existing tensor
         if func is _aten.histc.default and operands.on_card:  # CUDA accepts integers, the CPU does not
             func, args, kwargs = _aten.new_empty.default, (args[0], [args[1] if len(args) > 1 else 100]), {}
         if func in _COMPARISONS and (operands.fake or operands.on_card):
@@ -136,9 +198,10 @@ class CardMode(TorchDispatchMode):
         if operands.on_card:
             for tensor in operands.on_host:
                 self.fakes.move_to_card(tensor)
+        accumulates = func is _aten.add.Tensor and _adds_in_place((*args,))
+        in_place = func in _IN_PLACE_ON_CUDA and self._is_autograds_zeros(args[0])
         args = self._faked(args)
         kwargs = {name: self._faked(value) for name, value in kwargs.items()}
-        accumulates = func is _aten.add.Tensor and _adds_in_place(args)
         to_card = operands.on_card and kwargs.get("device") != HOST
         launch = scratch.find_launch(self._processors, func, args, kwargs) if to_card else None
         with nullcontext() if launch is None else self.memory.running(launch):
@@ -147,7 +210,8 @@ class CardMode(TorchDispatchMode):
             if accumulates and self.memory.holds(args[0].untyped_storage()):
                 result.fake_device = CARD
                 self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
-            self._track(func, result, args, launch.result_bytes if launch else None, to_card=to_card)
+            result_bytes = launch.result_bytes if launch else None
+            self._track(func, result, args, result_bytes, to_card=to_card, in_place=in_place)
             if to_card and scratch.is_convolution(func) and torch.backends.cudnn.benchmark:
                 self._tune(func, args)
         if func in _LINEAR_ALGEBRA:
@@ -173,14 +237,16 @@ class CardMode(TorchDispatchMode):
             return self._known_bools[tensor.untyped_storage()]
         return read_value(tensor, self.notes)
 
-    def _track(self, func: Any, result: Any, args: Any, result_bytes: int | None, *, to_card: bool) -> None:
+    def _track(
+        self, func: Any, result: Any, args: Any, result_bytes: int | None, *, to_card: bool, in_place: bool
+    ) -> None:
         if func in _RESIZING:
             if self.is_on_card(args[0]):
                 self.memory.reallocate(args[0].untyped_storage())
             return
         memory, workspace_bytes = self.memory, scratch.convolution_workspace(func, args)
         memory.largest_workspace_bytes = max(memory.largest_workspace_bytes, workspace_bytes)
-        if func in _IN_PLACE_ON_CUDA and self._is_autograds_zeros(args[0]):
+        if in_place:
             result.fake_device = CARD
             self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
             return
@@ -212,7 +278,7 @@ class CardMode(TorchDispatchMode):
 
     def _is_autograds_zeros(self, tensor: torch.Tensor) -> bool:
         """Whether autograd has just created the tensor to scatter gradients into it."""
-        return _in_backward() and self._last_zeros() is tensor and self.memory.holds(tensor.untyped_storage())
+        return _in_backward() and self._last_zeros() is tensor and self.is_on_card(tensor)
 
     def _faked(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -220,6 +286,12 @@ class CardMode(TorchDispatchMode):
         if type(value) in (list, tuple):
             return type(value)(self._faked(one) for one in value)
         return value
+
+
+def _zeros_like(fake: FakeTensor) -> torch.Tensor:
+    """Return a tensor in host memory that looks like a fake, whose values only the card could compute."""
+    with torch._C._DisableTorchDispatch():
+        return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=HOST).zero_()
 
 
 def _in_backward() -> bool:
@@ -236,7 +308,7 @@ def _adds_in_place(args: Sequence[Any]) -> bool:
     one, other = args[0], args[1]
     return (
         _in_backward()
-        and isinstance(one, FakeTensor)
+        and isinstance(one, torch.Tensor)
         and isinstance(other, torch.Tensor)
         and one.shape == other.shape
         and one.dtype is other.dtype

@@ -196,6 +196,8 @@ def as_on_cuda(func: Any, args: Any, result: Any) -> Any:
         return result[0], *(one.float() if one.dtype in _HALF else one for one in result[1:])
     if func is _aten.native_group_norm.default and not torch_versions.GROUP_NORM_KEEPS_FORMAT:
         return result[0].contiguous(), *result[1:]
+    if func is _aten._to_copy.default and not _aten.is_non_overlapping_and_dense.default(result):
+        return result.clone()  # a fake keeps the gaps and overlaps of what it is moved from
     if func in (_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default):
         return result.contiguous()
     if func is _aten.convolution.default:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from oomprobe.simulation.allocator import AllocatorOutOfMemory
+from oomprobe.ground.frames import user_line
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, SEEN_CARD, requested_device
 from oomprobe.simulation.unknown import refuse_address
@@ -22,6 +22,7 @@ RECURRENT = (
     "recurrent networks are simulated one time step at a time, as CUDA runs them without cuDNN; with cuDNN they take less "
     "memory"
 )
+NOT_A_LEAF = "{line}: only leaf tensors can be copied by copy.deepcopy; copy tensor.detach() instead"
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
@@ -45,6 +46,7 @@ class DeviceMode(TorchFunctionMode):
             _T.__format__: self._format,
             _T.type: self._type,
             _T.data_ptr: self._address,
+            _T.__deepcopy__: self._deepcopy,
             torch.tensor: self._from_data,
             torch.as_tensor: self._from_data,
             torch.asarray: self._from_data,
@@ -146,6 +148,31 @@ class DeviceMode(TorchFunctionMode):
         numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
         return np.broadcast_to(numpy_dtype.type(value), tuple(tensor.shape))  # any size, no memory
 
+    def _deepcopy(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
+        """Copy a tensor with its whole storage, once for all its views, as torch does; it would read the address of the data."""
+        if not self._card_mode.is_on_card(tensor) and not isinstance(tensor, FakeTensor):
+            return tensor.__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        if not tensor.is_leaf:
+            raise RuntimeError(NOT_A_LEAF.format(line=user_line()))
+        storage = tensor.untyped_storage()
+        key = "oomprobe", storage._cdata
+        with self, torch.no_grad():
+            if key not in memo:
+                count = storage.nbytes() // tensor.element_size()
+                memo[key] = tensor.detach().as_strided((count,), (1,), 0).clone()
+            tensor.new_empty(())  # torch makes the copy of it
+            copied = memo[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            if isinstance(tensor, torch.nn.Parameter):
+                copied = torch.nn.Parameter(copied, tensor.requires_grad)
+            copied.requires_grad_(tensor.requires_grad)
+            memo[id(tensor)] = copied
+            copied.__dict__ = copy.deepcopy(vars(tensor), memo)
+            if tensor.grad is not None:
+                copied.grad = copy.deepcopy(tensor.grad, memo)
+        return copied
+
     # --- torch functions written in Python, inside which the mode would be off ---
 
     def _backward(
@@ -172,7 +199,7 @@ def _device(*args: Any, **kwargs: Any) -> torch.device:
 
 
 class BuildingMode(DeviceMode):
-    """Record tensors moved to the card without faking them: initialisation needs values."""
+    """Device mode while a model is built, whose tensors have values."""
 
     def wrap_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
         """Make ``torch.load`` load into host memory and record tensors mapped to the card."""
@@ -180,7 +207,7 @@ class BuildingMode(DeviceMode):
         def wrapped(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
             result = load(f, map_location="cpu", **kwargs)
             if isinstance(map_location, str | int | torch.device) and requested_device(map_location) == CARD:
-                tree_map_only(torch.Tensor, self._put_on_card, result)
+                tree_map_only(torch.Tensor, self._card_mode.put_on_card, result)
             return result
 
         return wrapped
@@ -188,25 +215,5 @@ class BuildingMode(DeviceMode):
     def _has_values(self, tensor: torch.Tensor) -> bool:
         return True
 
-    def _create(self, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
-        created = func(*args, **{**kwargs, "device": HOST})
-        if device == CARD and isinstance(created, torch.Tensor):
-            self._put_on_card(created)
-        return created
-
-    def _move(
-        self, tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None = None, *, copy: bool = False,
-        memory_format: Any = None,
-    ) -> torch.Tensor:  # fmt: skip
-        on_card = self._card_mode.is_on_card(tensor)
-        leaves_card = on_card and device == EXPLICIT_HOST
-        moved = tensor.to(
-            tensor.dtype if dtype is None else dtype, copy=copy or leaves_card, memory_format=memory_format
-        )
-        if device == CARD or (on_card and not leaves_card):
-            self._put_on_card(moved)
-        return moved
-
-    def _put_on_card(self, tensor: torch.Tensor) -> None:
-        with suppress(AllocatorOutOfMemory):  # reported with the total when the probe begins
-            self._card_mode.fakes.put_on_card(tensor)
+    def _set_data(self, setter: Any, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        setter(tensor, value)

@@ -50,13 +50,16 @@ class Fakes:
         self._storages: WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = WeakKeyDictionary()
         self._views: WeakKeyDictionary[torch.UntypedStorage, dict[tuple[Any, ...], FakeTensor]] = WeakKeyDictionary()
         self._copies: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}  # card copies of views, by id of the view
+        self.keeps_parameters = False  # whether parameters in host memory stay there
 
     def on_card(self, tensor: torch.Tensor) -> bool:
         """Whether a real tensor is on the card."""
         storage = tensor.untyped_storage()
         if self._memory.holds(self._storages.get(storage, storage)):
             return True
-        if isinstance(tensor, torch.nn.Parameter):  # a step that uses a card trains no parameter on the host
+        if (
+            isinstance(tensor, torch.nn.Parameter) and not self.keeps_parameters
+        ):  # a step that uses a card trains no parameter on the host
             self.put_on_card(tensor)
             return True
         return False
@@ -65,6 +68,12 @@ class Fakes:
         """Return the allocator's handle of a real or fake tensor's block; None if it is not on the card."""
         storage = tensor.untyped_storage()
         return self._memory.block_of(self._storages.get(storage, storage))
+
+    def bind(self, tensor: torch.Tensor, fake: FakeTensor) -> None:
+        """Let a new real tensor stand for a fake that an operator has put on the card."""
+        storage, simulated = tensor.untyped_storage(), fake.untyped_storage()
+        if storage not in self._storages and self._memory.holds(simulated):
+            self._storages[storage] = simulated
 
     def put_on_card(self, tensor: torch.Tensor) -> None:
         """Put a real tensor on the card, with its whole storage."""

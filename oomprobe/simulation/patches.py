@@ -31,30 +31,15 @@ _DEVICE: Any = FakeTensor.device  # torch's own property
 @contextmanager
 def simulated(card_mode: CardMode) -> Iterator[None]:
     """Simulate the code inside, in this thread."""
-    thread = threading.get_ident()
     with ExitStack() as stack:
         if gc.isenabled():
             # The collector must not free cycles at random moments: identical calls must make identical tapes.
             stack.callback(gc.enable)
             gc.disable()
-        stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
-        stack.enter_context(
-            CudaKernels(lambda: threading.get_ident() == thread, card_mode.memory.card.compute_capability)
-        )
-        for patched in _patches(card_mode):
-            stack.enter_context(patch.object(*patched))
         stack.enter_context(patch.object(torch, "save", _refuse_save))
-        # Inference mode would pass operators such as einsum to the mode whole, with what they allocate out of sight.
-        stack.enter_context(_without_inference_mode())
-        # oneDNN runs a recurrent network as one operator, which hides what it keeps for backward.
-        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
-        torch._C._set_mkldnn_enabled(False)
-        # Weights that autocast has already cast are real tensors on the host; those it casts inside are fakes.
-        stack.callback(torch.clear_autocast_cache)
-        torch.clear_autocast_cache()
+        stack.enter_context(_on_cuda(card_mode))
         device_mode = DeviceMode(card_mode)
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: device_mode.to_list(tensor)))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compilers need real devices
         stack.enter_context(card_mode.fake_mode)
         stack.enter_context(card_mode)
         stack.enter_context(device_mode)
@@ -64,12 +49,36 @@ def simulated(card_mode: CardMode) -> Iterator[None]:
 @contextmanager
 def building(card_mode: CardMode) -> Iterator[None]:
     """Run code that builds a model and moves it to ``"cuda"``; its tensors stay real, in host memory."""
+    device_mode = BuildingMode(card_mode)
+    with (
+        _on_cuda(card_mode),
+        patch.object(torch, "load", device_mode.wrap_load(torch.load)),
+        card_mode.building(),
+        device_mode,
+    ):
+        yield
+
+
+@contextmanager
+def _on_cuda(card_mode: CardMode) -> Iterator[None]:
+    """Let code inside take CUDA's paths, in this thread."""
+    thread = threading.get_ident()
     with ExitStack() as stack:
+        stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
+        stack.enter_context(
+            CudaKernels(lambda: threading.get_ident() == thread, card_mode.memory.card.compute_capability)
+        )
         for patched in _patches(card_mode):
             stack.enter_context(patch.object(*patched))
-        device_mode = BuildingMode(card_mode)
-        stack.enter_context(patch.object(torch, "load", device_mode.wrap_load(torch.load)))
-        stack.enter_context(device_mode)
+        # Inference mode would pass operators such as einsum to the mode whole, with what they allocate out of sight.
+        stack.enter_context(_without_inference_mode())
+        # oneDNN runs a recurrent network as one operator, which hides what it keeps for backward.
+        stack.callback(torch._C._set_mkldnn_enabled, torch._C._get_mkldnn_enabled())
+        torch._C._set_mkldnn_enabled(False)
+        # Weights that autocast has already cast are real tensors on the host; those it casts inside are fakes.
+        stack.callback(torch.clear_autocast_cache)
+        torch.clear_autocast_cache()
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compilers need real devices
         yield
 
 
@@ -150,33 +159,38 @@ def _device_getter(card_mode: CardMode) -> Any:
 
 
 def _wrap_apply(card_mode: CardMode, apply: Any) -> Any:
-    """Move a module to the card without replacing its tensors, unless their dtype or memory format changes."""
+    """Move a module to the card in torch's order, without replacing its tensors unless more than their place changes."""
 
     def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-        tensors = [*module.parameters(), *module.buffers()]
+        for child in module.children() if recurse else ():
+            child._apply(fn)  # type: ignore[no-untyped-call]
+        parameters = [one for one in module._parameters.values() if one is not None]
+        buffers = [one for one in module._buffers.values() if one is not None]
+        tensors = [*parameters, *buffers]
         probe = fn(torch.empty(0, dtype=tensors[0].dtype)) if tensors else None
-        if (
-            probe is None
-            or any(t.is_meta for t in tensors)
-            or any(t.is_floating_point() and t.dtype != probe.dtype for t in tensors)
-            or any(t.dim() in (4, 5) and _changes_format(fn, t) for t in tensors)
-        ):
-            return apply(module, fn, recurse)  # type: ignore[no-any-return]
+        if probe is None or not all(_only_moves(probe, tensor, card_mode) for tensor in tensors):
+            return apply(module, fn, recurse=False)  # type: ignore[no-any-return]
         if probe.device == SEEN_CARD:
-            for tensor in tensors:
-                if not card_mode.is_on_card(tensor):
-                    card_mode.fakes.put_on_card(tensor)
+            for parameter in parameters:
+                card_mode.put_on_card(parameter)
+                if parameter.grad is not None:
+                    card_mode.put_on_card(parameter.grad)
+            for buffer in buffers:
+                card_mode.put_on_card(buffer)
         return module
 
     return _apply
 
 
-def _changes_format(fn: Any, tensor: torch.Tensor) -> bool:
-    """Whether a function changes a real tensor's memory format, tried on a small one; in a step, a module keeps its own."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    sample = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype).permute([order.index(d) for d in range(tensor.dim())])
-    changed = fn(sample)
-    return not isinstance(changed, FakeTensor) and changed.stride() != sample.stride()
+def _only_moves(probe: torch.Tensor, tensor: torch.Tensor, card_mode: CardMode) -> bool:
+    """Whether a function, which made `probe` of an empty tensor, surely leaves a tensor as it is on another device."""
+    if tensor.is_meta or (tensor.is_floating_point() and tensor.dtype != probe.dtype):
+        return False
+    if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():  # only what is viewed would move
+        return False
+    return (
+        tensor.dim() not in (4, 5) or not card_mode.is_building
+    )  # it may change the format; in a step, a module keeps its own
 
 
 def _always_step(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
