@@ -16,7 +16,8 @@ import torch
 
 from oomprobe.devices import sharing
 from oomprobe.devices.base import Device, History, Usage, stated_name, typed_budget
-from oomprobe.devices.fingerprint import Fingerprints
+from oomprobe.devices.fingerprint import fingerprint
+from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
 from oomprobe.records.trials import Verdict
@@ -74,8 +75,8 @@ class AcceleratorDevice(Device):
         # A driver that spills reports more free memory than stays on the card: using all of it makes kernels fail or crawl.
         self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if why_spills else 0
         self._has_released = False
+        self._statistics = Statistics(self._torch, index)
         self._retries_before = 0  # the current trial
-        self._fingerprints = Fingerprints(index)
 
     def _refuse_uncapped(self) -> None:
         """Raise UnreliableError if the allocator does not count an allocation, or cannot enforce a cap."""
@@ -139,50 +140,46 @@ class AcceleratorDevice(Device):
         # Torch rounds down to whole bytes: without the next float up, each cap would lower the user's limit by a byte.
         self._torch.set_per_process_memory_fraction(math.nextafter(fraction, 1.0), self.torch_device)
 
+    def session(self) -> AbstractContextManager[None]:
+        """Keep what the step's own resets would take from peaks and counters."""
+        return self._statistics.kept()
+
     def start_trial(self) -> None:
         self._torch.reset_peak_memory_stats(self.torch_device)
-        self._retries_before = self._stats().get("num_alloc_retries", 0)
-        self._fingerprints = Fingerprints(self.torch_device.index)
+        self._statistics.start_trial()
+        self._retries_before = self._statistics.total("num_alloc_retries")
 
     def usage(self) -> Usage:
-        stats, highest_bytes = self._stats(), self._fingerprints.highest_bytes
-        retries = stats.get("num_alloc_retries", 0) - self._retries_before  # includes one for each out-of-memory error
+        statistics = self._statistics
+        # Includes one for each out-of-memory error.
+        retries = statistics.total("num_alloc_retries") - self._retries_before
         free, _ = self._torch.mem_get_info(self.torch_device)
         return Usage(
-            peak_allocated_bytes=max(
-                _of_all(stats, "allocated_bytes", "peak"), highest_bytes.get("allocated_bytes", 0)
-            ),
-            peak_reserved_bytes=max(_of_all(stats, "reserved_bytes", "peak"), highest_bytes.get("reserved_bytes", 0)),
+            peak_allocated_bytes=statistics.peak("allocated_bytes"),
+            peak_reserved_bytes=statistics.peak("reserved_bytes"),
             alloc_retries=retries,
             under_pressure=retries > 0 or free < NEARLY_NOTHING * self.total_bytes,
         )
 
-    def _stats(self) -> dict[str, Any]:
-        # `memory_stats` flattens and sorts them, which takes five times as long.
-        return self._torch.memory_stats_as_nested_dict(self.torch_device)  # type: ignore[no-any-return]
-
     def live_bytes(self) -> int:
         # Requested, not allocated: the block for the same gradient may be up to 1 MiB larger the next time.
-        stats = self._stats()
-        return _of_all(stats, "requested_bytes" if "requested_bytes" in stats else "allocated_bytes", "current")
+        counts_requests = "requested_bytes" in self._statistics.read()
+        return self._statistics.current("requested_bytes" if counts_requests else "allocated_bytes")
 
     def served_bytes(self) -> int:
-        return _of_all(self._stats(), "allocated_bytes", "allocated")
+        return self._statistics.total("allocated_bytes", "all", "allocated")
 
     def cached_bytes(self) -> int:
         """Return the memory that is reserved and free, without what blocks in use pin: about what `release` gives back."""
-        reserved, *rest = (
-            _of_all(self._stats(), name, "current")
-            for name in ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
-        )
-        return reserved - sum(rest)
+        current = self._statistics.current
+        return current("reserved_bytes") - current("allocated_bytes") - current("inactive_split_bytes")
 
     def allocations(self) -> int:
-        return _of_all(self._stats(), "allocation", "allocated")
+        return self._statistics.total("allocation", "all", "allocated")
 
     def outside_bytes(self) -> int:
         free, total = self._torch.mem_get_info(self.torch_device)
-        return int(total - free - _of_all(self._stats(), "reserved_bytes", "current"))
+        return int(total - free - self._statistics.current("reserved_bytes"))
 
     def synchronize(self) -> None:
         self._torch.synchronize(self.torch_device)
@@ -205,7 +202,7 @@ class AcceleratorDevice(Device):
         """Return whether CUDA graphs have pools of their own; only torch's native CUDA allocator tells."""
         if not self._is_native():
             return False
-        pools = self._stats().get("reserved_bytes_by_private_pools")
+        pools = self._statistics.read().get("reserved_bytes_by_private_pools")
         if pools is not None:  # since torch 2.14
             return bool(pools)
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
@@ -216,7 +213,7 @@ class AcceleratorDevice(Device):
         return self._recorded() if self._is_native() else None
 
     def fingerprint(self) -> int | None:
-        return self._fingerprints.take() if self._is_native() else None
+        return fingerprint(self._statistics, self.torch_device.index) if self._is_native() else None
 
     def _is_native(self) -> bool:
         return self._torch is torch.cuda and bool(torch.cuda.memory.get_allocator_backend() == "native")
@@ -253,11 +250,6 @@ class AcceleratorDevice(Device):
 
     def healthy(self) -> bool:
         return kernel_answers(self.torch_device, self.synchronize)
-
-
-def _of_all(stats: dict[str, Any], name: str, kind: str) -> int:
-    """Return a statistic over all pools; 0 if this process's allocator does not keep it."""
-    return int(stats.get(name, {}).get("all", {}).get(kind, 0))
 
 
 def kernel_answers(device: torch.device, synchronize: Callable[[], object]) -> bool:

@@ -1,0 +1,96 @@
+"""Steps that reset torch's statistics of memory: a probe sees what it sees without the resets. Compared on the bed."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from bed import forked
+from ledger import Log
+from torch import nn
+from torch.cuda import reset_accumulated_memory_stats, reset_peak_memory_stats
+from zoo import numbered
+
+import oomprobe
+
+WIDTH = 256
+
+
+def all_of_them():
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.reset_accumulated_memory_stats()
+
+
+RESETS = {
+    "peaks": lambda: torch.cuda.reset_peak_memory_stats(),
+    "peaks of a device": lambda: torch.cuda.reset_peak_memory_stats(torch.device("cuda", 0)),
+    "counters": lambda: torch.cuda.reset_accumulated_memory_stats(),
+    "both": all_of_them,
+    "peaks, imported before": lambda: reset_peak_memory_stats(),
+    "counters, imported before": lambda: reset_accumulated_memory_stats("cuda"),
+    "the old name": lambda: torch.cuda.reset_max_memory_allocated(),
+    "the older name": lambda: torch.cuda.reset_max_memory_cached(),
+    "peaks of the accelerator": lambda: torch.accelerator.reset_peak_memory_stats(),
+    "counters of the accelerator": lambda: torch.accelerator.reset_accumulated_memory_stats(),
+}
+OF_THE_ACCELERATOR = hasattr(torch.accelerator, "reset_peak_memory_stats")  # since torch 2.9
+
+
+def probed(reset, *, evaluates=True):
+    """Probe a loop that may evaluate at every 7th call, and then resets; return what trials showed, and what the loop saw."""
+    model = nn.Sequential(nn.Linear(WIDTH, 1024), nn.ReLU(), nn.Linear(1024, WIDTH)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen_by_the_step = Log()
+
+    def train(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, WIDTH, device="cuda")).square().mean().backward()
+        optimizer.step()
+        reset()
+
+    @numbered
+    def train_and_evaluate(number, model, batch_size):
+        if number % 7 == 0:
+            with torch.no_grad():
+                model(torch.randn(8 * batch_size, WIDTH, device="cuda"))
+        train(model, batch_size)
+        total = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
+        seen_by_the_step.append((torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated(), total == 0))
+
+    functions = vars(torch._C).copy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        step, max_batch = (train_and_evaluate, None) if evaluates else (train, 1024)  # far from the limit, calls repeat
+        result = oomprobe.find_max_batch(model, step, max_batch=max_batch, resolution=0.05, progress="off")
+    assert vars(torch._C) == functions
+    shown = [
+        (one.batch_size, one.verdict, one.steps, one.settled_after, one.peak_allocated_bytes, one.peak_reserved_bytes,
+         one.alloc_retries, one.leaked_bytes)
+        for one in result.trials
+    ]  # fmt: skip
+    return shown, [note for note in result.notes if "call" in note], set(seen_by_the_step)
+
+
+@pytest.fixture(scope="module")
+def without_resets():
+    shown, notes, seen = forked(probed, lambda: None)
+    assert seen == {(False, False)}
+    assert any(retries for *_, retries, _ in shown)
+    return shown, notes
+
+
+@pytest.mark.parametrize("way", RESETS)
+def test_a_reset_hides_nothing(way, without_resets):
+    if "accelerator" in way and not OF_THE_ACCELERATOR:
+        pytest.skip("this torch has no such function")
+    shown, notes, seen = forked(probed, RESETS[way])
+    assert (shown, notes) == without_resets
+    # The step itself sees what it would see in training.
+    assert seen == {("counters" not in way, "counters" in way or way == "both")}
+
+
+def test_calls_that_reset_are_seen_to_repeat():
+    trained = partial(probed, evaluates=False)
+    shown, notes, _ = forked(trained, lambda: None)
+    assert shown[-1][3] is not None
+    assert forked(trained, all_of_them)[:2] == (shown, notes)
