@@ -21,6 +21,7 @@ from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cards import Card, generic_card
 from oomprobe.simulation.catalogue import find_card
+from oomprobe.simulation.cuda_api import called_by_torch
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import building, simulated
 from oomprobe.simulation.ranks import first_of, with_nccl
@@ -93,7 +94,7 @@ class SimulatedDevice(Device, Replay):
             self._cold = self._memory.allocator.copy(), self._memory.live_blocks
         self._memory.tape.start()
         self._card_mode.start_call()
-        with simulated(self._card_mode):
+        with called_by_torch(self._memory), simulated(self._card_mode):
             try:
                 yield
             except RuntimeError as error:
@@ -104,7 +105,8 @@ class SimulatedDevice(Device, Replay):
             gc.collect(0)  # free this call's cycles now, not during the next call
         self._calls.append(self._memory.tape.finish())
 
-    def building(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def building(self) -> Iterator[None]:
         """Let code build a model and move it to ``"cuda"``; it stays in host memory and is counted on the card.
 
         Examples:
@@ -115,7 +117,8 @@ class SimulatedDevice(Device, Replay):
             >>> card.live_bytes()
             4198400
         """
-        return building(self._card_mode)
+        with called_by_torch(self._memory), building(self._card_mode):
+            yield
 
     def first_rank(self, variables: Mapping[str, str]) -> AbstractContextManager[None]:
         """Let code inside be the first of the card's ranks; `variables` are those of its environment."""
@@ -183,14 +186,14 @@ class SimulatedDevice(Device, Replay):
         self._calls, self._trial_calls = [], []
 
     def usage(self) -> Usage:
-        memory, allocator = self._memory, self._memory.allocator
+        memory = self._memory
         allocated, reserved = memory.peaks
         return Usage(
             peak_allocated_bytes=allocated,
             peak_reserved_bytes=reserved,
             peak_upper_bytes=self._upper_bytes(reserved, memory.largest_workspace_bytes, memory.limit_bytes),
-            alloc_retries=allocator.alloc_retries,
-            under_pressure=allocator.ooms > 0 or allocator.alloc_retries > 0,
+            alloc_retries=memory.alloc_retries,
+            under_pressure=memory.alloc_retries > 0,
         )
 
     def live_bytes(self) -> int:

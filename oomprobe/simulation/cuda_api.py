@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -28,7 +29,7 @@ class CompletedStream:
         return self
 
     def __exit__(self, *_: object) -> None: ...
-    def wait(self, *_: Any) -> None: ...
+    def wait(self, *_: Any, **__: Any) -> None: ...
 
     record = synchronize = wait_stream = wait_event = wait
 
@@ -41,8 +42,36 @@ class CompletedStream:
     def is_capturing(self) -> bool:
         return False
 
-    def elapsed_time(self, _: CompletedStream) -> float:
+    def elapsed_time(self, end_event: CompletedStream) -> float:
         return 1.0  # not 0: steps divide by it
+
+
+class OneDevice:
+    """Selects a device: there is only one."""
+
+    idx, prev_idx = 0, 0
+
+    def __init__(self, device: Any) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class OneDeviceOf(OneDevice):
+    """Selects the device of an object."""
+
+    def __init__(self, obj: Any) -> None: ...
+
+
+class OneStream:
+    """Selects a stream: there is only one."""
+
+    idx = 0
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 def replacements(memory: CardMemory) -> dict[str, Any]:
@@ -57,7 +86,7 @@ def replacements(memory: CardMemory) -> dict[str, Any]:
     def constant(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value
 
-    def mem_get_info(*_: Any) -> tuple[int, int]:
+    def mem_get_info(*_: Any, **__: Any) -> tuple[int, int]:
         return card.available_bytes - memory.allocator.reserved_bytes, card.total_bytes
 
     return {
@@ -66,24 +95,43 @@ def replacements(memory: CardMemory) -> dict[str, Any]:
         **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), constant(major >= 8)),
         **dict.fromkeys(("current_device", "current_device_index"), constant(0)),
         **dict.fromkeys(("current_stream", "default_stream"), constant(CompletedStream())),
-        **dict.fromkeys(("device", "device_of", "stream"), contextlib.nullcontext),
+        **dict.fromkeys(("stream", "StreamContext"), OneStream),
         **dict.fromkeys(("Stream", "Event"), CompletedStream),
         **dict.fromkeys(("mem_get_info", "get_memory_info"), mem_get_info),
+        "device": OneDevice,
+        "device_of": OneDeviceOf,
         "current_accelerator": constant(torch.device("cuda")),
         "is_current_stream_capturing": constant(False),
         "device_count": constant(1),
         "get_device_name": constant(card.full_name),
         "get_device_capability": constant((major, minor)),
         "get_device_properties": constant(properties),
-        "get_rng_state": lambda *_: torch.get_rng_state(),
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "empty_cache": lambda: memory.empty_cache(by_step=True),
-        "reset_peak_memory_stats": lambda *_: memory.reset_peaks(),
-        "memory_allocated": lambda *_: memory.allocator.allocated_bytes,
-        "memory_reserved": lambda *_: memory.allocator.reserved_bytes,
-        "max_memory_allocated": lambda *_: memory.allocator.peak_allocated_bytes,
-        "max_memory_reserved": lambda *_: memory.allocator.peak_reserved_bytes,
+        "memory_allocated": lambda *_, **__: memory.allocator.allocated_bytes,
+        "memory_reserved": lambda *_, **__: memory.allocator.reserved_bytes,
+        "max_memory_allocated": lambda *_, **__: memory.allocator.peak_allocated_bytes,
+        "max_memory_reserved": lambda *_, **__: memory.allocator.peak_reserved_bytes,
         "memory_stats": lambda *_, **__: memory.allocator.stats(),
         "memory_summary": lambda *_, **__: str(memory.allocator.stats()),
-        "get_per_process_memory_fraction": lambda *_: memory.fraction,
-        "set_per_process_memory_fraction": lambda fraction, *_: memory.set_fraction(fraction),
+        "get_per_process_memory_fraction": lambda *_, **__: memory.fraction,
+        "set_per_process_memory_fraction": lambda fraction, *_, **__: memory.set_fraction(fraction),
     }
+
+
+@contextmanager
+def called_by_torch(memory: CardMemory) -> Iterator[None]:
+    """Replace what functions of ``torch.cuda`` and ``torch.accelerator`` call, also those that a program has imported by name."""
+    functions = {
+        **dict.fromkeys(("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"), memory.reset_peaks),
+        **dict.fromkeys(
+            ("_cuda_resetAccumulatedMemoryStats", "_accelerator_resetAccumulatedStats"), memory.reset_counters
+        ),
+        **dict.fromkeys(("_cuda_emptyCache", "_accelerator_emptyCache"), lambda: memory.empty_cache(by_step=True)),
+        "_accelerator_isAllocatorInitialized": lambda: True,
+        "_cuda_synchronize": lambda: None,
+    }
+    with ExitStack() as stack:
+        for name, function in functions.items():
+            stack.enter_context(patch.object(torch._C, name, function, create=True))  # torch for the CPU has only some
+        yield

@@ -46,7 +46,7 @@ class CardMemory:
         self.largest_workspace_bytes = 0
         self.tuned: set[Hashable] = set()
         self.tape = Tape()
-        self._peaks_before = (0, 0)  # of this trial, before the step reset them
+        self._peaks_before, self._retries_before = (0, 0), 0  # of this trial, before the step reset them
         self._allocations: dict[int, _Allocation] = {}
         self._policy = workspaces()
         self._cublas_bytes = card.cublas_workspace_bytes
@@ -57,7 +57,7 @@ class CardMemory:
         """Reset peaks, counters and the names of existing blocks."""
         self.allocator.reset_peaks()
         self.allocator.alloc_retries = self.allocator.ooms = 0
-        self._peaks_before = (0, 0)
+        self._peaks_before, self._retries_before = (0, 0), 0
         self.largest_workspace_bytes = 0
         self.tuned.clear()
         names = self.tape.start_trial(len(self._allocations))
@@ -92,10 +92,20 @@ class CardMemory:
         allocated, reserved = self._peaks_before
         return max(allocated, self.allocator.peak_allocated_bytes), max(reserved, self.allocator.peak_reserved_bytes)
 
-    def reset_peaks(self) -> None:
+    @property
+    def alloc_retries(self) -> int:
+        """How often the allocator has emptied its cache in this trial; once before each out-of-memory error."""
+        return self._retries_before + self.allocator.alloc_retries
+
+    def reset_peaks(self, _: object = None) -> None:
         """Answer the step's own reset; the trial keeps its earlier peaks."""
         self._peaks_before = self.peaks
         self.allocator.reset_peaks()
+
+    def reset_counters(self, _: object = None) -> None:
+        """Answer the step's own reset of accumulated statistics."""
+        self._retries_before = self.alloc_retries
+        self.allocator.alloc_retries = self.allocator.ooms = 0
 
     # --- storages on the card ---
 

@@ -7,33 +7,13 @@ import pytest
 import torch
 from bed import forked
 from ledger import Log
+from resets import RESETS, all_of_them
 from torch import nn
-from torch.cuda import reset_accumulated_memory_stats, reset_peak_memory_stats
 from zoo import numbered
 
 import oomprobe
 
 WIDTH = 256
-
-
-def all_of_them():
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.reset_accumulated_memory_stats()
-
-
-RESETS = {
-    "peaks": lambda: torch.cuda.reset_peak_memory_stats(),
-    "peaks of a device": lambda: torch.cuda.reset_peak_memory_stats(torch.device("cuda", 0)),
-    "counters": lambda: torch.cuda.reset_accumulated_memory_stats(),
-    "both": all_of_them,
-    "peaks, imported before": lambda: reset_peak_memory_stats(),
-    "counters, imported before": lambda: reset_accumulated_memory_stats("cuda"),
-    "the old name": lambda: torch.cuda.reset_max_memory_allocated(),
-    "the older name": lambda: torch.cuda.reset_max_memory_cached(),
-    "peaks of the accelerator": lambda: torch.accelerator.reset_peak_memory_stats(),
-    "counters of the accelerator": lambda: torch.accelerator.reset_accumulated_memory_stats(),
-}
-OF_THE_ACCELERATOR = hasattr(torch.accelerator, "reset_peak_memory_stats")  # since torch 2.9
 
 
 def probed(reset, *, evaluates=True):
@@ -81,12 +61,10 @@ def without_resets():
 
 @pytest.mark.parametrize("way", RESETS)
 def test_a_reset_hides_nothing(way, without_resets):
-    if "accelerator" in way and not OF_THE_ACCELERATOR:
-        pytest.skip("this torch has no such function")
     shown, notes, seen = forked(probed, RESETS[way])
     assert (shown, notes) == without_resets
     # The step itself sees what it would see in training.
-    assert seen == {("counters" not in way, "counters" in way or way == "both")}
+    assert seen == {("peaks" in way, "counters" in way)}
 
 
 def test_calls_that_reset_are_seen_to_repeat():
