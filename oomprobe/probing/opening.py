@@ -306,6 +306,7 @@ def _restore(session: Session, snapshot: Snapshot, device: Device) -> None:
         if changes := snapshot.tracker.changes():
             session.notes[NOT_RESTORED.format(names=", ".join(changes))] = None
         session.state_verified = not changes
+        torch.clear_autocast_cache()
         gc.collect()
         device.release()
     except Exception as error:

@@ -469,6 +469,7 @@ class LocalRunner:
 
         Runs after each trial, so that what a trial leaks is seen (`Baseline.settle`), and before the first.
         """
+        torch.clear_autocast_cache()  # of casts of the weights, where autocast is entered once around everything
         self._tracker.start_cold(gc.collect if keeps_cache else self._release)
         for put, state in self._generators:
             with suppress(Exception):  # a captured graph may have taken the generator over
