@@ -103,15 +103,17 @@ class Place:
 
     def put_back(self, *, at_end: bool = False, create: bool = True) -> bool:
         """Put the values back. Without `create` leave out freed tensors; return whether all are there."""
-        if at_end and self._first is not self._before:
-            self._before, self._is_plain = self._first, False
+        if at_end:
+            self.left = {}  # the last trial's iterators end, and with them the workers of its data loaders
+            if self._first is not self._before:
+                self._before, self._is_plain = self._first, False
         held = self.values.read()
         if self._is_in(held) or self.values.is_gone:
             return True
         now, get = _by_key(held), _restored if create else _present
         pairs = [(get(key), get(one)) for key, one in self._before.items()]
         before = {key: one for key, one in pairs if key is not MISSING and one is not MISSING}
-        if not self.left:
+        if not self.left and not at_end:
             self.left = {k: one for k, one in now.items() if isinstance(one, PLAIN) or is_iterator(one)}
         self.values.write(before, now)
         return create or len(before) == len(pairs)

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import logging
 import logging.handlers
+import multiprocessing
 import sys
 import time
 import weakref
@@ -12,6 +13,7 @@ import pytest
 import torch
 from helpers import Training, find_hastily
 from ledger import Log
+from torch.utils.data import DataLoader
 
 from faults.card import CARD, SAMPLE_BYTES, trained
 from oomprobe import (
@@ -68,6 +70,29 @@ def test_training_state_is_restored_however_a_probe_ends(fault, options, ends):
         find_max_batch(training.model, step, device=CARD, min_batch=2, **QUIET, **options)
     assert training.picture() == before
     assert CARD.fake.get_per_process_memory_fraction() == 0.75
+
+
+@pytest.mark.parametrize("device", [CARD, "sim:1GiB"], ids=["card", "simulated"])
+@pytest.mark.parametrize(
+    ("fault", "ends"),
+    [(lambda batch_size: None, None), (raises(KeyError("labels")), StepFailedError)],
+    ids=["answer", "bug"],
+)
+def test_no_worker_of_a_data_loader_is_left(device, fault, ends):
+    training, loaders = Training(), {}
+
+    def step(model, batch_size):
+        if batch_size not in loaders:
+            data = range(64 * batch_size)
+            loaders[batch_size] = iter(DataLoader(data, batch_size, num_workers=1, persistent_workers=True))
+        next(loaders[batch_size])
+        training.step(model, batch_size)
+        fault(batch_size)
+
+    with pytest.raises(ends) if ends else contextlib.nullcontext() as caught:  # a caught error keeps its traceback
+        find_max_batch(training.model, step, device=device, min_batch=2, max_batch=4, **QUIET)
+    assert not multiprocessing.active_children()
+    del caught
 
 
 def sets_everything():
