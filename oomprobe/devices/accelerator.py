@@ -253,14 +253,14 @@ class AcceleratorDevice(Device):
 
 
 def kernel_answers(device: torch.device, synchronize: Callable[[], object]) -> bool:
-    """Run a one-element kernel and return whether its result is correct.
+    """Run a one-element kernel and return whether its result is correct, whatever torch's default dtype is.
 
     An out-of-memory error also counts as healthy: the device is full but works. It need not be a
     `torch.OutOfMemoryError`: the driver raises other classes if memory runs out while it loads the kernel.
     """
     try:
         synchronize()
-        return float(torch.ones(1, device=device).add_(1).item()) == 2.0
+        return float(torch.ones(1, dtype=torch.float32, device=device).add_(1).item()) == 2.0
     except Exception as error:
         evidence = Evidence(smaller_size_passed=False, memory_pressure=False)  # ambiguous texts count as unhealthy
         return classify_error(error, evidence) in (Verdict.OOM, Verdict.HOST_OOM)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from bed import fail, forked
+from zoo import mlp
 
+import oomprobe
 from oomprobe.devices import choose_device
 from oomprobe.devices.accelerator import AcceleratorDevice
 
@@ -106,6 +108,19 @@ def test_only_a_sticky_error_makes_it_unhealthy(code, healthy):
         return first, device.healthy()
 
     assert forked(seen) == (True, healthy)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_its_health_does_not_depend_on_defaults(dtype):
+    def probe():
+        torch.set_default_dtype(dtype)
+        torch.set_default_device("cuda")
+        result = oomprobe.find_max_batch(*mlp(torch.optim.SGD), resolution=0.2, progress="off")
+        return result.batch_size, {trial.verdict for trial in result.trials}
+
+    batch_size, verdicts = forked(probe)
+    assert batch_size > 1000
+    assert verdicts == {oomprobe.Verdict.FITS, oomprobe.Verdict.OOM}
 
 
 def test_a_stated_budget_is_a_limit_and_is_named(tmp_path):
