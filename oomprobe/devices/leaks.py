@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import tenacity
 
@@ -13,6 +13,14 @@ from oomprobe.records.trials import Trial
 
 TOLERATED_BYTES = 2**20  # more than the small caches that libraries make for a new shape
 REFUSED_SHARE = 0.05  # of the available memory
+GUESS = (
+    "Something keeps tensors of each step: a list of losses that still have their graph (append loss.item()), a cache keyed by "
+    "shape, or an output kept in an object of a library"
+)
+CACHES = (
+    "The step fills the cache of a function, which is not emptied before each trial because it was not empty when the probe "
+    "began: call {emptying} before the probe"
+)
 
 
 class Baseline:
@@ -62,13 +70,17 @@ class Baseline:
         self._clean()
         return 0 if self._live_bytes is None else max(0, self._device.live_bytes() - self._live_bytes)
 
-    def refusal(self, trial: Trial) -> str | None:
-        """Explain why the trial's leak would make the answer wrong; None if it would not."""
+    def refusal(self, trial: Trial, emptying: Sequence[str] = ()) -> str | None:
+        """Explain why the trial's leak would make the answer wrong; None if it would not.
+
+        `emptying` is what to type for each cache that has grown, such as ``"mask.cache_clear()"``.
+        """
         if self._available_bytes is None or trial.leaked_bytes <= REFUSED_SHARE * self._available_bytes:
             return None
-        return (
+        leaked = (
             f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "
-            "collecting garbage, so every later trial would have less memory and "
-            "the answer would be too small. Something keeps tensors of each step: a list of losses that still have "
-            "their graph (append loss.item()), a cache keyed by shape, or an output kept in an object of a library"
+            "collecting garbage, so every later trial would have less memory and the answer would be too small. "
         )
+        if emptying:
+            return leaked + CACHES.format(emptying=", ".join(emptying))
+        return leaked + GUESS

@@ -375,6 +375,7 @@ class LocalRunner:
         if self._work.ranks > 1 and not trial.passed:
             return replace(outcome, outside_before_bytes=before_bytes)
         trial = replace(trial, leaked_bytes=self._baseline.settle(keeps=not self._tracker.is_exact))
+        emptying = [one.emptied_by for one in self._tracker.opaque if one.emptied_by and one.has_changed]
         measured = None
         if trial.passed and not self._baseline.known:
             measured = self.measure()
@@ -385,7 +386,7 @@ class LocalRunner:
             measured=measured,
             outside_before_bytes=before_bytes,
             outside_after_bytes=self._device.outside_bytes() if measured is None else measured.outside_bytes,
-            refusal=self._baseline.refusal(trial),
+            refusal=self._baseline.refusal(trial, emptying),
             contradicts_replay=self._card.learn(request, trial),
         )
 

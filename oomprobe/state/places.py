@@ -230,6 +230,7 @@ class OpaquePlace:
         self.read, self._write = read, write
         self._equals = equals or (lambda before: same(read(), before))
         self._before = MISSING if nbytes else read()
+        self.emptied_by = ""  # of a cache of a function: what its user may type to empty it
 
     @property
     def is_restarted(self) -> bool:
@@ -271,7 +272,11 @@ def opaque_place(seen: Seen, names: set[str]) -> OpaquePlace | None:
             return not (path.rpartition(".")[2] in names or path.endswith("]"))
         return same(now, before)
 
-    return OpaquePlace(path, kind_of(value), lambda: _fingerprint(value), equals=equals)
+    place = OpaquePlace(path, kind_of(value), lambda: _fingerprint(value), equals=equals)
+    if isinstance(value, functools._lru_cache_wrapper):
+        place.emptied_by = f"{path}.cache_clear()"
+        place.kind = f"a cache, which {place.emptied_by} empties"
+    return place
 
 
 def tensor_place(copy: TensorCopy, path: str, version: int) -> OpaquePlace:
@@ -358,7 +363,7 @@ def _plain(value: Any) -> Any:
 def _fingerprint(value: Any) -> Any:
     """Return what shows that an object of a library has changed; `_UNKNOWN` for an iterator that shows nothing."""
     if isinstance(value, functools._lru_cache_wrapper):
-        return value.cache_info().currsize
+        return value.cache_info()[1:]  # a full one has further misses
     if isinstance(value, io.IOBase):
         return None if value.closed or not value.seekable() else value.tell()
     if hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):

@@ -303,7 +303,13 @@ class _Walk:
             return Seen(value, path, Kind.CODE, (_of_class(value),))
         if isinstance(value, functools._lru_cache_wrapper):
             self._add(path, value.__wrapped__)
-            return Seen(value, path, Kind.LIBRARY if is_users_code(module_of(value.__wrapped__)) else Kind.CODE)
+            if not is_users_code(module_of(value.__wrapped__)):
+                return Seen(value, path, Kind.CODE)
+            if (
+                value.cache_info().currsize
+            ):  # some of what it returns may be known by its identity, so it cannot be emptied
+                return Seen(value, path, Kind.LIBRARY)
+            return Seen(value, path, Kind.CODE, (_of_cache(value, path),))
         if isinstance(value, tuple):
             items = _of_tuple(Reference(value), path)._replace(when=node.when, trains=node.trains)
             return Seen(value, path, Kind.HOLDER, (items,))
@@ -538,6 +544,23 @@ def _of_hooks(owner: Reference, names: Collection[str], path: str) -> Values:
                 held.update({key: one} if isinstance(held, dict) else [one])
 
     return Values(f"{path}.", read, write, owner, when=When.COLD, trains=True, is_registry=True)
+
+
+def _of_cache(cache: functools._lru_cache_wrapper[Any], path: str) -> Values:
+    """Return how many results a function's cache keeps, which was empty: it can only be emptied again."""
+    find = weakref.ref(cache)
+
+    def read() -> dict[Any, Any]:
+        now = find()
+        kept = 0 if now is None else now.cache_info().currsize
+        return {"results": kept} if kept else {}
+
+    def write(before: dict[Any, Any], _: dict[Any, Any]) -> None:
+        now = find()
+        if now is not None and not before:
+            now.cache_clear()
+
+    return Values(f"{path}.", read, write)
 
 
 def _of_class(kind: type) -> Values:
