@@ -95,5 +95,9 @@ def refuse_leaking(session: Session, answer: int) -> None:
     least_steps = diagnosis.STEPS_TO_LAST if session.runner.facts.replaceable else diagnosis.STEPS_TO_LAST_HERE
     if kept_bytes and free_bytes // kept_bytes < least_steps:
         kept, free = format_bytes(kept_bytes), format_bytes(free_bytes)
-        text = diagnosis.LEAKS.format(size=answer, kept=kept, free=free, steps=free_bytes // kept_bytes)
-        raise UnreliableError(text + session.held_by_step)
+        cause = diagnosis.UNKNOWN_CAUSE + session.held_by_step
+        if session.gradients_hold_graphs:
+            cause = diagnosis.GRADIENTS_HOLD_GRAPHS
+        raise UnreliableError(
+            diagnosis.LEAKS.format(size=answer, kept=kept, free=free, steps=free_bytes // kept_bytes, cause=cause)
+        )

@@ -93,6 +93,7 @@ class Session:
         self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
         self.reporter = reporter
         self.held_by_step = ""  # a sentence that names what grows from call to call
+        self.gradients_hold_graphs = False  # as in `Outcome`
         self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
         self._asked_calls: int | None = None  # of the last trial
         self.predicts = True  # whether a device that replays may predict trials
@@ -286,6 +287,7 @@ class Session:
         self.notes |= dict.fromkeys(outcome.notes)
         self.in_steps_s += outcome.in_steps_s
         self._learned = outcome.learned or self._learned
+        self.gradients_hold_graphs |= outcome.gradients_hold_graphs
         if outcome.held:
             self.held_by_step = (
                 f". At the end of a trial the step's code held {', '.join(outcome.held)}, which was not there before"

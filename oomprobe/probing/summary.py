@@ -211,9 +211,12 @@ def _leaks(session: Session, answer: Trial) -> Iterator[str]:
         )
     kept_bytes, free_bytes = session.leak_of_step(answer.batch_size)
     if kept_bytes:
+        cause = f"something keeps tensors of each step{session.held_by_step}"
+        if session.gradients_hold_graphs:
+            cause = "the gradients hold the graph of every step (backward(create_graph=True))"
         yield (
             f"leak: each step at batch {answer.batch_size} keeps {format_bytes(kept_bytes)}, so the free memory lasts for "
-            f"about {free_bytes // kept_bytes} steps; something keeps tensors of each step{session.held_by_step}"
+            f"about {free_bytes // kept_bytes} steps; {cause}"
         )
 
 

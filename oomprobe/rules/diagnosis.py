@@ -36,9 +36,16 @@ SPLITS = (
 )
 LEAKS = (
     "each step at batch {size} keeps {kept}, even after collecting garbage, so training would use up the {free} left free "
-    "after about {steps} more. Something keeps tensors of each step: a list of losses that still have their graph (append "
-    "loss.item()), a cache keyed by shape, or a buffer that takes longer than that to fill; if it is a buffer, run the step until "
-    "it is full, then probe"
+    "after about {steps} more. {cause}"
+)
+UNKNOWN_CAUSE = (
+    "Something keeps tensors of each step: a list of losses that still have their graph (append loss.item()), a cache keyed by "
+    "shape, or a buffer that takes longer than that to fill; if it is a buffer, run the step until it is full, then probe"
+)
+GRADIENTS_HOLD_GRAPHS = (
+    "The gradients hold the graph of every step: backward(create_graph=True) makes a reference cycle of each parameter and its "
+    "gradient, as torch warns. Set the gradients to None in each step (optimizer.zero_grad()), or take them with "
+    "torch.autograd.grad"
 )
 
 

@@ -367,6 +367,7 @@ class LocalRunner:
             notes=self._notes_after(running),
             learned=self._caller.stepping.learned(),
             held=running.held,
+            gradients_hold_graphs=running.gradients_hold_graphs,
             is_spent=self._snapshot is None and self._tracker.has_replaced_parameters,
         )
         self._tracker.end_trial(passed=trial.passed)
@@ -524,6 +525,7 @@ class LocalRunner:
         gc.collect()
         garbage_bytes = before_bytes - self._device.live_bytes()
         running.held = tuple(largest_added(self._tracker, SMALLEST_GROWTH_BYTES))
+        running.gradients_hold_graphs = any(map(_sums_graphs, self._tracker.parameters()))
         cycle_bytes = min(leaked_bytes, garbage_bytes // max(map(len, steady)))
         if cycle_bytes >= SMALLEST_GROWTH_BYTES and running.request.confirms:
             self._notes[CYCLES.format(kept=format_bytes(cycle_bytes), size=running.request.batch_size)] = None
@@ -553,3 +555,9 @@ class LocalRunner:
         if self._number:
             self._device.release()
         return Measured(available_bytes=available_bytes, outside_bytes=self._device.outside_bytes())
+
+
+def _sums_graphs(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter's gradient is a sum that keeps the graphs of its parts, as ``backward(create_graph=True)`` makes."""
+    gradient = parameter.grad if parameter.is_leaf else None
+    return gradient is not None and type(gradient.grad_fn).__name__ == "AddBackward0"

@@ -35,6 +35,7 @@ class Running:
     values: object = None  # what the user's code counted after the last call
     step_leaked_bytes: int = 0
     held: tuple[str, ...] = ()  # as in `Outcome`
+    gradients_hold_graphs: bool = False
     peak_bytes: int = 0  # the highest of several steps
     limiting_step: str = ""  # the step that reached it
     failure: Failure | None = None

@@ -1,6 +1,7 @@
 """Each trial starts cold, however the step creates its state, and a probe leaves nothing behind."""
 
 import gc
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -217,3 +218,48 @@ def test_a_step_that_replays_a_cuda_graph_is_refused():
             oomprobe.find_max_batch(model, step, **QUIET)
 
     forked(probe)
+
+
+@pytest.mark.parametrize(
+    ("zeroes", "max_batch", "said"),
+    [
+        (
+            None,
+            None,
+            r"\. The gradients hold the graph of every step: backward\(create_graph=True\) makes a reference cycle",
+        ),
+        (
+            False,
+            None,
+            r"\. The gradients hold the graph of every step: backward\(create_graph=True\) makes a reference cycle",
+        ),
+        (None, 4, r"steps; the gradients hold the graph of every step \(backward\(create_graph=True\)\)$"),
+        (True, None, "Something keeps tensors of each step: a list of losses that still have their graph"),
+    ],
+    ids=["never zeroed", "zeroed in place", "a small leak", "losses"],
+)
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_gradients_that_hold_graphs_are_the_cause_of_a_leak(zeroes, max_batch, said):
+    def probe():
+        model, losses = mlp()[0], []
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(model, batch_size):
+            if zeroes:
+                optimizer.zero_grad()
+            loss = model(torch.randn(batch_size, 256, device="cuda")).square().mean()
+            loss.backward(create_graph=True)
+            optimizer.step()
+            if zeroes is False:
+                with torch.no_grad():
+                    torch._foreach_zero_([parameter.grad for parameter in model.parameters()])
+            losses.append(loss) if zeroes else None
+
+        try:
+            result = oomprobe.find_max_batch(model, step, max_batch=max_batch, **QUIET)
+        except oomprobe.UnreliableError as error:
+            return str(error)
+        [leak] = [note for note in result.notes if note.startswith("leak: each step")]
+        return leak
+
+    assert re.search(said, forked(probe))
