@@ -26,6 +26,7 @@ if "sets-conf" in arguments.fault:
 
 import torch  # noqa: E402  (scripts set allocator settings before this line)
 from torch import nn  # noqa: E402
+from torch.cuda import reset_peak_memory_stats  # noqa: E402
 
 if not arguments.fsdp:  # optimizers import the compiler only to be left out of it, in half the time of a run
     torch._dynamo = sys.modules["torch._dynamo"] = MagicMock(disable=lambda function, *_, **__: function)
@@ -101,6 +102,9 @@ for number in range(min(arguments.steps, samples // size)):
         if fault == "backward" and number == 1:
             y = RunsOutInBackward.apply(y)
         y.square().mean().backward()
+    if fault == "resets":
+        reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
     optimizer.step()
     optimizer.zero_grad()
 if "fails-at-the-end" in fault:

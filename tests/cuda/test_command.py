@@ -64,6 +64,17 @@ def test_the_answer_is_what_fresh_runs_can_do(capfd):
     assert oomprobe.ProbeResult.from_dict(json.loads(result.to_json())) == result
 
 
+def test_a_script_that_resets_the_peaks_shows_the_same():
+    shown = [
+        [
+            (trial.steps >= 50, trial.peak_allocated_bytes, trial.peak_reserved_bytes, trial.alloc_retries)
+            for trial in probe(python(*words), min_batch=32, max_batch=32).trials
+        ]
+        for words in ([], ["--fault", "resets"])
+    ]
+    assert shown[0] == shown[1]
+
+
 def test_out_of_memory():
     trial = one_trial(python("--fault", "backward"))
     assert (trial.verdict, trial.steps) == (OOM, 1)

@@ -15,6 +15,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 COMPARED = 8  # steps of which two sizes are compared
 EACH_STEP = 64  # after so many steps only every 16th is reported: a report takes about 1 ms
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+# What torch's functions that reset statistics call, also those that a program has imported by name.
+RESETS = (
+    "_cuda_resetPeakMemoryStats", "_cuda_resetAccumulatedMemoryStats", "_accelerator_resetPeakStats",
+    "_accelerator_resetAccumulatedStats",
+)  # fmt: skip
 MAX_LINKS, MAX_TEXT = 8, 4000  # of a chain of exceptions; characters of each
 
 
@@ -54,7 +59,7 @@ class Watch:
 
         self.pid, self.begun_s, self.steps, self.ooms, self.raised = os.getpid(), time.time(), 0, 0, 0
         self.optimizers = self.where = None
-        self.step_s, self.outside, self.capped, self.requested = [], {}, {}, {}
+        self.step_s, self.outside, self.capped, self.requested, self.kept = [], {}, {}, {}, {}
 
     # --- what torch calls ---
 
@@ -65,6 +70,7 @@ class Watch:
         if self.has_gpu:
             torch.cuda._lazy_call(guarded(self.cuda_starts))
         guarded(self.watch_for_ooms)()
+        guarded(self.watch_for_resets)()
         try:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -93,6 +99,30 @@ class Watch:
             made()
 
         error.__init__ = __init__
+
+    def watch_for_resets(self):
+        """Keep the peaks and totals that the program resets, as many do to log the peak of each step."""
+        for name in RESETS:
+            if self.has_gpu and hasattr(self.torch._C, name):
+                setattr(self.torch._C, name, self.keeping(getattr(self.torch._C, name)))
+
+    def keeping(self, reset):
+        def call(index):
+            before = {}
+            guarded(lambda: before.update(self.torch.cuda.memory_stats(index)))()
+            result = reset(index)
+            guarded(self.keep)(index, before)
+            return result
+
+        return call
+
+    def keep(self, index, before):
+        now, kept = self.torch.cuda.memory_stats(index), self.kept.setdefault(index, {})
+        for name, value in before.items():
+            if name.endswith(".peak"):
+                kept[name] = max(value, kept.get(name, 0))
+            elif not name.endswith(".current"):
+                kept[name] = kept.get(name, 0) + value - now.get(name, 0)
 
     def cap(self, device):
         import json
@@ -177,10 +207,18 @@ class Watch:
         cuda = self.torch.cuda if self.has_gpu else None
         if cuda is None or not cuda.is_initialized() or cuda._is_in_bad_fork():
             return []
-        return [i for i in range(cuda.device_count()) if cuda.memory_stats(i).get("reserved_bytes.all.peak")]
+        return [i for i in range(cuda.device_count()) if self.stats(i).get("reserved_bytes.all.peak")]
+
+    def stats(self, index):
+        """Return torch's statistics of a device, as if none had been reset."""
+        stats = self.torch.cuda.memory_stats(index)
+        for name, value in self.kept.get(index, {}).items():
+            now = stats.get(name, 0)
+            stats[name] = max(now, value) if name.endswith(".peak") else now + value
+        return stats
 
     def device(self, index):
-        stats, cuda = self.torch.cuda.memory_stats(index), self.torch.cuda
+        stats, cuda = self.stats(index), self.torch.cuda
         properties, reserved = cuda.get_device_properties(index), stats["reserved_bytes.all.current"]
         told = {
             "index": index, "uuid": self.uuid(index), "name": properties.name, "total_bytes": properties.total_memory,
