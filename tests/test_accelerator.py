@@ -10,14 +10,15 @@ import torch
 from fake_accelerator import ILLEGAL_ADDRESS, MIB, FakeAccelerator, FakeModule
 
 import oomprobe
-from oomprobe.devices import accelerator
+from oomprobe.devices import accelerator, statistics
 from oomprobe.devices.accelerator import kernel_answers
 
 
 def functions_used():
-    tree = ast.parse(Path(accelerator.__file__).read_text())
+    trees = [ast.parse(Path(module.__file__).read_text()) for module in (accelerator, statistics)]
     return {
         node.attr
+        for tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "_torch"
     }

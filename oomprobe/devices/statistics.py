@@ -29,7 +29,7 @@ class Statistics:
     """
 
     def __init__(self, module: Any, index: int) -> None:
-        self._module, self._index = module, index
+        self._torch, self._index = module, index
         self._lost: dict[_Key, int] = defaultdict(int)  # what resets took from totals
         self._trial_peaks: dict[_Key, int] = {}  # before the last reset
         self._call_peaks: dict[_Key, int] = {}
@@ -69,7 +69,7 @@ class Statistics:
     def read(self) -> dict[str, Any]:
         """Return the statistics that the allocator has now."""
         # `memory_stats` flattens and sorts them, which takes five times as long.
-        return self._module.memory_stats_as_nested_dict(self._index)  # type: ignore[no-any-return]
+        return self._torch.memory_stats_as_nested_dict(self._index)  # type: ignore[no-any-return]
 
     def current(self, name: str) -> int:
         """Return a statistic's present value over all pools; 0 if this process's allocator does not keep it."""
@@ -99,10 +99,10 @@ class Statistics:
                 total = value + self._lost[key]
                 yield total - self._call_totals.get(key, 0)
                 self._call_totals[key] = total
-        self._module.reset_peak_memory_stats(index)
+        self._torch.reset_peak_memory_stats(index)
 
     def _flat(self, index: int) -> dict[tuple[str, ...], int]:
-        return dict(_flat(self._module.memory_stats_as_nested_dict(index)))
+        return dict(_flat(self._torch.memory_stats_as_nested_dict(index)))
 
 
 def _at(stats: Any, *path: str) -> int:
