@@ -298,6 +298,18 @@ def test_tensors_that_a_step_replaces_are_not_kept_alive():
     assert bits(model.table) == bits(torch.ones(3))
 
 
+def test_a_frozen_weight_that_joins_a_graph_is_a_leaf_again():
+    """An average that is updated without no_grad."""
+    model, target = linear(), linear().requires_grad_(False)
+
+    def step(model, batch_size):
+        target.weight.lerp_(model.weight, 0.1)
+
+    assert probe(model, step).state_verified
+    assert target.weight.is_leaf
+    assert not target.weight.requires_grad
+
+
 # --- preserve ---
 
 

@@ -1,6 +1,7 @@
 """What can be said of an exception without touching a device.
 
-The user's line in a stack or traceback, the innermost that belongs neither to torch nor to oomprobe; and tensors by their shapes.
+The user's line in a stack or traceback, the innermost that belongs neither to Python nor to torch nor to oomprobe; and tensors by
+their shapes.
 """
 
 from __future__ import annotations
@@ -88,9 +89,15 @@ def is_own_fault(error: BaseException) -> bool:
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)
-        if not is_library(path) and not path.name.startswith("<"):  # code without a file, such as "<string>"
+        is_python = path.name.startswith("<") or _is_standard(path)  # "<string>" is code without a file
+        if not is_library(path) and not is_python:
             return f"{path.name}:{line}"
     return None
+
+
+def _is_standard(path: Path) -> bool:
+    """Return whether a file belongs to Python's standard library, such as ``copy.py``."""
+    return _STANDARD in path.parents and "site-packages" not in path.parts
 
 
 def interrupts_library(frame: FrameType | None) -> bool:
@@ -103,7 +110,7 @@ def interrupts_library(frame: FrameType | None) -> bool:
         path = Path(frame.f_code.co_filename)
         if path.name == "weakref.py" or is_library(path):
             return True
-        if _STANDARD not in path.parents or "site-packages" in path.parts:
+        if not _is_standard(path):
             return False
         frame = frame.f_back
     return False

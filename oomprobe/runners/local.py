@@ -225,7 +225,7 @@ class StepCalls:
         return NotTrainedError(reason.format(size=batch_size, calls=calls))
 
     def _has_gradients(self) -> bool:
-        return any(parameter.grad is not None for parameter in self._tracker.parameters())
+        return any(one.is_leaf and one.grad is not None for one in self._tracker.parameters())
 
     def _has_time(self, until_s: float, running: Running) -> bool:
         """Return whether another call of a confirmation fits, and ends well before the deadline."""

@@ -166,7 +166,7 @@ class CardMode(TorchDispatchMode):
         except RuntimeError as error:
             if simulated is None or not lacks_cpu_kernel(error):
                 raise
-            result = tree_map_only(FakeTensor, _zeros_like, simulated)
+            result = tree_map_only(FakeTensor, zeros_of, simulated)
         for real, fake in zip(tree_leaves(result), tree_leaves(simulated), strict=False):
             if isinstance(real, torch.Tensor) and isinstance(fake, FakeTensor):
                 self.fakes.bind(real, fake)
@@ -288,7 +288,7 @@ class CardMode(TorchDispatchMode):
         return value
 
 
-def _zeros_like(fake: FakeTensor) -> torch.Tensor:
+def zeros_of(fake: FakeTensor) -> torch.Tensor:
     """Return a tensor in host memory that looks like a fake, whose values only the card could compute."""
     with torch._C._DisableTorchDispatch():
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=HOST).zero_()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,16 +16,18 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.amp.grad_scaler import GradScaler
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
-from oomprobe.errors import SimulationError
 from oomprobe.ground.frames import user_line
 from oomprobe.ground.torch_versions import INFERENCE_KEEPS_CASTS
-from oomprobe.simulation.card_mode import CardMode
+from oomprobe.simulation.card_mode import CardMode, zeros_of
 from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.cuda_kernels import CudaKernels
 from oomprobe.simulation.device_mode import BuildingMode, DeviceMode
 from oomprobe.simulation.fakes import CARD, HOST, SEEN_CARD
 
+SKIPPED_SAVE = "{line} saves to a file: nothing was written, since tensors of a simulated card have no values and the file may be a checkpoint"
 _DEVICE: Any = FakeTensor.device  # torch's own property
 
 
@@ -36,7 +39,7 @@ def simulated(card_mode: CardMode) -> Iterator[None]:
             # The collector must not free cycles at random moments: identical calls must make identical tapes.
             stack.callback(gc.enable)
             gc.disable()
-        stack.enter_context(patch.object(torch, "save", _refuse_save))
+        stack.enter_context(patch.object(torch, "save", _wrap_save(card_mode, torch.save)))
         stack.enter_context(_on_cuda(card_mode))
         device_mode = DeviceMode(card_mode)
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: device_mode.to_list(tensor)))
@@ -125,11 +128,24 @@ def _imitate_inference_mode(guard: Any) -> None:
         stack.enter_context(patch.object(torch, "set_autocast_cache_enabled", lambda _: None))  # by autocast inside
 
 
-def _refuse_save(*_: Any, **__: Any) -> None:
-    raise SimulationError(
-        f"{user_line()} saves a checkpoint, and a simulated card has nothing to save: leave that out of the step (it takes "
-        "no memory on the card), or probe on a real device"
-    )
+def _wrap_save(card_mode: CardMode, save: Any) -> Any:
+    """Make ``torch.save`` write zeros for tensors without data to a buffer, and nothing to a file, which may be a checkpoint."""
+
+    def wrapped(value: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike) or _is_file(f):
+            card_mode.notes[SKIPPED_SAVE.format(line=user_line())] = None
+            return
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            save(tree_map_only(FakeTensor, zeros_of, value), f, *args, **kwargs)
+
+    return wrapped
+
+
+def _is_file(f: Any) -> bool:
+    try:
+        return isinstance(f.fileno(), int)
+    except (AttributeError, OSError):  # a buffer in memory
+        return False
 
 
 class _AnyGenerator(type):

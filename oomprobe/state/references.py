@@ -208,9 +208,11 @@ class References:
         known = self._by_id.get(id(value))
         return known if known is not None and known.find() is value else None
 
-    def of_kind(self, kind: type) -> Iterator[Reference]:
-        """Yield the references to objects of a class."""
-        yield from (one for one in self._by_id.values() if issubclass(one.kind, kind))
+    def alive(self, kind: type) -> Iterator[Any]:
+        """Yield the objects of a class that are there."""
+        for reference in self._by_id.values():
+            if issubclass(reference.kind, kind) and (value := reference.find()) is not None:
+                yield value
 
     def let_go(self, holders: Iterable[Holder], save: Callable[[Any], Any]) -> None:
         """Keep nothing alive any more that a step may let go of; `holders` are all from which it can be taken and put back."""

@@ -200,7 +200,7 @@ class Tracker:
         """Return what stays on the device between steps: parameters, buffers, gradients and optimizer state."""
         parameters = list(self.parameters())
         buffers = (buffer for module in self.modules for buffer in module.buffers(recurse=False))
-        gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+        gradients = (one.grad for one in parameters if one.is_leaf and one.grad is not None)
         states = (tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer))
         return list({id(tensor): tensor for tensor in (*parameters, *buffers, *gradients, *states)}.values())
 
@@ -241,8 +241,9 @@ class Tracker:
                     one.put_back()
         self._let_go_again()
         for find, requires_grad in self._flags:  # a trial may end while the step has frozen some
-            parameter = find()
-            if parameter is not None and parameter.requires_grad != requires_grad:
+            if (parameter := find()) is not None:
+                if not parameter.is_leaf:  # the step has written to it in place, and recorded that
+                    parameter.detach_()
                 parameter.requires_grad_(requires_grad)
 
     def _drop_added(self) -> list[Place]:
@@ -258,9 +259,8 @@ class Tracker:
 
     def _let_go_again(self) -> None:
         """Track the optimizers that were made anew, and keep alive nothing that was."""
-        for reference in self.copies.references.of_kind(torch.optim.Optimizer):
-            if (optimizer := reference.find()) is not None:
-                self._optimizers.setdefault(optimizer, [])
+        for optimizer in self.copies.references.alive(torch.optim.Optimizer):
+            self._optimizers.setdefault(optimizer, [])
         self.copies.references.let_go_again()
 
     def _all_places(self) -> list[Place]:
