@@ -1,5 +1,6 @@
 """Training loops composed of the habits that keep state: each part may stand beside any other."""
 
+import collections
 import itertools
 
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 
 PARTS = (
     "own optimizer", "attribute of a parameter", "replaced parameter", "counter", "iterator", "frozen part", "slots", "dict",
+    "replaced containers", "made by the step", "inference tensor",
 )  # fmt: skip
 
 
@@ -37,6 +39,11 @@ class EasyDict(dict):
     __getattr__, __setattr__ = dict.__getitem__, dict.__setitem__
 
 
+class Rollout:
+    def __init__(self):
+        self.outputs, self.by_call = [], {}
+
+
 class Trainer:
     """A loop with the given parts."""
 
@@ -50,6 +57,9 @@ class Trainer:
         self.slotted, self.state = Slotted(), EasyDict(seen=0)
         self.feed = itertools.repeat(1.0) if "iterator" not in parts else (1.0 for _ in range(10**6))
         self.n = 0
+        self.outputs, self.rollout, self.made = [], Rollout(), {}
+        with torch.inference_mode("inference tensor" in parts):
+            self.scale = torch.ones(1, device=device)
 
     def step(self, model, batch_size):
         """Run one step; what the parts count decides the learning rate."""
@@ -68,7 +78,19 @@ class Trainer:
             self.state.seen += batch_size
             self.state.mean = 0.9 * self.state.get("mean", 0.0) + self.state.seen
             drops += self.state.mean
-        x = self.table[torch.arange(batch_size, device=self.device) % len(self.table)]
+        if "made by the step" in parts:
+            if batch_size not in self.made:
+                self.made[batch_size] = collections.Counter(), Slotted(), [0]
+            numbers, slotted, counts = self.made[batch_size]
+            numbers["calls"] += 1
+            slotted.n += numbers["calls"]
+            counts[0] += 1
+            drops += slotted.n + counts[0]
+        if "replaced containers" in parts:
+            drops += len(self.outputs) + len(self.rollout.by_call)
+            if len(self.outputs) == 3:
+                self.outputs, self.rollout = [], Rollout()
+        x = self.table[torch.arange(batch_size, device=self.device) % len(self.table)] * self.scale
         loss = model(x * next(self.feed)).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
@@ -85,6 +107,10 @@ class Trainer:
                 model[2].bias.add_(model[2].bias.ema + model[2].bias.main_grad, alpha=0.01)
         if "replaced parameter" in parts:
             self.grow(model)
+        if "replaced containers" in parts:
+            self.outputs.append(loss.detach())
+            self.rollout.outputs.append(x[:1])
+            self.rollout.by_call[len(self.outputs)] = loss.detach()
         return loss.detach()
 
     def grow(self, model):

@@ -77,6 +77,7 @@ COMPOSITIONS = [
     {"own optimizer", "counter", "frozen part", "dict"},
     {"attribute of a parameter", "iterator", "slots", "frozen part"},
     {"replaced parameter", "iterator", "counter", "slots", "dict"},
+    {"replaced containers", "made by the step", "inference tensor", "dict"},
     {*PARTS},
 ]
 
