@@ -105,7 +105,7 @@ def _inside(value: Any, found: list[object]) -> Iterable[Any]:
         found += [len(value), bytes(value[:SMALL_BYTES])]
         return ()
     if isinstance(value, functools._lru_cache_wrapper):
-        found.append(value.cache_info().currsize)
+        found += value.cache_info()[1:]  # hits say nothing
         return (value.__wrapped__,)
     if isinstance(value, torch.optim.Optimizer):  # its state counts its steps, which decides nothing about memory
         return () if _package(value) in _STILL else [one for one in vars(value).items() if one[0] not in _OF_OPTIMIZERS]
