@@ -206,7 +206,9 @@ class SimulatedDevice(Device, Replay):
         return self._memory.allocator.served
 
     def cached_bytes(self) -> int:
-        return self._memory.allocator.reserved_bytes - self._memory.allocator.allocated_bytes
+        stats = self._memory.allocator.stats()
+        reserved, *in_use = (stats[f"{name}_bytes.all.current"] for name in ("reserved", "allocated", "inactive_split"))
+        return reserved - sum(in_use)
 
     def release(self) -> None:
         self._memory.clear_workspaces()
