@@ -66,7 +66,8 @@ class Reference:
         self.kind, self.first_id = type(value), id(value)
         self._id, self._value = self.first_id, value
         self._weak: Callable[[], Any] | None = None
-        self._is_strong = is_strong or not is_made_in_python(self.kind)
+        # What its class does when it is freed, such as closing a file, could not be taken back.
+        self._is_strong = is_strong or hasattr(self.kind, "__del__") or not is_made_in_python(self.kind)
         self._held_by: list[tuple[Callable[[], Any], Any]] = []  # how to read each holder, and the key there
         self._is_looking = False
         self._parts: list[Any] = []  # of a tuple, as `saved` returns them
@@ -104,6 +105,7 @@ class Reference:
             self._maxlen = value.maxlen
         elif isinstance(value, torch.nn.Module):
             self._registries = {name: type(vars(value)[name]) for name in (*REGISTRIES, *HOOKS) if name in vars(value)}
+        self._weak_cells = list(_weak_cells(value))
         self._value = None
 
     def let_go_again(self) -> None:
@@ -175,6 +177,8 @@ class Reference:
         self._value, self._id = value, id(value)
         if self._weak is not None:
             self._weak = weakref.ref(value)
+        for cell in self._weak_cells:
+            cell.cell_contents = weakref.ref(value)
         return value
 
 
@@ -192,6 +196,21 @@ class BoundMethod:
     def restore(self, get: Callable[[Any], Any]) -> Any:
         """Return the method; of an object that is gone, it is that of the object made anew."""
         return types.MethodType(self._function, self._owner.restore(get))
+
+
+def _weak_cells(value: object) -> Iterator[types.CellType]:
+    """Yield where functions among an object's attributes refer to it weakly, as torch's schedules make an optimizer's ``step``."""
+    for function in getattr(value, "__dict__", {}).values():
+        cells = function.__closure__ if isinstance(function, types.FunctionType) else None
+        yield from (cell for cell in cells or () if _is_weak_reference(cell, value))
+
+
+def _is_weak_reference(cell: types.CellType, value: object) -> bool:
+    try:
+        held = cell.cell_contents
+    except ValueError:  # it is empty
+        return False
+    return isinstance(held, weakref.ref) and held() is value
 
 
 class References:

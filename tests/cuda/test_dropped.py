@@ -192,6 +192,41 @@ def test_what_a_step_drops_is_freed_at_once(build):
     assert tuple(peak_bytes) == forked(peaks, build, 2048, steps)[-1]
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["models", "module", "object", "tuple of lists"])
+def test_training_goes_on_with_what_was_made_anew(name):
+    def train():
+        model, step = LOOPS[name]()
+        assert oomprobe.find_max_batch(model, step, max_batch=8, progress="off").state_verified
+        for _ in range(2 * EPOCH + 1):
+            step(model, 8)
+        return True
+
+    assert forked(train)
+
+
+class Closing:
+    """Closes what it holds when it is freed."""
+
+    def __init__(self):
+        self.outputs, self.is_open = [], [True]
+
+    def append(self, output):
+        self.outputs.append(output)
+
+    def __del__(self):
+        self.is_open[0] = False
+
+
+def test_what_does_something_when_it_is_freed_stays():
+    def probe():
+        model, step = keeps(Closing)()
+        oomprobe.find_max_batch(model, step, max_batch=8, progress="off")
+        return model.kept.is_open
+
+    assert forked(probe) == [True]
+
+
 @pytest.mark.parametrize("name", ["list", "dict", "object with slots", "object", "tuple of lists"])
 def test_what_a_caller_holds_too_is_the_same_afterwards(name):
     def probe():
