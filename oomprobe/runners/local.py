@@ -45,7 +45,7 @@ from oomprobe.runners.ranks_here import check_process_group
 from oomprobe.runners.repeats import Repeats
 from oomprobe.runners.running import Running
 from oomprobe.runners.signals import Interrupts
-from oomprobe.state import Snapshot, Tracker, addresses_of, generator_states, largest_added
+from oomprobe.state import Snapshot, Tracker, addresses_of, can_copy, generator_states, largest_added
 from oomprobe.verdicts import Evidence, classify
 from oomprobe.verdicts.failure import clear_frames, failure_of
 
@@ -65,6 +65,11 @@ CYCLES = (
 KEPT = (
     "values that the step counts with were not put back before each trial, only at the end: with them put back, batch {size} "
     "failed with {error}"
+)
+WENT_ON = (
+    "not cold: the step replaces parameters by others of another shape, beside an iterator whose position cannot be put back, so each "
+    "trial went on from the last one, and the calls that replace them were not run at this size. Probe it as a target (oomprobe run "
+    "train.py:build), whose trials run in fresh processes"
 )
 
 
@@ -325,6 +330,7 @@ class LocalRunner:
         # What the default random number generators were; a process that ends with its trial needs none.
         self._generators = [] if work.ends_with_trial else generator_states(work.device.torch_device.type)
         self.compiled = Compiled()
+        self._shapes = self._shapes_now()
         self._begin_row(0)
 
     def _begin_row(self, row: int) -> None:
@@ -535,11 +541,16 @@ class LocalRunner:
         self._notes |= dict.fromkeys(getattr(self._device, "notes", ()))
         if self.compiled.is_used:
             self._notes[COMPILED] = None
+        if self._snapshot is not None and not self._tracker.is_exact and self._shapes_now() != self._shapes:
+            self._notes[WENT_ON] = None
         # Not before the confirmation: an optimizer may step only then.
         confirmed = running.verdict is Verdict.FITS and running.request.confirms
         if confirmed and (note := self._caller.stepping.note(self._work.steps, trains=self._trains())):
             self._notes[note] = None
         return tuple(self._notes)
+
+    def _shapes_now(self) -> list[torch.Size]:
+        return [tensor.shape for tensor in self._tracker.parameters() if can_copy(tensor)]
 
     def _trains(self) -> bool:
         """Return whether the model may be there to be trained: not in eval mode, not frozen, and with gradients on."""

@@ -12,7 +12,16 @@ What comes back when (`walk.When` names the times; a worker or a forked child en
 
 from oomprobe.state.snapshot import Snapshot, preserved
 from oomprobe.state.surroundings import generator_states
-from oomprobe.state.tensors import addresses_of
+from oomprobe.state.tensors import addresses_of, can_copy
 from oomprobe.state.tracker import Tracker, largest_added, state_tensors
 
-__all__ = ["Snapshot", "Tracker", "addresses_of", "generator_states", "largest_added", "preserved", "state_tensors"]
+__all__ = [
+    "Snapshot",
+    "Tracker",
+    "addresses_of",
+    "can_copy",
+    "generator_states",
+    "largest_added",
+    "preserved",
+    "state_tensors",
+]

@@ -93,6 +93,7 @@ def test_the_answer_of_a_composed_loop_lives_for_50_calls(parts):
     # What lies beside an iterator that has moved on comes back only at the end. So later trials begin with the parameters
     # that the first have replaced, and for the calls that replace them there is only the margin.
     stays_replaced = {"iterator", "replaced parameter"} <= parts
+    assert any("each trial went on from the last one" in note for note in result.notes) == stays_replaced
     cap_bytes = None if stays_replaced else result.budget_bytes
     assert forked(lambda: runs(build, result.batch_size, steps=50, cap_bytes=cap_bytes), **FORK)
 
