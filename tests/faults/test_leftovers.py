@@ -84,7 +84,9 @@ def test_no_worker_of_a_data_loader_is_left(device, fault, ends):
     def step(model, batch_size):
         if batch_size not in loaders:
             data = range(64 * batch_size)
-            loaders[batch_size] = iter(DataLoader(data, batch_size, num_workers=1, persistent_workers=True))
+            # Tensors would be shared through a socket in the folder of temporary files, whose path is too long here.
+            loader = DataLoader(data, batch_size, num_workers=1, persistent_workers=True, collate_fn=list)
+            loaders[batch_size] = iter(loader)
         next(loaders[batch_size])
         training.step(model, batch_size)
         fault(batch_size)

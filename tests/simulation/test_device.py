@@ -443,6 +443,29 @@ def test_a_model_built_for_cuda():
     assert probe(model, conv_step(model, "cuda"), card).state_verified
 
 
+def test_building_that_runs_out_of_memory_fits_nowhere():
+    """Even if what it leaves would fit: on a card the process would have ended."""
+    card = SimulatedDevice("64MiB")
+    with card.building():
+        model = nn.Linear(8, 8).cuda()
+        model.weight.data = (torch.zeros(8, 4 * MIB, device="cuda") + 1)[:, :8].clone()
+    with pytest.raises(
+        NothingFitsError, match=r"building the model ran out of memory at test_device\.py:\d+, although"
+    ):
+        probe(model, lambda model, n: None, card)
+
+
+def test_what_building_leaves_in_the_cache_is_told():
+    card = SimulatedDevice("1GiB")
+    with card.building():
+        model = nn.Linear(8, 8).cuda()
+        torch.zeros(32 * MIB, dtype=torch.uint8, device="cuda")
+    assert card.cached_bytes() == 32 * MIB
+    [note] = [note for note in probe(model, linear_step(model, 8), card).notes if "were reserved and free" in note]
+    assert "32.00 MiB" in note
+    assert "torch.cuda.empty_cache()" in note
+
+
 def test_targets_are_built_on_the_card():
     result = oomprobe.probe_target(f"{zoo.__file__}:gpt", isolate=False, device="sim:T4", progress="off", max_batch=4)
     assert result.batch_size == 4
