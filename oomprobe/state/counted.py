@@ -13,6 +13,7 @@ import io
 import queue
 import random
 import re
+import threading
 import types
 import weakref
 from collections import deque
@@ -37,14 +38,13 @@ _CODE = (
 # Packages whose objects hold nothing that a step counts with. Torch's own generators and schedules move on, but decide nothing
 # about memory.
 _STILL = {
-    "torch", "numpy", "logging", "typing", "re", "abc", "operator", "_thread", "threading", "enum", "decimal", "fractions",
-    "pathlib", "uuid",
+    "torch", "numpy", "logging", "typing", "re", "abc", "operator", "enum", "decimal", "fractions", "pathlib", "uuid",
 }  # fmt: skip
 _STILL_KINDS = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType,
     types.GetSetDescriptorType, types.MemberDescriptorType, types.CodeType, types.GenericAlias, re.Pattern, range, slice,
     datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, np.dtype, np.ufunc, weakref.ref,
-    type(...), type(NotImplemented),
+    type(...), type(NotImplemented), type(threading.Lock()), type(threading.RLock()),
 )  # fmt: skip
 
 
@@ -107,8 +107,8 @@ def _inside(value: Any, found: list[object]) -> Iterable[Any]:
     if isinstance(value, functools._lru_cache_wrapper):
         found += value.cache_info()[1:]  # hits say nothing
         return (value.__wrapped__,)
-    if isinstance(value, torch.optim.Optimizer):  # its state counts its steps, which decides nothing about memory
-        return () if _package(value) in _STILL else [one for one in vars(value).items() if one[0] not in _OF_OPTIMIZERS]
+    if isinstance(value, torch.optim.Optimizer):
+        return _in_optimizer(value)
     if isinstance(value, _CODE):
         return _in_code(value)
     return _in_object(value)
@@ -123,6 +123,13 @@ def _in_code(value: Any) -> Iterable[Any]:
         return (*value.__bases__, *_variables(value)) if is_users_code(value.__module__) else ()
     names = ("func", "args", "keywords", "__self__", "__func__", "fget", "fset")  # of what stands around code
     return [getattr(value, name) for name in names if hasattr(value, name)]
+
+
+def _in_optimizer(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
+    """Return what an optimizer that is not torch's own holds; its state counts steps, which decides nothing about memory."""
+    if _package(optimizer) in _STILL:
+        return ()
+    return [attribute for name, attribute in vars(optimizer).items() if name not in _OF_OPTIMIZERS]
 
 
 def _in_object(value: Any) -> Iterable[Any]:

@@ -1,0 +1,65 @@
+"""What the user's code counts with is seen, or something that may count unseen is met; what stands still is the same twice."""
+
+import functools
+import logging
+import random
+import re
+import threading
+
+import numpy as np
+import pytest
+import torch
+from counters import COUNTERS
+from torch import nn
+
+from oomprobe.state.counted import counted
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_each_call_is_counted(name):
+    make, is_last = COUNTERS[name]
+    random.seed(0)
+    counters = {7: make(7)}
+
+    def step(model, batch_size):
+        return is_last(counters[batch_size], 7)
+
+    step(None, 7)
+    before = counted([step])
+    step(None, 7)
+    assert before is None or counted([step]) != before
+    if name == "file":
+        counters[7].close()
+
+
+def trained(kind=nn.BatchNorm1d):
+    model = nn.Sequential(nn.Linear(4, 4), kind(4), nn.Dropout(0.1), nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    loss_of, log, lock = (
+        functools.partial(nn.functional.mse_loss, reduction="sum"),
+        logging.getLogger(),
+        threading.Lock(),
+    )
+    pattern, table, seen = re.compile("a"), np.zeros(3), {"loss": None, "shape": (2, 4)}
+
+    def step(model, batch_size):
+        with lock:
+            log.debug(pattern)
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model(torch.randn(batch_size, 4)), torch.zeros(batch_size, 4) + table[0]).backward()
+        optimizer.step()
+        schedule.step()
+        return seen
+
+    return model, step
+
+
+def test_a_step_of_training_counts_nothing():
+    """Weights, averages of batch norm, optimizer state, schedules and torch's random numbers decide nothing about memory."""
+    model, step = trained()
+    step(model, 2)
+    before = counted([model, step])
+    step(model, 2)
+    assert before is not None
+    assert counted([model, step]) == before
