@@ -67,6 +67,21 @@ def test_a_tensor_that_was_not_copied_and_is_gone_is_named(monkeypatch):
     assert saved.tracker.changes() == ["kept.bank (a tensor)"]
 
 
+@pytest.mark.parametrize("make", [lambda inner: inner, lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1)])
+def test_what_only_a_library_held_does_not_count_as_changed(make):
+    """What a library's object holds is not put back into it, and what it has let go of may be gone for good."""
+    library = types.ModuleType("library")
+    exec("class Holder: pass", vars(library))
+    library.Holder.__module__ = "torch.library_of_a_test"
+    holder = library.Holder()
+    holder.held = make(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1))
+    saved = Snapshot(nn.Linear(1, 1), [lambda model, n: holder], [], "cpu")
+    holder.held = None
+    gc.collect()
+    saved.restore()
+    assert saved.differences() == []
+
+
 class Around(torch.optim.Optimizer):
     """Shares the groups of another optimizer, as wrappers do."""
 

@@ -129,7 +129,7 @@ class Place:
     def changes(self) -> dict[str, Any]:
         """Return what differs from the start, by path: the value of the start, or one that was not there."""
         held = self.values.read()
-        if self._is_in(held):
+        if self._is_in(held) or self.values.is_gone:
             return {}
         now, before = _by_key(held), {_find(key, key): one for key, one in self._before.items()}
         changed: dict[str, Any] = {}

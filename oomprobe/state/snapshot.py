@@ -147,7 +147,9 @@ class Stateful:
             self.has_loaded = True
 
     def differs(self) -> bool:
-        """Return whether the object now returns another state."""
+        """Return whether the object now returns another state; one that is gone for good has none."""
+        if self.owner.find() is None:
+            return False
         return not same(copy.deepcopy(self._state, {id(one): one.on_host() for one in self._copies}), self._state_now())
 
 
