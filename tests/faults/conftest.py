@@ -12,6 +12,7 @@ from processes import MARK, children, marked, open_files
 from workers.forks import fork
 
 from faults import card
+from oomprobe.devices.statistics import Statistics
 from oomprobe.runners.workers.process import Process
 
 
@@ -69,3 +70,4 @@ def new_card(monkeypatch):
     fresh = card.FakeModule(total_bytes=card.ROOM * card.SAMPLE_BYTES)
     monkeypatch.setattr(card.CARD, "fake", fresh)
     monkeypatch.setattr(card.CARD, "_torch", fresh)
+    monkeypatch.setattr(card.CARD, "_statistics", Statistics(fresh, card.CARD.torch_device.index))
