@@ -33,6 +33,16 @@ def test_what_is_saved_does_not_grow_with_the_data():
     assert tracker.changes() == ["data.rows[499] (a list)"]
 
 
+def test_a_container_that_is_too_long_to_save_comes_back_itself():
+    rows = [*range(MAX_ENTRIES + 1)]
+    data = types.SimpleNamespace(rows=rows)
+    del rows
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: data])
+    data.rows = []
+    tracker.start_cold()
+    assert len(data.rows) == MAX_ENTRIES + 1
+
+
 def test_only_small_tensors_beside_the_model_go_back_before_a_trial():
     count, table = torch.zeros(1), torch.zeros(2_000)
 

@@ -187,8 +187,8 @@ class CardMode(TorchDispatchMode):
             return self._scalar(args[0])
         if operands.on_card and _only_writes_lists(func):
             return None
-        if func is _aten.copy_.default and operands.on_card and operands.on_host:
-            return args[0]  # between host and card, into an existing tensor
+        if func is _aten.copy_.default and operands.on_card and operands.on_host and operands.on_host[0] is args[1]:
+            return args[0]  # from the host into an existing tensor on the card
         if func is _aten.histc.default and operands.on_card:  # CUDA accepts integers, the CPU does not
             func, args, kwargs = _aten.new_empty.default, (args[0], [args[1] if len(args) > 1 else 100]), {}
         if func in _COMPARISONS and (operands.fake or operands.on_card):

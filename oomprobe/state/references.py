@@ -86,9 +86,7 @@ class Reference:
         `save` returns what to save of an item of a tuple, or `MISSING` if that could not be made anew.
         """
         value = self._value
-        # What only an object of a library holds is not put back into it.
-        if self._is_strong or not (self._held_by or isinstance(value, torch.optim.Optimizer)):
-            self._is_strong = True
+        if self._is_strong:
             return
         try:
             self._weak = weakref.ref(value)

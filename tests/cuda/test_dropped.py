@@ -2,12 +2,14 @@
 
 import collections
 import copy
+import gc
 import types
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 from bed import forked
+from ledger import Log
 from torch import nn
 from zoo import numbered, peaks
 
@@ -66,8 +68,8 @@ class ByKey(dict):
         self[len(self)] = output
 
 
-def keeps(make, add=lambda kept, output: kept.append(output), *, first=None):
-    """Return a target whose model keeps outputs in what `make` returns, and replaces it after each epoch."""
+def keeps(make, add=lambda kept, output: kept.append(output), *, collect=False):
+    """Return a target whose model keeps outputs in what `make` returns, and replaces it after each epoch; then it may `collect` garbage."""
 
     def build():
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).cuda()
@@ -82,6 +84,8 @@ def keeps(make, add=lambda kept, output: kept.append(output), *, first=None):
             optimizer.zero_grad()
             if n % EPOCH == 1 and n > 1:
                 model.kept = make()  # in the middle of a call, which still peaks afterwards
+                if collect:
+                    gc.collect()
             add(model.kept, output.detach())
 
         return model, step
@@ -168,7 +172,7 @@ LOOPS = {
     "set": keeps(set, lambda kept, output: kept.add(output)),
     "object": keeps(Rollout),
     "object with slots": keeps(Slotted),
-    "object in a cycle": keeps(Logged),
+    "object in a cycle": keeps(Logged, collect=True),
     "module": keeps(Metric),
     "namespace": keeps(lambda: types.SimpleNamespace(a=[]), lambda kept, output: kept.a.append(output)),
     "tuple of lists": keeps(lambda: ([], []), add_to_the_first),
@@ -205,26 +209,30 @@ def test_training_goes_on_with_what_was_made_anew(name):
     assert forked(train)
 
 
-class Closing:
+CLOSED = Log()
+
+
+class Closing(Rollout):
     """Closes what it holds when it is freed."""
 
-    def __init__(self):
-        self.outputs, self.is_open = [], [True]
-
-    def append(self, output):
-        self.outputs.append(output)
-
     def __del__(self):
-        self.is_open[0] = False
+        CLOSED.append(self.number)
 
 
 def test_what_does_something_when_it_is_freed_stays():
-    def probe():
-        model, step = keeps(Closing)()
-        oomprobe.find_max_batch(model, step, max_batch=8, progress="off")
-        return model.kept.is_open
+    def numbered_closing():
+        closing = Closing()
+        closing.number = len(made)
+        made.append(None)
+        return closing
 
-    assert forked(probe) == [True]
+    def probe():
+        model, step = keeps(numbered_closing)()
+        oomprobe.find_max_batch(model, step, max_batch=8, progress="off")
+        return model.kept.number, 0 in CLOSED, 1 in CLOSED
+
+    made = Log()
+    assert forked(probe) == (0, False, True)
 
 
 @pytest.mark.parametrize("name", ["list", "dict", "object with slots", "object", "tuple of lists"])
