@@ -86,9 +86,9 @@ class Tracker:
         self._names: set[str] = set()  # that the user's functions use
         self._left_entries = MAX_ENTRIES
         self._only_at_end = False  # whether values are put back only at the end
-        roots = [(model, "model"), *((one, "") for one in (*preserve, *steps))]
-        self._roots, self._device = [*(root for root, _ in roots), *owners], device
-        self._find(list(visit(roots, owners, without=[device])))
+        named, owners = [(model, "model"), *((one, "") for one in (*preserve, *steps))], list(owners)
+        self._roots, self._device = [*(root for root, _ in named), *owners], device
+        self._find(list(visit(named, owners, without=[device])))
         self._modes = [(one, one.find().training) for one in self.stateful if issubclass(one.kind, torch.nn.Module)]
         self._flags = self._read_flags()
         self.first_weights, self.first_gradients = self.weights(), gradients_of(self.parameters())
