@@ -111,6 +111,8 @@ class CardMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return HOST  # autograd checks gradients against their real parameters
+        if self.is_building and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # a tensor that wraps others makes its own operators of theirs
         if not self.depth:
             self.poll()
         self.depth += 1

@@ -202,11 +202,11 @@ def _only_moves(probe: torch.Tensor, tensor: torch.Tensor, card_mode: CardMode) 
     """Whether a function, which made `probe` of an empty tensor, surely leaves a tensor as it is on another device."""
     if tensor.is_meta or (tensor.is_floating_point() and tensor.dtype != probe.dtype):
         return False
-    if tensor.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():  # only what is viewed would move
-        return False
-    return (
-        tensor.dim() not in (4, 5) or not card_mode.is_building
-    )  # it may change the format; in a step, a module keeps its own
+    if not card_mode.is_building:  # in a step, a module keeps its tensors
+        return True
+    is_whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    may_change_format = tensor.dim() in (4, 5)
+    return is_whole and not may_change_format
 
 
 def _always_step(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
