@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from oomprobe.errors import SimulationError
 from oomprobe.ground import torch_versions
 from oomprobe.ground.frames import user_line
 from oomprobe.simulation import scratch
@@ -54,6 +55,10 @@ _ZEROS = {_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default
 _IN_PLACE_ON_CUDA = {
     _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default, _aten.index_put.default, _aten.index_add.default,
 }  # fmt: skip
+# Raised where the shape of a result depends on values, which building has, or where a result has no plain storage.
+_NEEDS_VALUES = (
+    DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException, SimulationError,
+)  # fmt: skip
 _LINEAR_ALGEBRA = {
     getattr(_aten, name).default
     for name in (
@@ -152,12 +157,14 @@ class CardMode(TorchDispatchMode):
         operands = _Operands(self)
         operands.add(args)
         operands.add(kwargs.values())
-        simulated, device = None, kwargs.get("device")
+        simulated, needs_values, device = None, False, kwargs.get("device")
         if (operands.on_card or device == CARD) and func not in _READING:
             try:
                 simulated = self._run(func, args, kwargs)
             except AllocatorOutOfMemory:
                 self._refuse_building()
+            except _NEEDS_VALUES:
+                needs_values = True
         if device is not None and device.type == "cpu":
             kwargs = {**kwargs, "device": HOST}
         if "pin_memory" in kwargs:
@@ -172,6 +179,9 @@ class CardMode(TorchDispatchMode):
         for real, fake in zip(tree_leaves(result), tree_leaves(simulated), strict=False):
             if isinstance(real, torch.Tensor) and isinstance(fake, FakeTensor):
                 self.fakes.bind(real, fake)
+        for real in tree_leaves(result) if needs_values else ():
+            if isinstance(real, torch.Tensor) and real.layout is torch.strided:
+                self.put_on_card(real)
         if func in _ZEROS:
             self._last_zeros = weakref.ref(result)
         return result

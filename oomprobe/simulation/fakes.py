@@ -53,7 +53,9 @@ class Fakes:
         self.keeps_parameters = False  # whether parameters in host memory stay there
 
     def on_card(self, tensor: torch.Tensor) -> bool:
-        """Whether a real tensor is on the card."""
+        """Whether a real tensor is on the card; one without a plain storage never is."""
+        if tensor.layout is not torch.strided:
+            return False
         storage = tensor.untyped_storage()
         if self._memory.holds(self._storages.get(storage, storage)):
             return True

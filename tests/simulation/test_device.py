@@ -436,7 +436,11 @@ def test_a_model_built_for_cuda():
         x = torch.tensor([1.0, 2.0, 3.0], device="cuda")  # initialisation may read the tensors it creates
         assert [float(value) for value in x] == x.tolist() == x.cpu().numpy().tolist() == [1.0, 2.0, 3.0]
         assert (x[1].item(), x.data_ptr()) == (2.0, x.view(3).data_ptr())
-    del x
+        shaped_by_values = x[x > 1], (x > 1).nonzero(), x.unique(), x.masked_select(x > 2)
+        assert [len(one) for one in shaped_by_values] == [2, 2, 3, 1]
+        assert all(one.is_cuda for one in shaped_by_values)
+        assert x.to_sparse().to_dense().tolist() == [1.0, 2.0, 3.0]
+    del x, shaped_by_values
     assert type(model[0].weight) is nn.Parameter
     assert model[0].weight.device.type == "cpu"
     assert card.live_bytes() == 4 * MIB + sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
