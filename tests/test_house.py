@@ -47,7 +47,7 @@ def test_the_step_is_near_the_call(options):
     assert len(calls) > 10
     for frames in calls:
         assert frames[0] == ("probe.py", "find_max_batch")
-        assert len(frames) <= 9, frames
+        assert len(frames) <= 12, frames
         assert len({file for file, _ in frames}) <= 4, frames
 
 
@@ -119,7 +119,7 @@ def test_no_class_is_longer_than_300_lines():
 # Lower these when the code gets plainer; never raise one to let a change pass. The aim is a reader, not the number: a decision becomes
 # a statement, a boolean with a name, or a function with a name of the field.
 AT_MOST = {
-    "lines of code": 15_900,
+    "lines of code": 15_850,
     "decisions in expressions per 1,000 lines": 195.5,
     "functions with more than 14 decisions": 42,
     "riddles": 26,

@@ -8,9 +8,9 @@ down if that fails. Whatever the replies, a size is only returned after it ran u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 from oomprobe.records.sizes import Sizes
 from oomprobe.records.trials import Phase
@@ -57,20 +57,6 @@ class Reply:
     lengthens: bool = False
     tolerance: float = 0.0
     guess: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A size to run, under the cap or with all the memory, or to look at."""
-
-    size: int
-    phase: Phase
-    capped: bool
-    looks: bool = False
-
-
-_T = TypeVar("_T")
-Questions = Generator[Question, Reply, _T]  # part of a search, which ends with a _T
 
 
 class TrySize(Protocol):
@@ -123,7 +109,9 @@ def find(
         >>> find(try_size, sizes, capped=True, out_of_time=lambda good, bad: False).batch_size
         90
     """
-    questions = _Search(
+    search = _Search(
+        try_size,
+        look,
         sizes,
         capped,
         out_of_time,
@@ -136,23 +124,35 @@ def find(
         known=known,
         varies=known is not None and known.varies,
         least_tolerance=known.tolerance if known is not None and known.varies else 0.0,
-    ).questions()
-    reply: Any = None  # the first `send` to a generator must be None
-    while True:
-        try:
-            question = questions.send(reply)
-        except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]  # a StopIteration has no type
-        if question.looks and look is not None:
-            reply = look(question.size)
-        else:
-            reply = try_size(question.size, question.phase, capped=question.capped)
+    )
+    search.grow()
+    ran = search.full_good
+    if search.looks and ran is not None and search.sizes.down(ran, LOOK_DIVISOR) < ran:
+        search.look(ran)
+    if search.full_good is not None:
+        search.enter_cap()
+        if search.guess is not None:
+            search.begin_at(search.guess)
+        search.look_past_holes()
+        search.bisect()
+        search.recheck()
+    answer, deciding = search.confirm()
+    return Found(
+        batch_size=answer,
+        limit=max(search.passed, default=None),
+        first_failing=min(search.failed_full - search.passed, default=None),
+        deciding=deciding,
+        transient=tuple(search.transient),
+        unconfirmed=tuple(search.unconfirmed),
+    )
 
 
 @dataclass(slots=True)
 class _Search:
-    """Asks by yielding questions, which keeps the search out of the user's tracebacks between `find` and the step."""
+    """A search while it runs."""
 
+    try_size: TrySize
+    look_at: Callable[[int], Reply] | None
     sizes: Sizes
     has_cap: bool
     out_of_time: Callable[[int, int], bool]
@@ -179,30 +179,11 @@ class _Search:
     transient: list[int] = field(default_factory=list)
     unconfirmed: list[int] = field(default_factory=list)
 
-    def questions(self) -> Questions[Found]:
-        """Run the whole search and return what was found."""
-        yield from self.grow()
-        if self.looks and self.full_good is not None and self.sizes.down(self.full_good, LOOK_DIVISOR) < self.full_good:
-            yield from self.look(self.full_good)
-        if self.full_good is not None:
-            yield from self.enter_cap()
-            if self.guess is not None:
-                yield from self.begin_at(self.guess)
-            yield from self.look_past_holes()
-            yield from self.bisect()
-            yield from self.recheck()
-        answer, deciding = yield from self.confirm()
-        return Found(
-            batch_size=answer,
-            limit=max(self.passed, default=None),
-            first_failing=min(self.failed_full - self.passed, default=None),
-            deciding=deciding,
-            transient=tuple(self.transient),
-            unconfirmed=tuple(self.unconfirmed),
-        )
-
-    def ask(self, size: int, phase: Phase, *, capped: bool, looks: bool = False) -> Questions[Reply]:
-        reply = yield Question(size=size, phase=phase, capped=capped and self.has_cap, looks=looks)
+    def ask(self, size: int, phase: Phase, *, capped: bool, looks: bool = False) -> Reply:
+        if looks and self.look_at is not None:
+            reply = self.look_at(size)
+        else:
+            reply = self.try_size(size, phase, capped=capped and self.has_cap)
         if reply.passed:
             self.passed.add(size)
             return reply
@@ -214,13 +195,13 @@ class _Search:
             self.failed_full.add(size)
         return reply
 
-    def grow(self) -> Questions[None]:
+    def grow(self) -> None:
         """Double the size until one fails, or halve it until one runs. Near an expected limit, begin with small strides."""
         size, stride = self.start, self.start if self.known is None else self._near(self.start)
         while True:
-            reply = yield from self.ask(size, Phase.GROW, capped=self.grows_capped)
+            reply = self.ask(size, Phase.GROW, capped=self.grows_capped)
             if not reply.passed and size == self.sizes.first and not reply.is_certain:
-                reply = yield from self.ask(size, Phase.RECHECK, capped=self.grows_capped)  # nothing is below it
+                reply = self.ask(size, Phase.RECHECK, capped=self.grows_capped)  # nothing is below it
                 if reply.passed:
                     self._forget_failure(size, reply)
             if not reply.passed:
@@ -240,13 +221,13 @@ class _Search:
             size = self.sizes.up(size, stride)
             stride *= 2
 
-    def look(self, largest: int) -> Questions[None]:
+    def look(self, largest: int) -> None:
         """Look for what happens only at some calls, at a size where many calls are cheap. If it does, believe only that size."""
         size = self.sizes.down(largest, LOOK_DIVISOR)
-        reply = yield from self.ask(size, Phase.GROW, capped=False, looks=True)
+        reply = self.ask(size, Phase.GROW, capped=False, looks=True)
         while not reply.passed and size > self.sizes.first:  # a late call needs far more memory than the others
             self.full_bad, size = size, self.sizes.down(size, LOOK_DIVISOR)
-            reply = yield from self.ask(size, Phase.GROW, capped=False, looks=True)
+            reply = self.ask(size, Phase.GROW, capped=False, looks=True)
         if not reply.passed:
             self.full_good, self.bad = None, size
         elif reply.varies or size < self.sizes.down(largest, LOOK_DIVISOR):
@@ -261,27 +242,27 @@ class _Search:
         self.failed.discard(size)
         self.failed_full.discard(size)
 
-    def enter_cap(self) -> Questions[None]:
+    def enter_cap(self) -> None:
         """Move the bracket under the cap: if its lower end does not run there, that becomes the upper end."""
         self.good, self.bad = self.full_good, self.full_bad
         last_good = self.full_good
         assert last_good is not None
         holds_under_cap = not self.has_cap or self.within_cap == last_good or self._only_choice()
-        if not holds_under_cap and not (yield from self.ask(last_good, Phase.BISECT, capped=True)).passed:
+        if not holds_under_cap and not self.ask(last_good, Phase.BISECT, capped=True).passed:
             self.good, self.bad = self.within_cap, last_good
         last = self.sizes.last
         # If nothing failed, and the last size has not passed, the look took back what growing had passed.
         if self.looks and self.bad is None and last is not None and self.good != last:
-            if (yield from self.ask(last, Phase.BISECT, capped=True)).passed:
+            if self.ask(last, Phase.BISECT, capped=True).passed:
                 self.good = last
             else:
                 self.bad = last
 
-    def begin_at(self, guess: int) -> Questions[None]:
+    def begin_at(self, guess: int) -> None:
         """Bracket the limit around a guess, in strides that double: trials of many calls need to be few."""
         size, stride, previous = self.sizes.nearest(guess), self._near(guess), None
         while (self.good or self.sizes.first - 1) < size and (self.bad is None or size < self.bad):
-            passed = (yield from self.ask(size, Phase.BISECT, capped=True)).passed
+            passed = self.ask(size, Phase.BISECT, capped=True).passed
             self.good, self.bad = (size, self.bad) if passed else (self.good, size)
             if passed is not previous is not None or size == self.sizes.last:
                 return
@@ -297,11 +278,11 @@ class _Search:
         """Return whether only the first size is left, with nothing below or between: confirmation alone decides it."""
         return self.good == self.sizes.first and self.bad == self.sizes.up(self.sizes.first, self.sizes.step)
 
-    def bisect(self) -> Questions[None]:
+    def bisect(self) -> None:
         """Close the bracket under the cap. Its upper end must fail there too, not just with all the memory."""
         stride = self.sizes.step
         while (size := self._candidate(stride)) is not None:
-            if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
+            if not self.ask(size, Phase.BISECT, capped=True).passed:
                 self.bad = size
             elif size != self.bad and self.bad is not None:
                 self.good = size
@@ -330,7 +311,7 @@ class _Search:
     def _failure_above(self, size: int) -> int | None:
         return min((s for s in self.failed | self.failed_full if s > size), default=None)
 
-    def recheck(self) -> Questions[None]:
+    def recheck(self) -> None:
         """Repeat the deciding failure once: a leak, another process or fragmentation may have caused it.
 
         If the step varies, a pass would prove nothing.
@@ -338,13 +319,13 @@ class _Search:
         if self.varies or self.transient or self.bad is None or self.bad not in self.failed - self.certain:
             return
         deciding = self.bad
-        reply = yield from self.ask(deciding, Phase.RECHECK, capped=True)
+        reply = self.ask(deciding, Phase.RECHECK, capped=True)
         if reply.passed and not reply.varies:
             self._forget_failure(deciding, reply)
             self.good, self.bad = deciding, self._failure_above(deciding)
-            yield from self.bisect()
+            self.bisect()
 
-    def look_past_holes(self) -> Questions[None]:
+    def look_past_holes(self) -> None:
         """Try a size slightly above the bracket. If it passes, the failure below it was a hole: continue from there.
 
         If a coarse resolution ended bisecting, a size slightly above the lower end would lie in the bracket or in the same hole:
@@ -352,7 +333,7 @@ class _Search:
         """
         met_hole = False
         self.tolerance = STRIDE
-        yield from self.bisect()
+        self.bisect()
         while self.good is not None and self.bad is not None:
             hole, stride = self.bad, round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step
             width, narrow = hole - self.good, max(self.sizes.step, max(STRIDE, self.least_tolerance) * self.good)
@@ -361,18 +342,18 @@ class _Search:
             size = self.sizes.up(self.good if width <= narrow else hole, stride)
             if size <= hole or size in self.failed | self.failed_full:
                 break
-            if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
+            if not self.ask(size, Phase.BISECT, capped=True).passed:
                 break
-            reply = yield from self.ask(hole, Phase.RECHECK, capped=True)
+            reply = self.ask(hole, Phase.RECHECK, capped=True)
             if reply.passed:
                 self._forget_failure(hole, reply)
             else:
                 met_hole = True
-            yield from self._climb(size, stride)
-            yield from self.bisect()
+            self._climb(size, stride)
+            self.bisect()
         self.tolerance = STRIDE if met_hole else 0.0
 
-    def _climb(self, size: int, stride: int) -> Questions[None]:
+    def _climb(self, size: int, stride: int) -> None:
         """Move up from a size that passed, in doubling strides, until one fails."""
         self.good, self.bad = size, self.full_bad if self.full_bad and self.full_bad > size else None
         while True:
@@ -380,19 +361,19 @@ class _Search:
             size = self.sizes.up(self.good, stride)
             if size == self.good or (self.bad is not None and size >= self.bad):
                 return
-            if not (yield from self.ask(size, Phase.BISECT, capped=True)).passed:
+            if not self.ask(size, Phase.BISECT, capped=True).passed:
                 self.bad = size
                 return
             self.good = size
 
-    def confirm(self) -> Questions[tuple[int | None, int | None]]:
+    def confirm(self) -> tuple[int | None, int | None]:
         """Run the answer for longer. While that fails, move down in growing strides; then close the bracket.
 
         If it fails in a later call than the trials before it made, bisect again below it, by longer trials.
         """
         good, bad, size, stride = None, self.bad, self.good, 0
         while size is not None:
-            reply = yield from self._confirmed(size)
+            reply = self._confirmed(size)
             if reply.passed:
                 good = size
             else:
@@ -401,18 +382,18 @@ class _Search:
             if good is not None:
                 size = self._between(good, bad) if self.unconfirmed else None
             elif reply.lengthens:
-                yield from self._search_below(size, reply.tolerance)
+                self._search_below(size, reply.tolerance)
                 bad, size = self.bad, self.good
             else:
                 stride = max(2 * stride, self._stride(size), self.sizes.step)
                 size = None if size == self.sizes.first else max(size - stride, self.sizes.first)
         return good, bad
 
-    def _search_below(self, size: int, tolerance: float) -> Questions[None]:
+    def _search_below(self, size: int, tolerance: float) -> None:
         self.good, self.bad, self.varies, self.least_tolerance = None, size, True, max(STRIDE, tolerance)
         self.passed.clear()
-        yield from self.begin_at(size - self._near(size))
-        yield from self.bisect()
+        self.begin_at(size - self._near(size))
+        self.bisect()
 
     def _between(self, good: int, bad: int | None) -> int | None:
         closest = max(self._stride(good), self.resolution * good, self.least_tolerance * good)
@@ -424,14 +405,14 @@ class _Search:
         share = LONG_STRIDE if self.failures_cost else STRIDE
         return round(share * size / self.sizes.step) * self.sizes.step
 
-    def _confirmed(self, size: int) -> Questions[Reply]:
+    def _confirmed(self, size: int) -> Reply:
         for _ in range(self.confirmations - 1):
-            reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
+            reply = self.ask(size, Phase.CONFIRM, capped=True)
             if not reply.passed:
                 return reply
-        reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
+        reply = self.ask(size, Phase.CONFIRM, capped=True)
         if not reply.passed and size == self.sizes.first:  # nothing is below it, so one failure does not decide
-            reply = yield from self.ask(size, Phase.CONFIRM, capped=True)
+            reply = self.ask(size, Phase.CONFIRM, capped=True)
             if reply.passed:
                 self._forget_failure(size, reply)
         return reply
