@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import oomprobe
+from oomprobe.ground.torch_versions import VERSION
 
 from .test_simulated import A100, simulated
 
@@ -152,7 +153,11 @@ def frees_in_order(requests, *figures):
     return [nbytes for is_free, group in groups for nbytes in (sorted(group) if is_free else group)], *figures
 
 
-@pytest.mark.parametrize("name", WAYS)
+# Before, torch had other seeds of attention, and took cuBLASLt's workspace before that of cuBLAS.
+OLDER = {"attention": (2, 9), "steps with images": (2, 9)}
+
+
+@pytest.mark.parametrize("name", [name for name in WAYS if OLDER.get(name, VERSION) <= VERSION])
 def test_building_makes_torchs_requests(name):
     found = frees_in_order(*forked(of_a_simulated_card, name))
     assert found == frees_in_order(*forked(of_torch, name, memory="40GiB", card=A100))

@@ -420,7 +420,7 @@ def test_a_state_is_saved_to_a_buffer_and_loaded_again():
 
     def load():
         buffer.seek(0)
-        weights, state = torch.load(buffer, map_location="cuda")
+        weights, state = torch.load(buffer)
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
 
