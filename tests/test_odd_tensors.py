@@ -74,23 +74,22 @@ ODD = {
     "lazy parameter": UninitializedParameter,
     "lazy buffer": UninitializedBuffer,
 }
-PLACES = ("closure", "dict", "list", "tuple", "attribute", "buffer")
 
 
 def check(tensor, place, device):
+    """Check a step that holds a tensor in a closure, a dict, a list and a tuple, or whose model has it."""
     model, held = nn.Linear(2, 2), {}
     optimizer = torch.optim.AdamW(model.parameters())
-    in_closure = tensor if place == "closure" else None
+    in_closure = tensor if place == "held" else None
     if place == "attribute":
         model.extra = tensor
     elif place == "buffer":
         model.register_buffer("extra", tensor, persistent=False)
-    elif place != "closure":
-        held["extra"] = {"dict": tensor, "list": [tensor], "tuple": (tensor, 1)}[place]
+    else:
+        held |= {"itself": tensor, "list": [tensor], "tuple": (tensor, 1)}
 
     def step(model, batch_size):
-        assert in_closure is None or place == "closure"
-        held["extra"] = held.get("extra")
+        held["itself"] = in_closure
         optimizer.zero_grad()
         nn.functional.linear(torch.ones(batch_size, 2), model.weight, model.bias).sum().backward()
         optimizer.step()
@@ -100,9 +99,12 @@ def check(tensor, place, device):
 
 WHERE = pytest.mark.parametrize(
     ("place", "device"),
-    [*((place, LedgerDevice) for place in PLACES), *((place, lambda: "sim:1GiB") for place in ("dict", "buffer"))],
-    ids=[*PLACES, "simulated dict", "simulated buffer"],
-)
+    [
+        ("held", LedgerDevice), ("attribute", LedgerDevice), ("buffer", LedgerDevice),
+        ("held", lambda: "sim:1GiB"), ("buffer", lambda: "sim:1GiB"),
+    ],
+    ids=["held", "attribute", "buffer", "held, simulated", "buffer, simulated"],
+)  # fmt: skip
 
 
 @WHERE
