@@ -77,6 +77,21 @@ def test_a_tensor_that_was_not_copied_and_is_gone_is_named(monkeypatch):
     assert saved.tracker.changes() == ["kept.bank (a tensor)"]
 
 
+class Kept:
+    pass
+
+
+def test_what_was_made_anew_is_freed_when_it_is_dropped_again():
+    held = types.SimpleNamespace(kept=Kept())
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held])
+    for _ in range(2):
+        first = weakref.ref(held.kept)
+        held.kept = None
+        assert first() is None
+        tracker.start_cold()
+        assert type(held.kept) is Kept
+
+
 @pytest.mark.parametrize("make", [lambda inner: inner, lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1)])
 def test_what_only_a_library_held_does_not_count_as_changed(make):
     """What a library's object holds is not put back into it, and what it has let go of may be gone for good."""
