@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-Holder = tuple[
-    Callable[[], Any], Callable[[Any], object]
-]  # reads what is held, by key; what identifies the place of a key
+# What reads the values that something holds, by key, and what identifies the place of a key.
+Holder = tuple[Callable[[], Any], Callable[[Any], object]]
 MISSING = object()
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 HOOKS = tuple(
