@@ -175,9 +175,8 @@ def _by_key(held: Any) -> dict[Any, Any]:
     return {one: one for one in held} if isinstance(held, set) else dict(enumerate(held))
 
 
-_SAVED = (
-    AnyCopy | GraphTensor | Reference | BoundMethod
-)  # what stands in a place for a value that it does not keep alive
+# What stands in a place for a value that it does not keep alive.
+_SAVED = AnyCopy | GraphTensor | Reference | BoundMethod
 
 
 def _refers_to(before: Any, now: Any) -> bool:

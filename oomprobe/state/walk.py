@@ -76,18 +76,16 @@ class Values(NamedTuple):
     """Values that something holds by name or position, and how to replace them in place."""
 
     path: str  # what stands before the name of a value, such as "trainer."
-    read: Callable[
-        [], Any
-    ]  # a dict, or a list, set or deque: perhaps the live one, not to be changed; {} of an owner that is gone
+    # Returns a dict, or a list, set or deque: perhaps the live one, not to be changed; {} of an owner that is gone.
+    read: Callable[[], Any]
     write: Callable[[dict[Any, Any], dict[Any, Any]], object]  # by key, what it shall hold, and what it holds now
     owner: Reference | None = None  # whose they are: an object or a container; None for variables
     when: When = When.EACH_TRIAL
     trains: bool = False  # whether they are the model's or an optimizer's, which must come back bit for bit
     is_ordered: bool = False  # whether the order of a dict's items is part of it
     is_registry: bool = False  # of a module: its parameters, buffers, modules or hooks
-    variable: Callable[[Any], object] | None = (
-        None  # of variables: what identifies one, which several functions may use
-    )
+    # Returns what identifies a variable, which several functions may use.
+    variable: Callable[[Any], object] | None = None
 
     @property
     def owner_id(self) -> int:
@@ -305,9 +303,8 @@ class _Walk:
             self._add(path, value.__wrapped__)
             if not is_users_code(module_of(value.__wrapped__)):
                 return Seen(value, path, Kind.CODE)
-            if (
-                value.cache_info().currsize
-            ):  # some of what it returns may be known by its identity, so it cannot be emptied
+            # Some of what a cache returns may be known by its identity, so one that is not empty cannot be emptied.
+            if value.cache_info().currsize:
                 return Seen(value, path, Kind.LIBRARY)
             return Seen(value, path, Kind.CODE, (_of_cache(value, path),))
         if isinstance(value, tuple):
