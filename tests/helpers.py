@@ -15,10 +15,10 @@ from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.records.fit import fit_line
 from oomprobe.records.options import Options
+from oomprobe.records.patience import Clock
 from oomprobe.records.result import ProbeResult
-from oomprobe.records.trials import DeviceInfo, Measured, Phase, RunnerInfo, Trial, Verdict
+from oomprobe.records.trials import CallRecord, DeviceInfo, Measured, Phase, RunnerInfo, Trial, Verdict
 from oomprobe.report.progress import Reporter
-from oomprobe.runners.signals import Clock
 
 GIB = 2**30
 GOLDEN = Path(__file__).parent / "golden"
@@ -46,11 +46,26 @@ class ARunner:
         return Session(self, options, Reporter(), Clock(options), [])
 
 
+def texts(notes):
+    return [note.text for note in notes]
+
+
 # --- results ---
 
 
 def a_trial(batch_size=1, verdict=Verdict.FITS, phase=Phase.GROW, **rest):
     return Trial(batch_size=batch_size, verdict=verdict, phase=phase, **rest)
+
+
+def records(calls, *, names=("step",), first=1, served=(), seconds=None):
+    """Return the records of so many calls of each step, whose optimizer steps at each call from the first on."""
+    stepped = [None] * (first - 1) + [first] + [1] * calls
+    sizes = [*served, *[0] * calls]
+    return tuple(
+        CallRecord(step=name, served_bytes=sizes[number], seconds=seconds, stepped=stepped[number])
+        for name in names
+        for number in range(calls)
+    )
 
 
 def a_result(**changes):

@@ -4,7 +4,7 @@ For tests of the probe that need exact limits and no real memory.
 """
 
 import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 
@@ -53,10 +53,10 @@ class Box:
         self.held = held
 
 
-class LedgerDevice:
+class LedgerDevice(oomprobe.Device):
     """Runs steps in this process, on CPU tensors, so that tests can observe them."""
 
-    name, on_host = "ledger", False
+    name = "ledger"
     torch_device = torch.device("cpu")
 
     def __init__(self, total_bytes=1000 * MIB, *, measures_reserved=True):
@@ -67,9 +67,6 @@ class LedgerDevice:
         self.is_healthy = True
         self.pressure = False
         self.caps = []
-
-    def session(self):
-        return nullcontext()
 
     def available_bytes(self):
         return self.total_bytes
@@ -92,12 +89,6 @@ class LedgerDevice:
 
     def live_bytes(self):
         return self.live
-
-    def outside_bytes(self):
-        return None
-
-    def synchronize(self):
-        pass
 
     def release(self):
         pass

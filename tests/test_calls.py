@@ -1,9 +1,10 @@
 """How many calls trials make, on a runner that only counts them."""
 
 import pytest
-from helpers import ARunner, a_trial
+from helpers import ARunner, a_trial, records, texts
 
-from oomprobe.records.trials import Calls, Outcome, Phase, Verdict
+from oomprobe.records.trials import Outcome, Phase, Verdict
+from oomprobe.rules.program import most_calls
 
 LIMIT, LATE_LIMIT = 500, 280  # of the first calls, and of the large one
 
@@ -17,19 +18,30 @@ class Loop(ARunner):
 
     def run(self, request):
         self.requests.append(request)
-        wanted = request.calls or 1 + request.steps
-        total, large_call = max(wanted, self.bonus * request.confirms), self.large_call
+        names = self.facts.step_names
+        total, large_call = max(most_calls(request) // len(names), self.bonus * request.confirms), self.large_call
         if request.batch_size > LIMIT:
             steps = 0
         elif request.batch_size > LATE_LIMIT and total >= large_call:
             steps = large_call - 1
         else:
             steps = total
-        passed = steps == total
-        verdict, made = Verdict.FITS if passed else Verdict.OOM, steps * len(self.facts.step_names)
-        trial = a_trial(request.batch_size, verdict, request.phase, steps=made, cap_bytes=request.cap_bytes)
-        calls = Calls(made=min(steps, wanted), first=1, call_s=self.call_s, period=self.period)
-        return Outcome(trial=trial, calls=calls)
+        verdict = Verdict.FITS if steps == total else Verdict.OOM
+        trial = a_trial(
+            request.batch_size, verdict, request.phase, steps=steps * len(names), cap_bytes=request.cap_bytes
+        )
+        # With a period, as long as that of calls that differ too little to need longer trials; otherwise it never repeats.
+        served = [10**6 + (n % self.period if self.period else n * (n + 1) // 2) for n in range(steps)]
+        return Outcome(trial=trial, records=records(steps, names=names, served=served, seconds=self.call_s))
+
+
+def run(session, size, phase):
+    return session.run(session.requested(size, phase, None))
+
+
+def settles_after(request):
+    """Return the calls after which a trial may end once they repeat; None if it makes all its calls."""
+    return None if request.until is None else len(request.calls) + request.until.period
 
 
 GROUPS = {"confirmations": 2, "grows_capped": True}
@@ -53,7 +65,7 @@ def test_trials_are_longer_after_a_late_failure(name):
     short, long = session.trials[:first], session.trials[first + 1 :]
     assert max(trial.steps for trial in short) < runner.large_call * len(runner.facts.step_names)
     assert all(trial.steps >= runner.large_call - 1 for trial in long)
-    [note] = [note for note in session.notes if "failed its confirmation" in note]
+    [note] = [note for note in texts(session.notes) if "failed its confirmation" in note]
     made = (runner.large_call - 1) * len(runner.facts.step_names)
     assert f"batch {found.unconfirmed[0]} failed its confirmation after {made} calls, and each trial had made " in note
 
@@ -61,10 +73,10 @@ def test_trials_are_longer_after_a_late_failure(name):
 def test_a_failure_that_is_not_late_lengthens_no_trial():
     session = Loop(large_call=51).session()
     session.find()
-    assert session.call_plan.needed == 0
-    session.run(LIMIT + 1, Phase.CONFIRM, cap_bytes=None)
-    assert session.call_plan.needed == 0
-    assert not any("failed its confirmation" in note for note in session.notes)
+    assert session.program.needed == 0
+    run(session, LIMIT + 1, Phase.CONFIRM)
+    assert session.program.needed == 0
+    assert not any("failed its confirmation" in note for note in texts(session.notes))
 
 
 @pytest.mark.parametrize(
@@ -81,28 +93,29 @@ def test_a_failure_that_is_not_late_lengthens_no_trial():
 def test_trials_that_make_many_calls_may_settle_by_the_period_of_the_look(facts, phase, wanted, period):
     runner = Loop(large_call=51, call_s=0.1, period=period, **facts)
     session = runner.session()
-    session.run(16, Phase.GROW, cap_bytes=None)
-    session.run(1, Phase.GROW, cap_bytes=None, looks_for=50)
-    session.run(16, phase, cap_bytes=None)
-    assert runner.requests[-1].settled_calls == (wanted if period else None)
-    assert runner.requests[-1].period == max(1, period) or "step_names" in facts
+    run(session, 16, Phase.GROW)
+    session.run(session.program.looking(1, 50))
+    run(session, 16, phase)
+    request = runner.requests[-1]
+    assert settles_after(request) == (max(wanted, 1 + period) if wanted and period else None)
+    assert request.until is None or request.until.period == period
 
 
 def test_no_trial_settles_after_a_call_that_the_look_has_not_met():
     runner = Loop(large_call=5, period=1)
     session = runner.session()
-    session.run(16, Phase.GROW, cap_bytes=None)
-    session.run(16, Phase.GROW, cap_bytes=None, looks_for=50)
+    run(session, 16, Phase.GROW)
+    session.run(session.program.looking(16, 50))
     for size in (LATE_LIMIT + 1, LATE_LIMIT):
-        session.run(size, Phase.CONFIRM, cap_bytes=None)
-    assert [request.settled_calls for request in runner.requests[-2:]] == [6, None]
+        run(session, size, Phase.CONFIRM)
+    assert [settles_after(request) for request in runner.requests[-2:]] == [6, None]
 
 
 def test_no_trial_settles_after_a_size_that_failed_and_passed_alike():
     runner = Loop(large_call=51, period=1)
     session = runner.session()
-    session.run(16, Phase.GROW, cap_bytes=None)
-    session.run(16, Phase.GROW, cap_bytes=None, looks_for=50)
-    session.call_plan.lengthen(16)
-    session.run(16, Phase.CONFIRM, cap_bytes=None)
-    assert runner.requests[-1].settled_calls is None
+    run(session, 16, Phase.GROW)
+    session.run(session.program.looking(16, 50))
+    session.program.lengthen(16)
+    run(session, 16, Phase.CONFIRM)
+    assert settles_after(runner.requests[-1]) is None

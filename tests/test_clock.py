@@ -6,7 +6,7 @@ import pytest
 from helpers import a_trial
 
 from oomprobe.records.options import Options
-from oomprobe.runners.signals import CONFIRM_SLACK, Clock
+from oomprobe.records.patience import CONFIRM_SLACK, Clock
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers import GIB, ARunner, a_trial
+from helpers import GIB, ARunner, a_trial, texts
 
 from oomprobe.errors import OomProbeError
 from oomprobe.probing.neighbours import ATTEMPTS, LOOKS, Neighbours
@@ -44,7 +44,7 @@ def run_undisturbed(watch, runner):
     """Return the trial that a session believes."""
     session = runner.session()
     session.neighbours = watch
-    return session.run(8, Phase.GROW, cap_bytes=None)
+    return session.run(session.requested(8, Phase.GROW, None))
 
 
 @pytest.mark.parametrize("disturbed", [ran(GIB, 5 * GIB), ran(5 * GIB, 5 * GIB), ran(5 * GIB, GIB, cap_bytes=20 * GIB)])
@@ -56,7 +56,7 @@ def test_a_failure_while_others_grew_is_run_again(disturbed):
     assert run.calls == 3
     assert slept == [2, 4]
     assert not watch.contaminated
-    assert "discarded and tried again" in next(iter(watch.notes))
+    assert "discarded and tried again" in texts(watch.notes)[0]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_trial_that_others_did_not_disturb_counts(stands):
     watch, slept = watching()
     run = Schedule(stands, look=pytest.fail)
     assert run_undisturbed(watch, run) is stands.trial
-    assert (run.calls, slept, watch.contaminated, watch.notes) == (1, [], False, {})
+    assert (run.calls, slept, watch.contaminated, texts(watch.notes)) == (1, [], False, [])
 
 
 def test_memory_that_keeps_changing_contaminates():
@@ -80,7 +80,7 @@ def test_memory_that_keeps_changing_contaminates():
     run = Schedule(*(ran(GIB, n * GIB) for n in range(3, 20)))
     assert run_undisturbed(watch, run) is run.rans[ATTEMPTS - 1].trial
     assert watch.contaminated
-    assert "pid 7 (python) holds 3.00 GiB" in list(watch.notes)[-1]
+    assert "pid 7 (python) holds 3.00 GiB" in texts(watch.notes)[-1]
 
 
 def test_only_one_trial_waits_in_vain():
@@ -101,7 +101,7 @@ def test_the_end_of_a_process_is_not_blamed_on_others(verdict):
     run = Schedule(ran(GIB, 9 * GIB, verdict), look=pytest.fail)
     with pytest.raises(OomProbeError):
         run_undisturbed(watch, run)
-    assert (run.calls, slept, watch.contaminated, watch.notes) == (1, [], False, {})
+    assert (run.calls, slept, watch.contaminated, texts(watch.notes)) == (1, [], False, [])
 
 
 @pytest.mark.parametrize("held", [(0, 5 * GIB), (None, None)], ids=["no kernel loaded yet", "unknown to the device"])

@@ -10,6 +10,7 @@ from torch import nn
 from zoo import numbered
 
 import oomprobe
+from oomprobe.devices import Counters
 from oomprobe.records.trials import Phase, Verdict
 
 
@@ -103,7 +104,7 @@ def test_evaluation_waits_for_no_optimizer():
     model, train = stepping(1)
     evaluated = Log()
     result = probe(model, {"train": train, "eval": lambda model, n: evaluated.append(n)}, max_batch=1)
-    assert evaluated == [1] * (1 + 2 + 2 + 25 + 25)
+    assert evaluated == [1] * (3 + 3 + 25 + 25)
     assert [note[:28] for note in result.notes] == ["the answer ran for 50 calls; "[:28]]
 
 
@@ -283,9 +284,9 @@ def test_a_step_in_the_same_memory_at_every_size(step, smaller):
 def test_a_flat_peak_is_accepted_if_allocations_grow(counts):
     """With a small batch and a large optimizer, only the bytes that each step allocates depend on the size."""
     device = LedgerDevice()
-    device.served = 0
+    device.served, device.counts_bytes = 0, counts
     if counts:
-        device.served_bytes = lambda: device.served
+        device.counters = lambda: Counters(served_bytes=device.served)
 
     def step(model, batch_size):
         device.take(max(500 * MIB, batch_size * MIB // 2**14))

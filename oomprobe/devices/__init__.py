@@ -1,26 +1,27 @@
 """Devices: the `Device` protocol, its implementations, and the choice of one."""
 
-from oomprobe.devices.base import Device, Usage, describe, device_error, extras_of, replays
+from oomprobe.devices.base import Counters, Device, Usage, describe, device_error
 from oomprobe.devices.choose import (
     choose_device,
     current_accelerator,
     is_host,
+    is_simulated,
     list_devices,
     names_simulated,
     opened_if_simulated,
 )
 
 __all__ = [
+    "Counters",
     "Device",
     "Usage",
     "choose_device",
     "current_accelerator",
     "describe",
     "device_error",
-    "extras_of",
     "is_host",
+    "is_simulated",
     "list_devices",
     "names_simulated",
     "opened_if_simulated",
-    "replays",
 ]

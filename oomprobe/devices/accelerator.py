@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from oomprobe.devices import sharing
-from oomprobe.devices.base import Device, History, Usage, stated_name, typed_budget
+from oomprobe.devices.base import Counters, Device, History, Usage, stated_name, typed_budget
 from oomprobe.devices.fingerprint import fingerprint
 from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import UnreliableError
@@ -55,7 +55,7 @@ class AcceleratorDevice(Device):
     cap, larger allocations would succeed.
     """
 
-    on_host = False
+    counts_bytes = True
 
     def __init__(self, device: torch.device, stated_bytes: int | None = None) -> None:
         self._torch: Any = torch.get_device_module(device)
@@ -69,9 +69,9 @@ class AcceleratorDevice(Device):
         names = ("is_integrated", "is_integrated_gpu")  # in torch.cuda and torch.xpu
         self.integrated = any(bool(getattr(properties, name, False)) for name in names)
         why_spills = sharing.why_spills()
-        self.notes = tuple(filter(None, (why_spills, UNIFIED if self.integrated else None)))
+        self._notes = tuple(filter(None, (why_spills, UNIFIED if self.integrated else None)))
         self._stated_bytes = stated_bytes
-        self._must_cap = stated_bytes is not None or bool(self.notes)
+        self._must_cap = stated_bytes is not None or bool(self._notes)
         # A driver that spills reports more free memory than stays on the card: using all of it makes kernels fail or crawl.
         self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if why_spills else 0
         self._has_released = False
@@ -100,6 +100,10 @@ class AcceleratorDevice(Device):
         free_bytes = linux.free_bytes()
         largest = self.total_bytes // 2 if free_bytes is None else min(free_bytes, self.total_bytes)
         return f"{self.torch_device}:{typed_budget(largest)}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
 
     def available_bytes(self) -> int:
         self._refuse_uncapped()
@@ -162,20 +166,15 @@ class AcceleratorDevice(Device):
         )
 
     def live_bytes(self) -> int:
-        # Requested, not allocated: the block for the same gradient may be up to 1 MiB larger the next time.
-        counts_requests = "requested_bytes" in self._statistics.read()
-        return self._statistics.current("requested_bytes" if counts_requests else "allocated_bytes")
+        return self._statistics.counters().live_bytes
 
-    def served_bytes(self) -> int:
-        return self._statistics.total("allocated_bytes", "all", "allocated")
+    def counters(self) -> Counters:
+        return self._statistics.counters()
 
     def cached_bytes(self) -> int:
         """Return the memory that is reserved and free, without what blocks in use pin: about what `release` gives back."""
         current = self._statistics.current
         return current("reserved_bytes") - current("allocated_bytes") - current("inactive_split_bytes")
-
-    def allocations(self) -> int:
-        return self._statistics.total("allocation", "all", "allocated")
 
     def outside_bytes(self) -> int:
         free, total = self._torch.mem_get_info(self.torch_device)
@@ -195,7 +194,7 @@ class AcceleratorDevice(Device):
             clear()
             self._torch.empty_cache()
         elif not self._has_released:  # graphs captured during a trial are freed with its compiled code
-            self.notes = (*self.notes, GRAPHS)
+            self._notes = (*self._notes, GRAPHS)
         self._has_released = True
 
     def has_graphs(self) -> bool:
@@ -234,7 +233,7 @@ class AcceleratorDevice(Device):
                     for block in segment["blocks"]
                     if block["state"] != "inactive"
                 },
-                count=self.allocations,
+                count=lambda: self.counters().blocks,
                 address=lambda tensor: (
                     tensor.untyped_storage().data_ptr() if tensor.device == self.torch_device else None
                 ),

@@ -1,12 +1,12 @@
-"""The `Device` protocol and its data types."""
+"""The `Device` class and its data types."""
 
 from __future__ import annotations
 
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -43,87 +43,14 @@ class Usage:
     under_pressure: bool = False
 
 
-@runtime_checkable
-class Device(Protocol):
-    """A memory pool in which training steps run.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """What an allocator has done until now; 0 where that is unknown."""
 
-    Any object with these members can be passed as ``device=``. For each trial, a probe calls `start_trial`, enters `cap`,
-    enters `session` around each call of the step, and reads `usage`. Between trials it calls `release` and compares
-    `live_bytes` with the baseline.
-
-    Attributes:
-        name: Name shown to the user, such as ``"NVIDIA H100 80GB HBM3"``.
-        torch_device: Device on which the model's parameters must be.
-        total_bytes: Total memory of the device.
-        on_host: Whether the device's memory is host memory.
-
-    Optional members (`extras_of` has their defaults):
-        edge_bytes: Memory that trials in the user's own process leave free while the batch size grows, to stay clear of
-            the driver's limit. Without it, such trials run with ``cap(None)``.
-        integrated: Whether the device shares the host's memory.
-        notes: Sentences to add to the report.
-        served_bytes(): Total that the allocator has ever handed out. Steps that allocate alike add equal amounts. Without
-            it, a probe cannot look for calls that need more memory than others.
-        allocations(): Number of blocks that the allocator has ever handed out.
-        cached_bytes(): Memory that the allocator has reserved and `release` would give back.
-        history(): A context manager that records allocations as a `History`, or None if the allocator cannot.
-        has_graphs(): Whether this process has captured CUDA graphs.
-        fingerprint(): A number for what the last call did to the allocator and left in it, which decides how the next one ends if it
-            makes the same requests; None if more than that decides.
-        world_size: Ranks of which the step is one, if the device simulates that.
-        replay: A `Replay`, which repeats and predicts calls of the step without running them.
-
-    Examples:
-        >>> import oomprobe
-        >>> card = oomprobe.SimulatedDevice("24GiB")
-        >>> isinstance(card, oomprobe.Device), card.available_bytes() == card.total_bytes
-        (True, True)
-    """
-
-    name: str
-    torch_device: torch.device
-    total_bytes: int
-    on_host: bool
-
-    def session(self) -> AbstractContextManager[None]:
-        """Return the context for one call of the step. By default it does nothing, as on a real device."""
-        return nullcontext()
-
-    def available_bytes(self) -> int:
-        """Return the memory this process can use: free memory plus what its allocator has reserved."""
-        ...
-
-    def cap(self, limit_bytes: int | None) -> AbstractContextManager[None]:
-        """Limit the allocator to `limit_bytes`, above which allocations really fail; None sets no extra limit."""
-        ...
-
-    def start_trial(self) -> None:
-        """Reset peaks and counters."""
-        ...
-
-    def usage(self) -> Usage:
-        """Return peaks and counters since `start_trial`."""
-        ...
-
-    def live_bytes(self) -> int:
-        """Return the memory that live tensors use now."""
-        ...
-
-    def outside_bytes(self) -> int | None:
-        """Return the used memory that this process's allocator does not hold; None, the default, if unknown."""
-        return None
-
-    def synchronize(self) -> None:
-        """Wait until all queued work is done, and raise its errors. By default it is done when the step returns."""
-        return
-
-    def release(self) -> None:
-        """Return cached memory to the device."""
-        ...
-
-    def healthy(self) -> bool:
-        """Run a small kernel and report whether its result is correct. Must not raise."""
-        ...
+    served_bytes: int = 0  # that it has ever handed out
+    blocks: int = 0  # that it has ever handed out
+    live_bytes: int = 0  # in live tensors
+    peak_bytes: int = 0  # the highest allocation since `Device.start_trial`
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,16 +63,119 @@ class History:
     address: Callable[[torch.Tensor], int | None]  # None if the tensor is not on the device
 
 
-class Replay(Protocol):
-    """What a device that learns a step's allocations can do without running the step; `SimulatedDevice` is one.
+class Device(ABC):
+    """A memory pool in which training steps run; a class of yours that extends this one can be passed as ``device=``.
 
-    The default bodies do nothing.
+    For each trial, a probe calls `start_trial`, enters `cap`, enters `session` around each call of the step, and reads `counters`
+    after each call and `usage` at the end. Between trials it calls `release` and compares `live_bytes` with the baseline.
+
+    Attributes:
+        name: Name shown to the user, such as ``"NVIDIA H100 80GB HBM3"``.
+        torch_device: Device on which the model's parameters must be.
+        total_bytes: Total memory of the device.
+        on_host: Whether the device's memory is host memory.
+        integrated: Whether the device shares the host's memory.
+        edge_bytes: Memory that trials in the user's own process leave free while the batch size grows, to stay clear of
+            the driver's limit; 0: such trials run with ``cap(None)``.
+        counts_bytes: Whether `counters` has the bytes and blocks that the allocator has handed out. Steps that allocate alike add equal
+            amounts. Without it, a probe cannot look for calls that need more memory than others.
+        not_covered: What trials on this device leave out.
+        uuid: The same for one card in every process; "" if unknown.
+        world_size: Ranks of which the step is one, if the device simulates that.
+        replays: Whether it can repeat and predict calls of the step without running them, as simulated cards do.
+
+    Examples:
+        >>> import oomprobe
+        >>> card = oomprobe.SimulatedDevice("24GiB")
+        >>> isinstance(card, oomprobe.Device), card.available_bytes() == card.total_bytes
+        (True, True)
     """
 
+    name: str
+    torch_device: torch.device
+    total_bytes: int
+    on_host: bool = False
+    integrated: bool = False
+    edge_bytes: int = 0
+    counts_bytes: bool = False
+    not_covered: tuple[str, ...] = ()
+    uuid: str = ""
+    world_size: int = 1
+    replays: bool = False
+
+    # --- what each device must tell and do ---
+
+    @abstractmethod
+    def available_bytes(self) -> int:
+        """Return the memory this process can use: free memory plus what its allocator has reserved."""
+
+    @abstractmethod
+    def cap(self, limit_bytes: int | None) -> AbstractContextManager[None]:
+        """Limit the allocator to `limit_bytes`, above which allocations really fail; None sets no extra limit."""
+
+    @abstractmethod
+    def start_trial(self) -> None:
+        """Reset peaks and counters."""
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """Return peaks and counters since `start_trial`."""
+
+    @abstractmethod
+    def live_bytes(self) -> int:
+        """Return the memory that live tensors use now."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Return cached memory to the device."""
+
+    @abstractmethod
+    def healthy(self) -> bool:
+        """Run a small kernel and report whether its result is correct. Must not raise."""
+
+    # --- what some devices can tell or do beyond that ---
+
     @property
-    def not_covered(self) -> tuple[str, ...]:
-        """What such trials leave out."""
+    def notes(self) -> tuple[str, ...]:
+        """Sentences to add to the report."""
         return ()
+
+    def session(self) -> AbstractContextManager[None]:
+        """Return the context for one call of the step. By default it does nothing, as on a real device."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done, and raise its errors. By default it is done when the step returns."""
+        return
+
+    def counters(self) -> Counters:
+        """Return what the allocator has done until now."""
+        return Counters(live_bytes=self.live_bytes(), peak_bytes=self.usage().peak_allocated_bytes or 0)
+
+    def outside_bytes(self) -> int | None:
+        """Return the used memory that this process's allocator does not hold; None, the default, if unknown."""
+        return None
+
+    def cached_bytes(self) -> int:
+        """Return the memory that the allocator has reserved and `release` would give back."""
+        return 0
+
+    def history(self) -> AbstractContextManager[History] | None:
+        """Return a context manager that records allocations, or None if the allocator cannot."""
+        return None
+
+    def has_graphs(self) -> bool:
+        """Return whether this process has captured CUDA graphs."""
+        return False
+
+    def fingerprint(self) -> int | None:
+        """Return a number for what the last call did to the allocator and left in it; None if that cannot be seen.
+
+        It decides how the next call ends if that makes the same requests.
+        """
+        return None
+
+    # --- of devices that replay: they learn a step's allocations, and repeat or predict calls without running the step ---
 
     def building(self) -> AbstractContextManager[None]:
         """Return the context in which a target builds its model for this device."""
@@ -176,48 +206,19 @@ class Replay(Protocol):
         return False
 
 
-class NoReplay(Replay):
-    """The `Replay` of a device that runs every call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extras:
-    """The optional members of a `Device` that trials use, each with a default."""
-
-    replay: Replay = field(default_factory=NoReplay)
-    served_bytes: Callable[[], int] = lambda: 0
-    allocations: Callable[[], int] = lambda: 0
-    cached_bytes: Callable[[], int] = lambda: 0
-    history: Callable[[], AbstractContextManager[History] | None] = lambda: None
-    has_graphs: Callable[[], bool] = lambda: False
-    fingerprint: Callable[[], int | None] = lambda: None
-    world_size: int = 1
-
-
-def extras_of(device: object) -> Extras:
-    """Return the optional members of a device, with defaults. A device that is not open yet, such as a name, has none."""
-    names = (one.name for one in fields(Extras))
-    return Extras(**{name: getattr(device, name) for name in names if hasattr(device, name)})
-
-
-def replays(device: object) -> bool:
-    """Return whether a device can repeat and predict calls, as simulated cards do."""
-    return not isinstance(extras_of(device).replay, NoReplay)
-
-
 def describe(device: Device) -> DeviceInfo:
-    """Return the properties of a device, with defaults for its optional members."""
+    """Return the properties of a device."""
     return DeviceInfo(
         name=device.name,
         torch_device=str(device.torch_device),
         total_bytes=device.total_bytes,
         on_host=device.on_host,
-        integrated=bool(getattr(device, "integrated", False)),
-        edge_bytes=int(getattr(device, "edge_bytes", 0)),
-        counts_bytes=hasattr(device, "served_bytes"),
-        replays=replays(device),
-        not_covered=extras_of(device).replay.not_covered,
-        uuid=str(getattr(device, "uuid", "")),
+        integrated=device.integrated,
+        edge_bytes=device.edge_bytes,
+        counts_bytes=device.counts_bytes,
+        replays=device.replays,
+        not_covered=device.not_covered,
+        uuid=device.uuid,
     )
 
 

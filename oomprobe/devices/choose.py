@@ -10,7 +10,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from oomprobe.devices.accelerator import AcceleratorDevice
-from oomprobe.devices.base import Device, replays
+from oomprobe.devices.base import Device
 from oomprobe.devices.host import HostDevice
 from oomprobe.devices.mps import MpsDevice
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
@@ -23,7 +23,7 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
         return device
     home = model_device(model)
     chosen = _open(device if device is not None else home or current_accelerator() or torch.device("cpu"))
-    if replays(chosen):
+    if chosen.replays:
         return chosen  # it checks the model's device itself
     if home is not None and not _same_device(home, chosen.torch_device):
         raise InvalidArgumentError(
@@ -33,9 +33,16 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     return chosen
 
 
-def names_simulated(device: Any) -> bool:
+def names_simulated(device: object) -> bool:
     """Return whether the device is ``"sim:..."``."""
     return isinstance(device, str) and device.partition(":")[0] == "sim"
+
+
+def is_simulated(device: object) -> bool:
+    """Return whether this is a simulated card, or names one."""
+    if isinstance(device, Device):
+        return device.replays
+    return names_simulated(device)
 
 
 def opened_if_simulated(device: Any, world_size: int = 1) -> Any:

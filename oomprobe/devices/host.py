@@ -43,9 +43,13 @@ class HostDevice(Device):
         # Allocations beyond the free memory succeed, and then the OOM killer ends the process.
         self.name = stated_name("host memory", stated_bytes, _without_copies(free_bytes))
         self.total_bytes = linux.machine_bytes("MemTotal") or free_bytes
-        self.notes = (APPROXIMATE, *_other_malloc())
+        self._notes = (APPROXIMATE, *_other_malloc())
         self._stated_bytes = stated_bytes
         self._cap_bytes = self._start_bytes = self._start_anonymous_bytes = 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
 
     def available_bytes(self) -> int:
         free_bytes = self._stated_bytes

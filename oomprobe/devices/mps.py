@@ -24,10 +24,14 @@ class MpsDevice(Device):
     def __init__(self) -> None:
         self.torch_device = torch.device("mps", 0)
         self.total_bytes = int(torch.mps.recommended_max_memory())
-        self.notes = (
+        self._notes = (
             "every trial was capped: this device shares the host's memory, so the allocator was limited to the working set "
             f"that Metal recommends, {format_bytes(self.total_bytes)}",
         )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return self._notes
 
     def available_bytes(self) -> int:
         self.release()

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from oomprobe.devices.base import Device, History, Replay, Usage
+from oomprobe.devices.base import Counters, Device, History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.ground.units import format_bytes, parse_bytes
 from oomprobe.records.trials import Request, Trial, Verdict
@@ -30,7 +30,7 @@ from oomprobe.simulation.tape import LiveBlocks, Predictor, RecordedCall, replay
 from oomprobe.simulation.unknown import refuse_address, refuse_array, wants_data
 
 
-class SimulatedDevice(Device, Replay):
+class SimulatedDevice(Device):
     """A simulated card. Each object is one card, empty at first.
 
     Args:
@@ -58,7 +58,7 @@ class SimulatedDevice(Device, Replay):
         ('simulated GPU, 1.0 GiB', 0)
     """
 
-    on_host = False
+    counts_bytes = replays = True
     not_covered = (
         "workspaces of cuDNN, including its attention: only the card knows them (the upper end of the peak includes those "
         "of convolutions)",
@@ -162,7 +162,7 @@ class SimulatedDevice(Device, Replay):
                 "the dtype that you train in, and move the result to the card"
             )
 
-    # --- the Device protocol ---
+    # --- what each device must tell and do ---
 
     def available_bytes(self) -> int:
         return self._memory.allowed(None)
@@ -199,11 +199,15 @@ class SimulatedDevice(Device, Replay):
     def live_bytes(self) -> int:
         return self._memory.allocator.requested_bytes  # not the blocks, whose sizes may vary between calls
 
-    def served_bytes(self) -> int:
-        return self._memory.allocator.served_bytes
-
-    def allocations(self) -> int:
-        return self._memory.allocator.served
+    def counters(self) -> Counters:
+        allocator = self._memory.allocator
+        peak_bytes, _ = self._memory.peaks
+        return Counters(
+            served_bytes=allocator.served_bytes,
+            blocks=allocator.served,
+            live_bytes=allocator.requested_bytes,
+            peak_bytes=peak_bytes,
+        )
 
     def cached_bytes(self) -> int:
         stats = self._memory.allocator.stats()
@@ -238,11 +242,7 @@ class SimulatedDevice(Device, Replay):
         finally:
             allocator.log = None
 
-    # --- the Replay protocol ---
-
-    @property
-    def replay(self) -> SimulatedDevice:
-        return self
+    # --- repeating and predicting calls ---
 
     def repeat(self, *, confirms: bool) -> bool:
         """Repeat the last call on the allocator without running it; return False if it may not be steady.
@@ -278,7 +278,7 @@ class SimulatedDevice(Device, Replay):
         if request.exact or self._cold is None:
             return None
         cold, live = self._cold
-        calls = self._predictor.calls(request.batch_size, request.wanted_calls)
+        calls = self._predictor.calls(request.batch_size, len(request.calls))
         if calls is None or cold.reserved_bytes > self._memory.allowed(request.cap_bytes):
             return None
         allocator = cold.copy()

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from oomprobe.devices.base import Counters
+
 # All of torch's functions that reset look one of these up when they are called, also those that a program has imported by name.
 _RESETS = (
     "_cuda_resetPeakMemoryStats", "_cuda_resetAccumulatedMemoryStats", "_xpu_resetPeakMemoryStats",
@@ -70,6 +72,20 @@ class Statistics:
         """Return the statistics that the allocator has now."""
         # `memory_stats` flattens and sorts them, which takes five times as long.
         return self._torch.memory_stats_as_nested_dict(self._index)  # type: ignore[no-any-return]
+
+    def counters(self) -> Counters:
+        """Return what the allocator has done until now, from one reading."""
+        stats = self.read()
+        served, blocks = ("allocated_bytes", "all", "allocated"), ("allocation", "all", "allocated")
+        peak = ("allocated_bytes", "all", "peak")
+        # Requested, not allocated: the block for the same gradient may be up to 1 MiB larger the next time.
+        in_use = "requested_bytes" if "requested_bytes" in stats else "allocated_bytes"
+        return Counters(
+            served_bytes=_at(stats, *served) + self._lost[self._index, served],
+            blocks=_at(stats, *blocks) + self._lost[self._index, blocks],
+            live_bytes=_at(stats, in_use, "all", "current"),
+            peak_bytes=max(_at(stats, *peak), self._trial_peaks.get((self._index, peak), 0)),
+        )
 
     def current(self, name: str) -> int:
         """Return a statistic's present value over all pools; 0 if this process's allocator does not keep it."""

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
-from oomprobe.devices import Device, choose_device, replays
+from oomprobe.devices import Device, choose_device
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
 from oomprobe.integrations import framework
 from oomprobe.probing.order import SearchOptions
@@ -549,7 +549,7 @@ def _device_of(trainer: Any, device: object) -> Device:
     root = trainer.strategy.root_device
     chosen = choose_device(str(root) if device is None else device, torch.nn.Module())
     asked = chosen.torch_device
-    if not replays(chosen) and (asked.type, asked.index or 0) != (root.type, root.index or 0):
+    if not chosen.replays and (asked.type, asked.index or 0) != (root.type, root.index or 0):
         raise InvalidArgumentError(
             f"device={device!r}, but the Trainer trains on {root}: leave it out, or pass Trainer(accelerator={asked.type!r})"
         )

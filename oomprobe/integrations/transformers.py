@@ -14,7 +14,7 @@ from typing import Any, Unpack
 
 import torch
 
-from oomprobe.devices import opened_if_simulated, replays
+from oomprobe.devices import is_simulated
 from oomprobe.errors import (
     Caller,
     InvalidArgumentError,
@@ -100,7 +100,7 @@ def find_max_batch(
     refuse_ranks("torchrun, or accelerate launch, trains on", args.world_size, "transformers.model_and_step(trainer)")
     home, device = next(trainer.model.parameters()).device, options.get("device")
     moves = device is None and home.type == "cpu" and args.device.type != "cpu"
-    simulated = replays(opened_if_simulated(device))
+    simulated = is_simulated(device)
     with (
         framework.state_kept(_shared(trainer)),
         framework.placed(trainer.model, args.device) if moves else nullcontext(),

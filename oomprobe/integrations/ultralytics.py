@@ -18,7 +18,7 @@ from typing import Any, Unpack
 
 import torch
 
-from oomprobe.devices import Device, choose_device, replays
+from oomprobe.devices import Device, choose_device
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
 from oomprobe.integrations import framework
 from oomprobe.probing.order import SearchOptions
@@ -100,7 +100,7 @@ def find_max_batch(
             f"amp must be True, False, torch.float16, torch.bfloat16, 'fp16', 'bf16' or 'fp32', not {amp!r}"
         )
     device = choose_device(options.get("device"), model)
-    if replays(device):
+    if device.replays:
         raise InvalidArgumentError(
             "a simulated card cannot run Ultralytics' losses, which select by values, and a simulated card has none: probe on "
             "the card itself, or in host memory with device='cpu:8GiB'"

@@ -21,11 +21,11 @@ from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
 from oomprobe.records.axis import CARDS, Axis
+from oomprobe.records.patience import Clock
 from oomprobe.records.table import ProbeTable
-from oomprobe.records.trials import Calls, Measured, Outcome, Request, RunnerInfo
+from oomprobe.records.trials import CallRecord, Measured, Outcome, Request, RunnerInfo
 from oomprobe.report.progress import reporter
 from oomprobe.rules.search import Found
-from oomprobe.runners.signals import Clock
 from oomprobe.simulation.catalogue import each_name
 
 if TYPE_CHECKING:
@@ -157,8 +157,10 @@ class _Replays:
         trial = None if must_run else self._card.predict_trial(replace(request, exact=False))
         if trial is None:
             raise _CannotReplayError
-        calls = Calls(made=request.wanted_calls, first=self._first)
-        return Outcome(trial=trial, calls=calls, measured=self.measure() if trial.passed else None)
+        records = [CallRecord(step=call.step) for call in request.calls]
+        for number in range(max(1, self._first) - 1, len(records)):
+            records[number] = replace(records[number], stepped=self._first)
+        return Outcome(trial=trial, records=tuple(records), measured=self.measure() if trial.passed else None)
 
 
 def _replayed(session: Session, card: SimulatedDevice, other: SimulatedDevice, order: Order) -> tuple[Session, Found]:
@@ -171,6 +173,6 @@ def _replayed(session: Session, card: SimulatedDevice, other: SimulatedDevice, o
     if not session.predicts or not other.follow(card):
         raise _CannotReplayError
     options = replace(order.options, global_batch=None, breakdown=False)  # these run the step
-    runner = _Replays(replace(session.runner.facts, device=describe(other)), other, session.call_plan.first)
+    runner = _Replays(replace(session.runner.facts, device=describe(other)), other, session.program.first)
     replays = Session(runner, options, reporter("off"), Clock(options, patience=order.patience), [])
     return replays, finish(replays, replays.find())

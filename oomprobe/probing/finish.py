@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from oomprobe.errors import OomProbeError, StepFailedError, TimeLimitError, UnreliableError
 from oomprobe.ground.units import format_bytes
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import nothing_fits
+from oomprobe.records.notes import remark
 from oomprobe.records.options import MAX_CALLS
 from oomprobe.records.plan import plan
 from oomprobe.records.trials import Phase, Request
@@ -19,6 +22,7 @@ NO_HISTORY = (
     "no breakdown: {device} does not record its allocations; torch's own CUDA allocator and simulated cards do "
     "(--device sim:24GiB)"
 )
+NO_SPLIT = "no split of global_batch={global_batch} into micro-batches of at most {size} ran: accumulate in the step function, and probe that"
 NO_PLAN = "the plan for global_batch was not run: the command itself decides how it accumulates gradients"
 
 
@@ -37,7 +41,7 @@ def run_plan(session: Session, batch_size: int) -> None:
     if session.options.global_batch is None:
         return
     if not session.runner.facts.runs_plans:
-        session.notes[NO_PLAN] = None
+        session.notes.add(remark(NO_PLAN))
         return
     largest = batch_size
     for _ in range(PLAN_TRIALS):
@@ -55,38 +59,42 @@ def run_plan(session: Session, batch_size: int) -> None:
         if steps == 1 and size == batch_size:
             return
         try:
-            trial = session.run(size, Phase.CONFIRM, cap_bytes=session.budget.search_cap(), accumulation_steps=steps)
+            trial = session.run(_planned(session, size, steps))
         except (TimeLimitError, StepFailedError) as error:
             reason = str(error).splitlines()[0]
-            session.notes[f"the plan for global_batch was not run to completion ({reason})"] = None
+            session.notes.add(remark(f"the plan for global_batch was not run to completion ({reason})"))
             return
         if trial.passed:
             return
         largest = int(PLAN_SHRINK * size)
-    session.notes[
-        f"no split of global_batch={session.options.global_batch} into micro-batches of at most {batch_size} ran: accumulate "
-        "in the step function, and probe that"
-    ] = None
+    session.notes.add(remark(NO_SPLIT.format(global_batch=session.options.global_batch, size=batch_size)))
+
+
+def _planned(session: Session, size: int, steps: int) -> Request:
+    """Return the trial of a plan's entry: a whole optimizer step over its micro-batches."""
+    cap_bytes = session.budget.search_cap()
+    if steps == 1:
+        return session.requested(size, Phase.CONFIRM, cap_bytes)
+    request = session.program.accumulating(size, steps)
+    return replace(request, cap_bytes=cap_bytes, fresh=True, as_built=session.as_built.is_due)
 
 
 def break_down(session: Session, batch_size: int) -> None:
     """Run one more step at the answer, which is not recorded as a trial, to find what held the memory."""
     if not session.options.breakdown:
         return
-    request = Request(
-        batch_size=batch_size, phase=Phase.CONFIRM, steps=1, cap_bytes=session.budget.search_cap(), breakdown=True
-    )
+    request = replace(session.program.recording(batch_size), cap_bytes=session.budget.search_cap())
     try:
         outcome = session.runner.run(session.with_evidence(request))
     except OomProbeError as error:  # the answer stands without it
-        session.notes[f"no breakdown: {str(error).splitlines()[0]}"] = None
+        session.notes.add(remark(f"no breakdown: {str(error).splitlines()[0]}"))
         return
     session.take_over(outcome)
     session.breakdown = outcome.breakdown
     if not outcome.trial.passed:
-        session.notes[f"no breakdown: its extra step ended with {outcome.trial.verdict}"] = None
+        session.notes.add(remark(f"no breakdown: its extra step ended with {outcome.trial.verdict}"))
     elif session.breakdown is None:
-        session.notes[NO_HISTORY.format(device=session.device.name)] = None
+        session.notes.add(remark(NO_HISTORY.format(device=session.device.name)))
 
 
 def refuse_leaking(session: Session, answer: int) -> None:

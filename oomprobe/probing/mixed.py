@@ -13,9 +13,8 @@ from oomprobe.errors import OomProbeError, TimeLimitError
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import allocator_settings
 from oomprobe.records.axis import Axis
-from oomprobe.records.trials import Phase, Request, Trial, Verdict
+from oomprobe.records.trials import Trial, Verdict
 
-TURNS_ROW = -1  # of requests with all rows
 # Trials in different orders: sizes that ran 50 calls under the cap in one order failed within 200 in four of six others, though the
 # process had the whole card (one of 16 tables on torch's CUDA allocator). With half as many calls, one of 33 tables died.
 ORDERS = 2
@@ -35,7 +34,7 @@ NOT_TRIED = "training that meets all values in one process was not tried: {reaso
 
 def mixed_sizes(session: Session, axis: Axis, answers: Mapping[int, int]) -> tuple[Mapping[int, int], list[str]]:
     """Return the largest share of the answers that runs in turn, by row, and notes about it; no sizes if none was found."""
-    calls = session.clock.patience.look_calls * (LONG_FACTOR if session.call_plan.is_long else 1)
+    calls = session.clock.patience.look_calls * (LONG_FACTOR if session.program.is_long else 1)
     shuffle, rounds = random.Random(0), max(ROUNDS, -(-calls // len(answers)))
     orders = [shuffle.sample([*answers] * rounds, rounds * len(answers)) for _ in range(ORDERS)]
     first: dict[str, object] = {}  # failure, of the answers themselves
@@ -61,17 +60,10 @@ def _note(first: Mapping[str, object], instead: str) -> str:
     return DO_NOT_RUN.format(**first, instead=instead) + ("" if is_set else LOSES_LESS)
 
 
-def _in_turn(session: Session, turns: list[tuple[int, int]]) -> Trial:
+def _in_turn(session: Session, sizes: list[tuple[int, int]]) -> Trial:
     """Run one trial, cold and under the cap, whose calls have these rows and sizes."""
-    request = Request(
-        batch_size=max(size for _, size in turns),
-        turns=turns,
-        phase=Phase.CONFIRM,
-        calls=len(turns),
-        cap_bytes=session.budget.search_cap(),
-        repeats=False,
-    )
-    trial = session.runner.run(replace(session.with_evidence(request), row=TURNS_ROW)).trial
+    request = replace(session.program.in_turn(sizes), cap_bytes=session.budget.search_cap())
+    trial = session.runner.run(session.with_evidence(request)).trial
     if trial.verdict is Verdict.TIMED_OUT:
         raise TimeLimitError("the time limit passed")
     return trial

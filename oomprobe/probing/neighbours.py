@@ -10,8 +10,9 @@ import torch
 from oomprobe.devices.sharing import processes_on
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.waiting import until
+from oomprobe.records.notes import Notes, remark
 from oomprobe.records.patience import PATIENCE, Patience
-from oomprobe.records.trials import NO_VERDICT, DeviceInfo, Outcome, Runner
+from oomprobe.records.trials import NO_VERDICT, DeviceInfo, Outcome, Request, Runner
 
 # Growth outside our allocator that is ignored: this fraction of the device, but at least this many bytes. Kernels that
 # libraries load late take over 250 MiB.
@@ -19,10 +20,15 @@ MOVED_SHARE, MOVED_BYTES = 0.02, 512 * 2**20
 ATTEMPTS = 5  # at one trial, while other processes change their memory
 LOOKS = 3  # samples before the next attempt, until memory is steady; all waits together take at most 24 seconds
 LONGEST_WAIT_S = 16
+DISCARDED = "other processes on the device held {grown} more around batch {size}, which failed: that trial was discarded and tried again"
+CONTAMINATED = (
+    "CONTAMINATED: other processes on the device{which} kept more memory than before around batch {size}, so the answer may be too "
+    "small. Probe again once they have ended"
+)
 
 
 class Neighbours:
-    """Watches the memory of other processes on the device: a trial that failed while it grew runs again.
+    """A policy of second tries: a trial that failed while the memory of other processes grew runs again.
 
     A pass always counts. A failure counts if the others left the whole cap free. After `ATTEMPTS` it counts anyway, and
     the answer is marked as contaminated, because the others may have caused it.
@@ -33,7 +39,7 @@ class Neighbours:
         self._expected_bytes: int | None = None
         self._spoiled = 0  # disturbed attempts at the current trial
         self.contaminated = False
-        self.notes: dict[str, None] = {}
+        self.notes = Notes()
         self.held_bytes: list[int] = []  # samples, each after a trial
 
     @property
@@ -55,32 +61,31 @@ class Neighbours:
         is_cuda = self._device.torch_device.startswith("cuda")
         return processes_on(torch.device(self._device.torch_device)) if is_cuda else ""
 
-    def should_rerun(self, outcome: Outcome, look: Callable[[], int | None]) -> bool:
-        """Return whether to rerun the trial, after waiting for the others; `look` returns the outside bytes now."""
+    def second_try(self, request: Request, outcome: Outcome, look: Callable[[], int | None]) -> Request | None:
+        """Return the trial to run again, after waiting for the others, if they may have caused its failure; None if it counts.
+
+        `look` returns the outside bytes now.
+        """
         trial, after_bytes = outcome.trial, outcome.outside_after_bytes
         outside_bytes = max(outcome.outside_before_bytes or 0, after_bytes or 0)
         grown_bytes = self._grown_bytes(outside_bytes)
         has_room = trial.cap_bytes is not None and self._device.total_bytes - outside_bytes >= trial.cap_bytes
         may_be_theirs = not trial.passed and trial.verdict not in NO_VERDICT and not has_room
-        disturbed = may_be_theirs and grown_bytes > self._tolerated_bytes
-        self._spoiled = self._spoiled + 1 if disturbed else 0
-        if disturbed and self._spoiled < ATTEMPTS and not self.contaminated:  # wait in vain only once
-            self.notes[
-                f"other processes on the device held {format_bytes(grown_bytes)} more around batch {trial.batch_size}, which "
-                "failed: that trial was discarded and tried again"
-            ] = None
-            self._wait_for_quiet(look)
-            return True
-        if disturbed:
-            self._spoiled, self.contaminated, self._expected_bytes = 0, True, after_bytes
+        if may_be_theirs and grown_bytes > self._tolerated_bytes:
+            self._spoiled += 1
+            if self._spoiled < ATTEMPTS and not self.contaminated:  # wait in vain only once
+                discarded = DISCARDED.format(grown=format_bytes(grown_bytes), size=trial.batch_size)
+                self.notes.add(remark(discarded, trial.batch_size))
+                self._wait_for_quiet(look)
+                return request
             names = self.names()
-            self.notes[
-                f"CONTAMINATED: other processes on the device{f' ({names})' if names else ''} kept more memory than before "
-                f"around batch {trial.batch_size}, so the answer may be too small. Probe again once they have ended"
-            ] = None
+            which = f" ({names})" if names else ""
+            self.notes.add(remark(CONTAMINATED.format(which=which, size=trial.batch_size), trial.batch_size))
+            self.contaminated, self._expected_bytes = True, after_bytes
+        self._spoiled = 0
         if self._expected_bytes is not None and after_bytes is not None:
             self.held_bytes.append(after_bytes)
-        return False
+        return None
 
     def _wait_for_quiet(self, look: Callable[[], int | None]) -> None:
         """Wait until the others are back at their normal level."""

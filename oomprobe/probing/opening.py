@@ -17,11 +17,9 @@ from oomprobe.devices import (
     Device,
     choose_device,
     device_error,
-    extras_of,
     is_host,
-    names_simulated,
+    is_simulated,
     opened_if_simulated,
-    replays,
 )
 from oomprobe.errors import (
     DeviceLostError,
@@ -36,14 +34,16 @@ from oomprobe.ground.processes import MARK
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.probing.order import Order
 from oomprobe.probing.session import Session
+from oomprobe.records.notes import Note, NoteKind, remark, warning
 from oomprobe.records.options import Step, StepFn, Steps, check_model, named_steps
+from oomprobe.records.patience import Clock
 from oomprobe.records.trials import Runner, Trial
 from oomprobe.report.progress import Reporter, reporter
 from oomprobe.report.trials import trials_table
 from oomprobe.runners.hooks import OptimizerWatch, outside_modes, preload_dynamo
 from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.runners.ranks_here import check_process_group, ranks_to_start, refuse_in_a_rank
-from oomprobe.runners.signals import Clock, Interrupts
+from oomprobe.runners.signals import Interrupts
 from oomprobe.runners.targets import build
 from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
 from oomprobe.state.surroundings import garbage_frozen
@@ -73,22 +73,24 @@ def open_model(order: Order, model: torch.nn.Module, step_fn: Steps) -> Abstract
     """Open a session for a live model: trials on host memory run in forked children, all others in this process."""
     check_model(model)
     preserve, steps = preserved(order.preserve), named_steps(step_fn, order.axis)
-    check_process_group(extras_of(order.device).world_size, has_stepped=False)
     device = choose_device(order.device, model)
-    return (_forked if is_host(device) else _here)(order, model, steps, preserve, device)
+    check_process_group(device.world_size, has_stepped=False)
+    if is_host(device):
+        return _forked(order, model, steps, preserve, device)
+    return _here(order, model, steps, preserve, device)
 
 
 def open_target(
     order: Order, name: str, *, isolate: bool, nproc_per_node: int | str | None
 ) -> AbstractContextManager[Session]:
     """Open a session for a target by its name: in child processes, on several ranks, or in this process."""
-    if nproc_per_node is not None and (names_simulated(order.device) or replays(order.device)):
+    if nproc_per_node is not None and is_simulated(order.device):
         return _on_simulated_ranks(order, name, nproc_per_node)
     if nproc_per_node is not None:
         _refuse_isolation(order.preserve)
         return _isolated(order, name, ranks_to_start(nproc_per_node, order.device, isolate=isolate))
     order = replace(order, device=opened_if_simulated(order.device))
-    if isolate and not replays(order.device):
+    if isolate and not is_simulated(order.device):
         _refuse_isolation(order.preserve)
         refuse_in_a_rank()
         return _isolated(order, name)
@@ -213,7 +215,7 @@ def _forked(
             with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
                 session = frame.session(runner, runner.facts.device.name + ON_HOST_MEMORY * (order.device is None))
                 if order.device is None and torch.accelerator.is_available():
-                    session.notes[ON_THE_CPU] = None
+                    session.notes.add(warning(ON_THE_CPU))
                 yield session
     finally:
         for tensor, before in shared:
@@ -244,29 +246,29 @@ def _here(
 ) -> Iterator[Session]:
     """Open a session whose trials run in this process. On every way out the state is restored and compared."""
     functions = [step.run for step in steps.values()]
-    card, cached_bytes = extras_of(device).replay, extras_of(device).cached_bytes()
+    cached_bytes = device.cached_bytes()
     preload_dynamo()
     with _framed(order) as frame, garbage_frozen():
         snapshot = Snapshot(model, functions, preserve, device.torch_device.type, device)
-        card.place(snapshot.tracker.resident_tensors())
+        device.place(snapshot.tracker.resident_tensors())
 
         def keep_new_optimizer(optimizer: torch.optim.Optimizer) -> None:
             # An optimizer that the step creates and drops within one call needs no copy.
             if not any(step.has_made is not None and step.has_made(optimizer) for step in steps.values()):
                 with frame.interrupts.held_back(), outside_modes():
                     snapshot.add(optimizer)
-                    card.place(state_tensors(optimizer))
+                    device.place(state_tensors(optimizer))
 
         with OptimizerWatch(keep_new_optimizer, model) as watch:
             work = Workload(
                 device=device, model=model, steps=steps, tracker=snapshot.tracker, watch=watch, interrupts=frame.interrupts,
-                snapshot=snapshot, axis=order.axis, patience=frame.clock.patience,
+                snapshot=snapshot, axis=order.axis,
             )  # fmt: skip
             runner = LocalRunner(work)
             session = frame.session(runner, device.name, state_verified=False)
             if cached_bytes > CACHED_BYTES:
                 cached, emptying = format_bytes(cached_bytes), session.device.emptying
-                session.notes[CACHED.format(cached=cached, emptying=emptying)] = None
+                session.notes.add(remark(CACHED.format(cached=cached, emptying=emptying)))
             with _state_restored(session, snapshot, device):
                 try:
                     yield session
@@ -276,7 +278,7 @@ def _here(
                     raise
                 finally:
                     runner.compiled.drop()  # training compiles as if there had been no probe
-                    session.notes |= dict.fromkeys(snapshot.notes)
+                    session.notes.extend(map(remark, snapshot.notes))
 
 
 @contextmanager
@@ -304,7 +306,8 @@ def _restore(session: Session, snapshot: Snapshot, device: Device) -> None:
                 "this model: load it again. The step may be changing it from another thread"
             )
         if changes := snapshot.tracker.changes():
-            session.notes[NOT_RESTORED.format(names=", ".join(changes))] = None
+            text = NOT_RESTORED.format(names=", ".join(changes))
+            session.notes.add(Note(text=text, kind=NoteKind.NOT_RESTORED))
         session.state_verified = not changes
         torch.clear_autocast_cache()
         gc.collect()

@@ -14,11 +14,12 @@ from oomprobe.errors import (
 )
 from oomprobe.ground.words import count
 from oomprobe.probing.budget import Budget
-from oomprobe.probing.calls import CallPlan
-from oomprobe.probing.deaths import Deaths
 from oomprobe.probing.neighbours import Neighbours
+from oomprobe.probing.second_tries import AsBuilt, Deaths
 from oomprobe.records.breakdown import Breakdown
+from oomprobe.records.notes import Notes, remark, warning
 from oomprobe.records.options import Options
+from oomprobe.records.patience import Clock
 from oomprobe.records.trials import (
     SECOND_OPINIONS,
     DeviceInfo,
@@ -32,11 +33,11 @@ from oomprobe.records.trials import (
     last_of,
 )
 from oomprobe.report.progress import Reporter
-from oomprobe.rules import diagnosis, search
+from oomprobe.rules import diagnosis, look, search
 from oomprobe.rules.diagnosis import Allocated
 from oomprobe.rules.look import tolerance_of
+from oomprobe.rules.program import Program, most_calls
 from oomprobe.rules.search import STRIDE, Found, Reply
-from oomprobe.runners.signals import Clock
 
 UNSTEADY = (
     "the step varies: batch {size} ended differently in two trials of {calls} under the same cap ({how}), so something that it "
@@ -49,13 +50,10 @@ UNSTEADY_GROUPS = (
     "hold for a moment when DDP rebuilds its buckets after the first step; otherwise the ranks' data vary. Keep the margin"
 )
 
-NEEDS_EMPTYING = (
-    "batch {size} at memory_fraction={fraction:g} ran out of memory in call {call} of a fresh process as building left it, and ran with an "
-    "empty cache: what building frees, such as weights in another dtype, stays reserved, and what training carves out of it pins the "
-    "rest. Call {emptying} after building, before the first step"
+STOPPED = (
+    "time limit: bisecting stopped between {good}, which ran, and {bad}, which failed; a larger size may fit (allow more with "
+    "time_limit_s)"
 )
-
-
 DROPPED = "memory at batch {size} differs from what smaller sizes predicted: predictions were dropped, and every size was run from there on"
 
 
@@ -79,26 +77,30 @@ class Session:
         *,
         row: int = 0,
     ) -> None:
-        self.runner, self.trials, self.clock, self.row = runner, trials, clock, row
+        self.runner, self.trials, self.clock = runner, trials, clock
         self.options = options.within(runner.facts.max_batch)
-        self.notes: dict[str, None] = {}  # in order and without duplicates
+        self.notes = Notes()
         self.in_steps_s = 0.0
         self.budget = Budget(runner, options.memory_fraction)
-        self.call_plan = CallPlan(runner.facts, options, clock)
+        self.program = Program(runner.facts, options, clock, row)
         self.deaths = Deaths(runner, clock, trials)
+        self.as_built = AsBuilt(runner, options.memory_fraction)
         self.neighbours = Neighbours(runner, clock.patience)
         self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.needs_emptying = False  # whether the answer ran only after the cache that building left was emptied
+        self._failed_as_built: Trial | None = (
+            None  # the last confirmation, where it failed in a process as building left it
+        )
         self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
         self.reporter = reporter
         self.held_by_step = ""  # a sentence that names what grows from call to call
         self.gradients_hold_graphs = False  # as in `Outcome`
         self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
-        self._asked_calls: int | None = None  # of the last trial
+        self._asked_calls = 0  # of the last trial
         self.predicts = True  # whether a device that replays may predict trials
         self._allocated: dict[int, Allocated] = {}  # by batch size
-        self._ends: dict[tuple[int, int | None, int | None], Trial] = {}  # by batch size, cap and calls
+        self._ends: dict[tuple[int, int | None, int], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
         self._ran: dict[tuple[int, int | None], Trial] = {}  # before predictions were dropped, by batch size and cap
 
@@ -110,10 +112,10 @@ class Session:
     def follow(self, last: Session) -> None:
         """Begin with what the session of another row has learned of the step; `start_batch` is expected to be near the limit."""
         self.budget.expect(last.budget)
-        self.call_plan.follow(last.call_plan)
+        self.program.follow(last.program)
         self._learned, self.predicts = last._learned, last.predicts
-        tolerance = tolerance_of(self.call_plan.needed)
-        self._known = Reply(passed=True, varies=self.call_plan.is_long, tolerance=tolerance)
+        tolerance = tolerance_of(self.program.needed)
+        self._known = Reply(passed=True, varies=self.program.is_long, tolerance=tolerance)
 
     # --- the search ---
 
@@ -137,13 +139,14 @@ class Session:
             try:
                 return find(start=self.options.start_batch, look=look)
             except ContradictedError:
-                self.notes[DROPPED.format(size=self.trials[-1].batch_size)] = None
+                size = self.trials[-1].batch_size
+                self.notes.add(remark(DROPPED.format(size=size), size))
                 grown = {one.batch_size for one in self.trials if one.phase is Phase.GROW}
                 self._stop_predicting()
                 self._ran = {(one.batch_size, one.cap_bytes): one for one in self.trials}
                 last = self.trials[-1].batch_size  # the nearest to the limit of those that ran
                 start = max((size for size in grown if size <= last), default=last)  # growing then meets the same sizes
-                return find(start=start, look=None if self.call_plan.looked else look)
+                return find(start=start, look=None if self.program.looked else look)
         except (DeviceLostError, StepFailedError, TimeLimitError, UnreliableError) as error:
             if not isinstance(error, StepFailedError) or error.__cause__ is None:  # the text of a bug says what ran
                 error.args = (f"{diagnosis.known_so_far(self.trials)}{error}", *error.args[1:])
@@ -151,12 +154,12 @@ class Session:
 
     def try_size(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
-        needed, cap_bytes = self.call_plan.needed, self.budget.search_cap() if capped else self.budget.grow_cap()
+        needed, cap_bytes = self.program.needed, self.budget.search_cap() if capped else self.budget.grow_cap()
         ran = None if phase in SECOND_OPINIONS else self._ran.get((size, cap_bytes))
-        trial = ran or self.run(size, phase, cap_bytes=cap_bytes)
+        trial = ran or self.run(self.requested(size, phase, cap_bytes))
         if phase is Phase.GROW and trial.passed and ran is None:
             self._judge_growth(trial)
-        lengthens = phase is Phase.CONFIRM and self.call_plan.needed > needed
+        lengthens = phase is Phase.CONFIRM and self.program.needed > needed
         if lengthens and self.device.replays:
             self._stop_predicting()
         return Reply(
@@ -166,23 +169,35 @@ class Session:
             varies=self._varies(trial),
             is_certain=self.runner.facts.grows_capped and trial.verdict is Verdict.OOM,
             lengthens=lengthens,
-            tolerance=tolerance_of(self.call_plan.needed),
+            tolerance=tolerance_of(self.program.needed),
         )
+
+    def requested(self, size: int, phase: Phase, cap_bytes: int | None) -> Request:
+        """Return the trial of one size for the search."""
+        knows_the_limit = self._known is not None  # from another row: what grows from there decides as well
+        if phase is Phase.CONFIRM:
+            request = replace(self.program.confirming(size), as_built=self.as_built.is_due)
+        elif phase is Phase.GROW and not knows_the_limit:
+            request = self.program.growing(size)
+        else:
+            request = self.program.bisecting(size, phase)
+        exact = phase is Phase.CONFIRM or not self.predicts
+        return replace(request, cap_bytes=cap_bytes, fresh=phase in SECOND_OPINIONS, exact=exact)
 
     def look(self, size: int) -> Reply:
         """Make many calls of a small size, to learn how many calls a trial needs."""
-        calls = self.call_plan.for_look(size)
+        calls = self.program.for_look(size)
         if not calls:
             return Reply(passed=True)
-        trial = self.run(size, Phase.GROW, cap_bytes=self.budget.grow_cap(), looks_for=calls)
-        varies = trial.passed and self.call_plan.is_long
+        trial = self.run(replace(self.program.looking(size, calls), cap_bytes=self.budget.grow_cap()))
+        varies = trial.passed and self.program.is_long
         if self.device.replays and (varies or not trial.passed):
             self._stop_predicting()
         return Reply(
             passed=trial.passed,
             within_cap=self.budget.holds(trial),
             varies=varies,
-            tolerance=tolerance_of(self.call_plan.needed),
+            tolerance=tolerance_of(self.program.needed),
             guess=diagnosis.line_through(self.trials, trial, self.budget.total_bytes),
         )
 
@@ -190,20 +205,17 @@ class Session:
         """Return whether the time left is needed to confirm."""
         facts = self.runner.facts
         starting_s = (1 + facts.confirmations) * facts.failure_cost_s  # of the recheck too
-        calls = self.call_plan.to_confirm
+        calls = self.program.to_confirm
         if self.clock.suffices_to_confirm(good, self.trials, calls=calls, starting_s=starting_s):
             return False
-        self.notes[
-            f"time limit: bisecting stopped between {good}, which ran, and {bad}, which failed; "
-            "a larger size may fit (allow more with time_limit_s)"
-        ] = None
+        self.notes.add(remark(STOPPED.format(good=good, bad=bad), good, bad))
         return True
 
     def confirm_only(self, size: int) -> Found:
         """Run one size under the cap. Rerun it if it failed, or if the cap shrank below its peak once kernels were loaded."""
         self.budget.take(self.runner.measure(), is_final=False)
         first_budget_bytes = self.budget.total_bytes
-        trial = first = self.run(size, Phase.CONFIRM, cap_bytes=self.budget.search_cap())
+        trial = first = self.run(self.requested(size, Phase.CONFIRM, self.budget.search_cap()))
         again = not trial.passed
         if trial.passed:
             self._take_budget(self.runner.measure())
@@ -212,7 +224,7 @@ class Session:
             again = shrank and (peak_bytes is None or peak_bytes > budget_bytes)
         varies = self._varies(trial)
         for _ in range(again + self.runner.facts.confirmations - 1):
-            trial = self.run(size, Phase.CONFIRM, cap_bytes=self.budget.search_cap())
+            trial = self.run(self.requested(size, Phase.CONFIRM, self.budget.search_cap()))
             varies |= self._varies(trial)
             if not trial.passed:
                 break
@@ -222,61 +234,35 @@ class Session:
 
     # --- one trial, with second tries ---
 
-    def run(
-        self, size: int, phase: Phase, *, cap_bytes: int | None, accumulation_steps: int = 1, looks_for: int = 0
-    ) -> Trial:
-        """Run one trial: again while other processes disturb it, and once more in a new process if it gave no verdict.
-
-        With `looks_for`, make that many calls, and learn from them how many calls later trials need. A confirmation that fails in a
-        process as building left it is made once more in one that empties the cache first.
-        """
-        looks, confirms, fresh = looks_for > 0, phase is Phase.CONFIRM, phase in SECOND_OPINIONS
-        request = Request(
-            batch_size=size,
-            phase=phase,
-            cap_bytes=cap_bytes,
-            accumulation_steps=accumulation_steps,
-            calls=looks_for or None,
-            looks=looks,
-            confirms=confirms,
-            fresh=fresh,
-            as_built=confirms and self.runner.facts.builds and not self.needs_emptying,
-            exact=looks or confirms or not self.predicts,
-        )
-        request = self.call_plan.planned(request, decides=phase is not Phase.GROW or self._known is not None)
-        self._asked_calls = request.calls
-        ended: Trial | None = None  # the first try, if it ended its process
-        self.reporter.started(size, phase)
+    def run(self, request: Request) -> Trial:
+        """Run one trial, and again for as long as there is a reason other than its size; return the last try."""
         while True:
+            self.reporter.started(request.batch_size, request.phase)
+            self._asked_calls = most_calls(request)
             outcome = self.runner.run(self.with_evidence(request))
             self.take_over(outcome)
-            trial = outcome.trial
-            if self.neighbours.should_rerun(outcome, lambda: self.runner.measure().outside_bytes):
-                continue
-            self._record(request, outcome)
-            if ended is not None:
-                self.notes |= dict.fromkeys(self.deaths.compare(ended, trial))
-            if ended is not None or not self.deaths.should_rerun(trial):
-                break
-            ended = trial
-            request = replace(request, phase=Phase.RECHECK, fresh=True, exact=True)
-            self.reporter.started(size, request.phase)
-        self._stop_if_final(outcome)
-        if request.as_built and trial.verdict is Verdict.OOM:
-            as_built, self.needs_emptying = trial, True
-            trial = self.run(size, phase, cap_bytes=cap_bytes, accumulation_steps=accumulation_steps)
-            self.needs_emptying = trial.passed
-            if trial.passed:
-                fraction, emptying = self.options.memory_fraction, self.device.emptying
-                note = NEEDS_EMPTYING.format(size=size, fraction=fraction, call=as_built.steps + 1, emptying=emptying)
-                self.notes[note] = None
-        return trial
+            again = self._second_try(request, outcome)
+            if again is None:
+                return outcome.trial
+            request = again
+
+    def _second_try(self, request: Request, outcome: Outcome) -> Request | None:
+        """Return the trial to run in its place; None if it counts. Each policy asks for another one, for a reason of its own."""
+        again = self.neighbours.second_try(request, outcome, lambda: self.runner.measure().outside_bytes)
+        if again is not None:
+            return again  # others had taken memory: the trial is as if it had not been
+        self._record(request, outcome)
+        again = self.deaths.second_try(request, outcome.trial)
+        if again is None:
+            self._stop_if_final(outcome)
+            again = self.as_built.second_try(request, outcome.trial)
+        self.notes.extend([*self.deaths.notes, *self.as_built.notes])
+        return again
 
     def with_evidence(self, request: Request) -> Request:
         """Add the deadline and the evidence from earlier trials."""
         return replace(
             request,
-            row=self.row,
             deadline_s=self.clock.deadline_s(),
             passed=tuple({trial.batch_size: None for trial in self.trials if trial.passed}),
             learned=self._learned,
@@ -284,7 +270,7 @@ class Session:
 
     def take_over(self, outcome: Outcome) -> None:
         """Add up what belongs to the probe rather than to the trial."""
-        self.notes |= dict.fromkeys(outcome.notes)
+        self.notes.extend(outcome.notes)
         self.in_steps_s += outcome.in_steps_s
         self._learned = outcome.learned or self._learned
         self.gradients_hold_graphs |= outcome.gradients_hold_graphs
@@ -294,10 +280,14 @@ class Session:
             )
 
     def _record(self, request: Request, outcome: Outcome) -> None:
-        trial, calls = outcome.trial, outcome.calls
+        trial = outcome.trial
         self.trials.append(trial)
-        self._allocated[trial.batch_size] = Allocated(served_bytes=calls.served_bytes, blocks=calls.allocations)
-        self.notes |= dict.fromkeys(self.call_plan.learn(request, trial, calls))
+        later = [record for calls in look.by_step(outcome.records).values() for record in look.after_first(calls)]
+        self._allocated[trial.batch_size] = Allocated(
+            served_bytes=sum(record.served_bytes for record in later),
+            blocks=sum(record.blocks for record in later),
+        )
+        self.notes.extend(self.program.learn(request, outcome))
         self.reporter.finished(trial)
         if outcome.measured is not None and not self.budget.is_final:
             self._take_budget(outcome.measured)
@@ -326,7 +316,7 @@ class Session:
     def leak_of_step(self, answer: int) -> tuple[int, int]:
         """Return the bytes that each step of the answer leaks and the bytes that the answer leaves free."""
         last, budget_bytes = last_of(self.trials, answer), self.budget.total_bytes
-        kept_bytes = diagnosis.step_leak_bytes(last, self.call_plan.looked)
+        kept_bytes = diagnosis.step_leak_bytes(last, self.program.looked)
         return kept_bytes, self.budget.available_bytes - min(budget_bytes, last.peak_reserved_bytes or budget_bytes)
 
     def _judge_growth(self, now: Trial) -> None:
@@ -339,7 +329,8 @@ class Session:
         first = diagnosis.splits_from(self.trials, self._allocated) if self.options.max_batch is None else None
         self.splits = first is not None
         if first is not None:
-            self.notes[diagnosis.SPLITS.format(smaller=first.batch_size, size=now.batch_size)] = None
+            sizes = first.batch_size, now.batch_size
+            self.notes.add(remark(diagnosis.SPLITS.format(smaller=sizes[0], size=sizes[1]), *sizes))
 
     def _varies(self, trial: Trial) -> bool:
         """Return whether the size ended differently before, after the same calls under the same cap, and note that."""
@@ -349,7 +340,10 @@ class Session:
         how = diagnosis.how_different(before, trial)
         if how is not None:
             calls = count(trial.steps, "call", "calls")
-            note = UNSTEADY if self.runner.facts.world_size == 1 else UNSTEADY_GROUPS
-            self.notes[note.format(size=trial.batch_size, calls=calls, how=how)] = None
-            self.call_plan.lengthen(trial.batch_size)
+            if self.runner.facts.world_size == 1:
+                note = warning(UNSTEADY.format(size=trial.batch_size, calls=calls, how=how), trial.batch_size)
+            else:
+                note = remark(UNSTEADY_GROUPS.format(size=trial.batch_size, how=how), trial.batch_size)
+            self.notes.add(note)
+            self.program.lengthen(trial.batch_size)
         return how is not None

@@ -19,6 +19,7 @@ from oomprobe.ground.version import __version__
 from oomprobe.ground.words import count, shortened
 from oomprobe.probing.session import Session
 from oomprobe.records.fit import estimates, fit_line
+from oomprobe.records.notes import Note, remark, warning
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.trials import Phase, Trial, Verdict, last_of
 from oomprobe.rules.diagnosis import is_pressed
@@ -30,6 +31,18 @@ PRESSED = (
     "marginal: batch {size} ran with {retries} in {calls}. Each empties the allocator's cache, which is slow; lower "
     "memory_fraction, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 )
+CROWDED = (
+    "{taken} of the device were in use outside this process's allocator{which}: the answer is for what that leaves"
+)
+GREW_OUTSIDE = (
+    "memory outside this process's allocator grew by {grown} while probing (loaded kernels, library handles, other processes): the "
+    "cap does not count it, and it eats into the margin"
+)
+LEFT_BEHIND = (
+    "leak: {left} was not freed after batch {size}, even by garbage collection; something keeps tensors of earlier steps, which makes "
+    "the answer smaller"
+)
+KEPT = "leak: each step at batch {size} keeps {kept}, so the free memory lasts for about {steps} steps; {cause}"
 NOT_RESTORED = "state that is not restored: positions of iterators and data loaders, attributes of library objects"
 OTHER_RANKS = "other ranks: DDP buckets, NCCL buffers, sharding"
 OTHER_MACHINES = "ranks on other machines: NCCL takes memory for each connection, and FSDP shards over more ranks"
@@ -61,11 +74,10 @@ def result_of(session: Session, found: Found, target: str | None = None) -> Prob
     assert found.batch_size is not None
     answer = last_of(session.trials, found.batch_size)
     deciding = None if found.deciding is None else last_of(session.trials, found.deciding, passed=False)
-    points = [
-        (t.batch_size, t.peak_allocated_bytes)
-        for t in session.trials
-        if t.passed and t.peak_allocated_bytes is not None and t.accumulation_steps == 1
-    ]
+    points = []
+    for t in session.trials:
+        if t.passed and t.peak_allocated_bytes is not None and t.accumulation_steps == 1:
+            points.append((t.batch_size, t.peak_allocated_bytes))
     fit = fit_line(points, session.budget.total_bytes)
     return ProbeResult(
         batch_size=found.batch_size,
@@ -78,7 +90,7 @@ def result_of(session: Session, found: Found, target: str | None = None) -> Prob
         device=session.device.name,
         budget_bytes=session.budget.total_bytes,
         available_bytes=session.budget.available_bytes,
-        notes=tuple(_notes(session, found, answer)),
+        notes=tuple(note.text for note in _notes(session, found, answer)),
         not_covered=tuple(_not_covered(session)),
         contaminated=session.neighbours.contaminated,
         state_verified=session.state_verified,
@@ -104,23 +116,28 @@ def nothing_fits(session: Session) -> NothingFitsError:
     options, last = session.options, next(trial for trial in reversed(session.trials) if not trial.passed)
     grows_capped = session.runner.facts.grows_capped and options.memory_fraction < 1
     is_capped = last.cap_bytes is not None and (grows_capped or last.cap_bytes <= session.budget.total_bytes)
-    with_all = not is_capped or options.memory_fraction == 1
-    one_size = options.min_batch == options.max_batch
-    budget = f"within a budget of {format_bytes(last.cap_bytes or 0)} (memory_fraction={options.memory_fraction})"
-    advice = [
-        *(["a smaller batch size"] if one_size else []),
-        "a smaller model or sample, activation checkpointing or lower precision",
-        *([] if one_size or options.min_batch == 1 else [f"min_batch below {options.min_batch}"]),
-        *([] if with_all else ["a larger memory_fraction"]),
-    ]
+    has_margin = is_capped and options.memory_fraction < 1
+    is_one_size = options.min_batch == options.max_batch
+    memory, which, step, where, others = "with all available memory", ", the smallest allowed,", "", "", ""
+    advice = ["a smaller model or sample, activation checkpointing or lower precision"]
+    if is_one_size:
+        which = ""
+        advice.insert(0, "a smaller batch size")
+    elif options.min_batch > 1:
+        advice.append(f"min_batch below {options.min_batch}")
+    if has_margin:
+        fraction = options.memory_fraction
+        memory = f"within a budget of {format_bytes(last.cap_bytes or 0)} (memory_fraction={fraction})"
+        advice.append("a larger memory_fraction")
+    if last.step_name:
+        step = f", in step {last.step_name!r}"
+    if last.where:
+        where = f" ({last.where})"
     neighbours = session.neighbours.names()
-    others = f"Other processes are on the device: {neighbours}.\n" if neighbours else ""
-    which = "" if one_size else ", the smallest allowed,"
-    where = f" ({last.where})" if last.where else ""
-    step = f", in step {last.step_name!r}" if last.step_name else ""
+    if neighbours:
+        others = f"Other processes are on the device: {neighbours}.\n"
     return NothingFitsError(
-        f"batch {last.batch_size}{which} does not fit on {session.device.name} "
-        f"{'with all available memory' if with_all else budget}{step}: {last.verdict}{where}\n"
+        f"batch {last.batch_size}{which} does not fit on {session.device.name} {memory}{step}: {last.verdict}{where}\n"
         f"  {shortened(last.error)}\n{others}Try {'; or '.join(advice)}."
     )
 
@@ -142,7 +159,7 @@ def _environment(session: Session) -> dict[str, Any]:
         "isolated": session.runner.facts.replaceable,
         "world_size": session.runner.facts.world_size,
         "allocator_settings": allocator_settings(),
-        **({"after": session.device.emptying} if session.needs_emptying else {}),
+        **({"after": session.device.emptying} if session.as_built.needs_emptying else {}),
         **session.runner.facts.environment,
     }
 
@@ -162,98 +179,105 @@ def _first_failing(session: Session, found: Found) -> int | None:
     return min((size for size in failed - set(found.transient) if size > limit), default=None)
 
 
-def _notes(session: Session, found: Found, answer: Trial) -> Iterator[str]:
+def _notes(session: Session, found: Found, answer: Trial) -> Iterator[Note]:
+    """Yield what the trials noted, and what is to be said of them together."""
     yield from session.notes
     environment = session.runner.facts.environment
-    if "torch" not in environment and (note := untested_note()):
-        yield note
+    untested = None if "torch" in environment else untested_note()
+    if untested:
+        yield remark(untested)
     yield from session.neighbours.notes
     kind = "optimizer step" if "command" in environment else "call"
-    if session.call_plan.confirmed:
+    if session.program.confirmed:
         text = SEEN if answer.settled_after is None else SETTLED
-        yield text.format(calls=count(session.call_plan.confirmed, kind, f"{kind}s"))
+        yield remark(text.format(calls=count(session.program.confirmed, kind, f"{kind}s")))
     count_of_data = session.runner.facts.max_batch
-    if found.deciding is None and count_of_data is not None and session.options.max_batch == count_of_data:
-        yield LITTLE_DATA.format(count=count_of_data)
+    has_met_the_end = count_of_data is not None and session.options.max_batch == count_of_data
+    if has_met_the_end and found.deciding is None:
+        yield remark(LITTLE_DATA.format(count=count_of_data))
     for size in found.transient:
-        yield f"transient failure: batch {size} failed once and passed when tried again"
+        yield remark(f"transient failure: batch {size} failed once and passed when tried again", size)
     if found.unconfirmed:
-        yield f"passed a trial but failed confirmation: batch {', '.join(map(str, found.unconfirmed))}"
+        sizes = ", ".join(map(str, found.unconfirmed))
+        yield remark(f"passed a trial but failed confirmation: batch {sizes}", *found.unconfirmed)
     if session.device.replays:
         yield _simulation_note(session, answer)
     yield from _leaks(session, answer)
     if is_pressed(answer):
         retries = count(answer.alloc_retries, "allocator retry", "allocator retries")
-        yield PRESSED.format(size=answer.batch_size, retries=retries, calls=count(answer.steps, kind, f"{kind}s"))
-    held = session.neighbours.held_bytes or [0]
-    if held[0] > CROWDED_BYTES and not session.device.on_host:
-        names = session.neighbours.names()
-        yield (
-            f"{format_bytes(held[0])} of the device were in use outside this process's allocator"
-            f"{f' ({names})' if names else ''}: the answer is for what that leaves"
-        )
-    if held[-1] > held[0]:
-        yield (
-            f"memory outside this process's allocator grew by {format_bytes(held[-1] - held[0])} while probing (loaded "
-            "kernels, library handles, other processes): the cap does not count it, and it eats into the margin"
-        )
+        calls = count(answer.steps, kind, f"{kind}s")
+        yield warning(PRESSED.format(size=answer.batch_size, retries=retries, calls=calls), answer.batch_size)
+    yield from _outside(session)
     if found.deciding is not None and found.deciding - answer.batch_size > session.options.multiple_of:
-        yield f"not exact: sizes between {answer.batch_size} and {found.deciding} were not tried"
+        sizes_between = answer.batch_size, found.deciding
+        yield remark("not exact: sizes between {} and {} were not tried".format(*sizes_between), *sizes_between)
 
 
-def _leaks(session: Session, answer: Trial) -> Iterator[str]:
+def _outside(session: Session) -> Iterator[Note]:
+    """Yield notes about memory that is in use outside this process's allocator."""
+    samples_bytes = session.neighbours.held_bytes
+    if not samples_bytes:
+        return
+    first_bytes, grown_bytes = samples_bytes[0], samples_bytes[-1] - samples_bytes[0]
+    if first_bytes > CROWDED_BYTES and not session.device.on_host:
+        names = session.neighbours.names()
+        which = f" ({names})" if names else ""
+        yield remark(CROWDED.format(taken=format_bytes(first_bytes), which=which))
+    if grown_bytes > 0:
+        yield remark(GREW_OUTSIDE.format(grown=format_bytes(grown_bytes)))
+
+
+def _leaks(session: Session, answer: Trial) -> Iterator[Note]:
+    """Yield a note for each of the two kinds of leaks: what a trial leaves behind, and what each step keeps."""
     leaking = [t for t in session.trials if t.leaked_bytes and not t.step_leaked_bytes]
     if leaking:
         worst = max(leaking, key=lambda t: t.leaked_bytes)
-        yield (
-            f"leak: {format_bytes(worst.leaked_bytes)} was not freed after batch {worst.batch_size}, even by garbage "
-            "collection; something keeps tensors of earlier steps, which makes the answer smaller"
-        )
+        text = LEFT_BEHIND.format(left=format_bytes(worst.leaked_bytes), size=worst.batch_size)
+        yield warning(text, worst.batch_size)
     kept_bytes, free_bytes = session.leak_of_step(answer.batch_size)
     if kept_bytes:
         cause = f"something keeps tensors of each step{session.held_by_step}"
         if session.gradients_hold_graphs:
             cause = "the gradients hold the graph of every step (backward(create_graph=True))"
-        yield (
-            f"leak: each step at batch {answer.batch_size} keeps {format_bytes(kept_bytes)}, so the free memory lasts for "
-            f"about {free_bytes // kept_bytes} steps; {cause}"
-        )
+        kept, steps = format_bytes(kept_bytes), free_bytes // kept_bytes
+        yield warning(KEPT.format(size=answer.batch_size, kept=kept, steps=steps, cause=cause), answer.batch_size)
 
 
-def _simulation_note(session: Session, answer: Trial) -> str:
-    note = "simulated: no kernel ran, and tensors had no values"
+def _simulation_note(session: Session, answer: Trial) -> Note:
+    text = "simulated: no kernel ran, and tensors had no values"
     peak_bytes, upper_bytes = answer.peak_reserved_bytes or 0, answer.peak_upper_bytes or 0
     if upper_bytes <= peak_bytes:
-        return note
-    note += (
+        return remark(text)
+    text += (
         f". At batch {answer.batch_size} the allocator reserves {format_bytes(peak_bytes)}, or up to "
         f"{format_bytes(upper_bytes)} if convolutions take the largest workspaces they may want"
     )
     budget_bytes = session.budget.total_bytes
     if upper_bytes < budget_bytes:
-        return note
+        return remark(text, answer.batch_size)
     roomy = [t.batch_size for t in session.trials if t.passed and (t.peak_upper_bytes or 0) < budget_bytes]
-    slower = f"above batch {max(roomy)}" if roomy else "at every size"
-    return (
-        f"{note}. Where one does not fit, torch takes another plan of cuDNN's, so this batch runs, but convolutions may be "
-        f"slower {slower}"
-    )
+    slower, sizes = "at every size", [answer.batch_size]
+    if roomy:
+        slower = f"above batch {max(roomy)}"
+        sizes.append(max(roomy))
+    text += f". Where one does not fit, torch takes another plan of cuDNN's, so this batch runs, but convolutions may be slower {slower}"
+    return remark(text, *sizes)
 
 
 def _not_covered(session: Session) -> list[str]:
     facts = session.runner.facts
     if facts.not_covered is not None:
         return list(facts.not_covered)
+    not_covered = [*session.device.not_covered]
     words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(facts.step_names).lower()))
+    if words_in_names.isdisjoint(EVALUATING):
+        not_covered.append(NO_EVALUATION)
     late = [what for what, words in LATE.items() if words_in_names.isdisjoint(words)]
-    return [
-        *session.device.not_covered,
-        *([NO_EVALUATION] if words_in_names.isdisjoint(EVALUATING) else []),
-        *([NO_LATE.format(what=", ".join(late))] if late else []),
-        *(
-            NOT_COVERED
-            if facts.world_size == 1
-            else [OTHER_MACHINES if item == OTHER_RANKS else item for item in NOT_COVERED]
-        ),
-        *([] if facts.replaceable else [NOT_RESTORED]),
-    ]
+    if late:
+        not_covered.append(NO_LATE.format(what=", ".join(late)))
+    for item in NOT_COVERED:
+        is_there = item == OTHER_RANKS and facts.world_size > 1
+        not_covered.append(OTHER_MACHINES if is_there else item)
+    if not facts.replaceable:
+        not_covered.append(NOT_RESTORED)
+    return not_covered

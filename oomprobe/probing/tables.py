@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,9 @@ from oomprobe.probing.mixed import mixed_sizes
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.records.axis import Axis, is_larger, magnitude, text_of_value
+from oomprobe.records.patience import Clock
 from oomprobe.records.result import ProbeResult
 from oomprobe.records.table import ProbeTable
-from oomprobe.runners.signals import Clock
 
 ALIKE = 1.02  # answers of all rows that differ by no more than this factor are the same
 UNUSED = "all values of {axis} have the same batch size: does the step use {axis}?"
@@ -53,7 +54,10 @@ class Rows:
         if opened := self._opened:
             verified = opened.state_verified
             rows = {
-                value: result and replace(result, notes=(*opened.notes, *result.notes), state_verified=verified)
+                value: result
+                and replace(
+                    result, notes=(*(note.text for note in opened.notes), *result.notes), state_verified=verified
+                )
                 for value, result in rows.items()
             }
         return ProbeTable(
@@ -74,7 +78,7 @@ class Rows:
         """
         self._opened, last = opened, None
         for row, value in enumerate(self._axis.values):
-            smaller = next((other for other in self.unfit if is_larger(value, other)), None)
+            smaller = self._smaller_unfit(value)
             if smaller is not None and not try_larger:
                 self.results[value] = None
                 self.unfit[value] = NOT_TRIED.format(axis=self._axis.name, value=text_of_value(smaller))
@@ -87,7 +91,8 @@ class Rows:
             except NothingFitsError as error:
                 self.results[value], self.unfit[value] = None, str(error)
             except OomProbeError as error:
-                if not isinstance(error, TimeLimitError) or not any(self.results.values()):
+                has_answers = any(self.results.values())
+                if not isinstance(error, TimeLimitError) or not has_answers:
                     error.args = (f"{label}: {error}", *error.args[1:])
                     raise
                 values = ", ".join(map(text_of_value, self._axis.values[row:]))
@@ -96,18 +101,37 @@ class Rows:
             else:
                 self.results[value] = result
                 last = session, value, result
-        answers = {row: one.batch_size for row, value in enumerate(self._axis.values) if (one := self.results[value])}
-        alone = len(answers) == 1
-        if last is None or (opened.device.on_host and not alone):
+        if last is not None:
+            self._compare(last[0], mixed=mixed)
+
+    def _smaller_unfit(self, value: Any) -> Any:
+        """Return a value that does not fit and is smaller than this one; None if there is none."""
+        for unfit in self.unfit:
+            if is_larger(value, unfit):
+                return unfit
+        return None
+
+    def _compare(self, session: Session, *, mixed: bool) -> None:
+        """Note answers that are all alike, and with `mixed` run them in turn."""
+        answers = {}
+        for row, value in enumerate(self._axis.values):
+            result = self.results[value]
+            if result is not None:
+                answers[row] = result.batch_size
+        is_single = len(answers) == 1
+        if not is_single and session.device.on_host:
             return
         limits = {result.limited_by for result in self.results.values() if result is not None}
-        if not alone and limits == {"memory"} and max(answers.values()) <= ALIKE * min(answers.values()):
+        if not is_single and limits == {"memory"} and max(answers.values()) <= ALIKE * min(answers.values()):
             self.notes.append(UNUSED.format(axis=self._axis.name))
-        if mixed:
-            sizes, notes = (answers, []) if alone else mixed_sizes(last[0], self._axis, answers)
-            self._mixed = {self._axis.values[row]: size for row, size in sizes.items()}
-            self._mixed_failed = not sizes
+        if not mixed:
+            return
+        sizes: Mapping[int, int] = answers
+        if not is_single:  # a single row needs no mixing
+            sizes, notes = mixed_sizes(session, self._axis, answers)
             self.notes += notes
+        self._mixed = {self._axis.values[row]: size for row, size in sizes.items()}
+        self._mixed_failed = not sizes
 
     def _session(self, opened: Session, row: int, last: tuple[Session, Any, ProbeResult] | None) -> Session:
         """Return the session of a row, which begins with what the last one that has an answer learned, if memory limited it."""

@@ -1,10 +1,17 @@
-"""How long each part of a probe waits."""
+"""How long each part of a probe waits, and the time limits of a probe."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+from oomprobe.errors import TimeLimitError
+from oomprobe.ground.units import format_seconds
+from oomprobe.records.options import Options
+from oomprobe.records.trials import Trial
+
+CONFIRM_SLACK = 1.5  # a confirmation step may take this many times as long as a step of the search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,3 +53,51 @@ class Patience:
 
 
 PATIENCE = Patience()
+
+
+class Clock:
+    """The time limits of a probe, which starts with its clock, and how long its parts wait; times are on the monotonic clock."""
+
+    def __init__(self, options: Options, end_s: float | None = None, *, patience: Patience = PATIENCE) -> None:
+        self.options, self.patience = options, patience
+        self._started_s = time.monotonic()
+        limit_s = options.time_limit_s
+        self.end_s = self._started_s + limit_s if end_s is None and limit_s is not None else end_s
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started_s
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the end; None for no limit."""
+        return None if self.end_s is None else self.end_s - time.monotonic()
+
+    def deadline_s(self) -> float | None:
+        """Return the deadline of a trial that starts now; None for no limit."""
+        limit_s = self.options.trial_time_limit_s
+        ends_s = [self.end_s, None if limit_s is None else time.monotonic() + limit_s]
+        return min((end_s for end_s in ends_s if end_s is not None), default=None)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time of the whole probe has passed."""
+        return self.end_s is not None and time.monotonic() >= self.end_s
+
+    def suffices_to_confirm(
+        self, size: int, trials: Iterable[Trial], *, calls: int = 0, starting_s: float = 0.0
+    ) -> bool:
+        """Return whether there is time left to confirm `size`, with at least this many calls, after processes have started."""
+        rates = [t.step_s / t.batch_size for t in trials if t.step_s]
+        calls = max(calls, 1 + self.options.confirm_steps)
+        needed_s = starting_s + CONFIRM_SLACK * calls * size * (rates[-1] if rates else 0.0)
+        return self.end_s is None or self.end_s - time.monotonic() >= needed_s
+
+    def time_is_up(self, when: str) -> TimeLimitError:
+        """Return the error for a time limit that passed, such as ``"while the target was built"``."""
+        return TimeLimitError(
+            f"time passed {when}, after {format_seconds(self.elapsed_s)} (time_limit_s={self.options.time_limit_s}, "
+            f"trial_time_limit_s={self.options.trial_time_limit_s}), before a size was confirmed. Allow more time, start closer "
+            "to the limit with start_batch, or stop earlier with resolution=0.05"
+        )

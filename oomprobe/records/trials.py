@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from typing import Any, Protocol
 
 from oomprobe.records.breakdown import Breakdown
+from oomprobe.records.notes import Note
 
 
 class Verdict(StrEnum):
@@ -63,6 +65,7 @@ class Phase(StrEnum):
 
 
 SECOND_OPINIONS = (Phase.RECHECK, Phase.CONFIRM)
+ALL_ROWS = -1  # stands for the rows of a table that take turns in one trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,39 +223,76 @@ class RunnerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """A trial to run."""
+class Call:
+    """One call of a step, as a trial is asked to make it."""
 
+    step: str  # its name
     batch_size: int
     row: int = 0  # of a table: which of the axis's values the step gets
-    turns: Sequence[tuple[int, int]] = ()  # row and batch size of each call, if these differ from call to call
-    phase: Phase  # copied into the `Trial`; no runner reads it
-    steps: int = 1  # full steps after every optimizer has stepped once
-    calls: int | None = None  # of each step; None: as many as `steps` takes, and to confirm more, while time allows
-    settled_calls: int | None = None  # calls after which it ends once they repeat; None: it makes all its calls
-    period: int = 1  # calls that must repeat together
-    least_calls: int | None = None  # after this many calls a bug ends the trial as a pass; None: it is an error
+    accumulates: bool = False  # whether gradients only accumulate, as in a micro-batch: no optimizer steps
+    decides: bool = (
+        False  # whether the answer rests on it: a device that replays may repeat it only if it was predicted
+    )
+    is_extra: bool = False  # whether the trial has passed by then, so that a bug only ends it
+    is_recorded: bool = False  # whether to record its allocations, for a breakdown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Until:
+    """When a trial ends that goes on after the calls of its request (`oomprobe.rules.program.further`).
+
+    It learns how many calls a full step takes, or, with a `period`, it ends once its calls repeat.
+    """
+
+    turns: tuple[str, ...] = ()  # to learn: the steps in turn, each of which goes on until it has made `full_steps`
+    full_steps: int = 0
+    period: int = 0  # calls that must repeat together
+    most_calls: int = 0  # of each step, after which it ends in any case; 0, to learn: no more than that takes
+    within_s: float = 0.0  # to learn: the time for such further calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A trial to run: its calls, and under which conditions."""
+
+    phase: Phase  # copied into the `Trial`
+    calls: tuple[Call, ...]
+    until: Until | None = None  # None: the trial ends after its calls
+    cap_bytes: int | None = None  # limit of the allocator; None: no limit
     looks: bool = False  # whether to find out how many calls a trial needs
-    confirms: bool = False  # whether the answer rests on this trial
     fresh: bool = False  # whether nothing may have run before: in a new process, if there are any, and compiled anew
     as_built: bool = False  # whether the first trial of a process that `builds` keeps what building left in the cache
     exact: bool = True  # whether a device that replays must run the step instead of predicting the trial
-    repeats: bool = True  # whether a device that replays may repeat calls that would be the same
-    cap_bytes: int | None = None  # limit of the allocator; None: no limit
-    accumulation_steps: int = 1  # micro-batches per optimizer step
-    breakdown: bool = False  # whether to record the allocations of one more full step
+    repeats: bool = False  # whether a device that replays may repeat calls that would be the same
     deadline_s: float | None = None  # on this machine's monotonic clock, at the time of the request; None: no limit
     passed: tuple[int, ...] = ()  # the sizes that have passed
     learned: Mapping[str, Sequence[int]] = field(default_factory=dict)  # `Outcome.learned` of earlier trials
 
     @property
-    def wanted_calls(self) -> int:
-        """Calls of each step that a pass takes, if every optimizer steps at each call."""
-        return self.calls or 1 + self.steps
+    def batch_size(self) -> int:
+        """The size that is tried: the largest of any call."""
+        return max(call.batch_size for call in self.calls)
 
     @property
-    def watches_leaks(self) -> bool:
-        """Whether to note the peak and the live bytes after each call."""
+    def row(self) -> int:
+        """The row of a table that all calls have; `ALL_ROWS` if they differ."""
+        rows = {call.row for call in self.calls}
+        return rows.pop() if len(rows) == 1 else ALL_ROWS
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        runs = [len([*calls]) for accumulates, calls in groupby(self.calls, _accumulates) if accumulates]
+        return max(runs, default=1)
+
+    @property
+    def confirms(self) -> bool:
+        """Whether the answer rests on this trial."""
+        return self.phase is Phase.CONFIRM
+
+    @property
+    def watches_growth(self) -> bool:
+        """Whether to measure what each call leaves in memory."""
         return self.looks or self.fresh
 
     @property
@@ -266,6 +306,10 @@ class Request:
         return max(self.passed, default=None)
 
 
+def _accumulates(call: Call) -> bool:
+    return call.accumulates
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """A sample of the device's memory between trials."""
@@ -275,27 +319,31 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calls:
-    """What the calls of a trial showed; numbers of calls are those of each step."""
+class CallRecord:
+    """What one call of a trial showed; how it is used stands in `oomprobe.rules.look`."""
 
-    made: int = 0
-    first: int = 0  # until every optimizer had stepped
-    needed: int = 0  # after a look: how many calls meet the one that needs the most memory
-    call_s: float | None = None  # time of one call of each step; None if all were repeated
-    served_bytes: int = 0  # that the allocator handed out after the first full step; 0 if unknown
-    allocations: int = 0  # number of blocks for them; 0 if unknown
-    varying: bool = False  # whether full steps allocated different amounts
-    period: int = 0  # after a look: calls after which the bytes and blocks that each handed out repeat; 0: they do not
-    counts: bool = False  # whether the user's own code may know which call it is
-    ended_early: str | None = None  # the bug of a late call that ended the trial
+    step: str  # its name
+    served_bytes: int = 0  # that the allocator handed out; 0 if unknown
+    blocks: int = 0  # that it handed out; 0 if unknown
+    live_bytes: int = 0  # in live tensors afterwards; 0 if not watched
+    peak_bytes: int = 0  # the highest allocation since the trial began; 0 if not watched
+    seconds: float | None = None  # None: a device that replays has repeated it
+    # Where the call completed a full step, in which every optimizer of the step has stepped: how many calls that took, up to the last
+    # optimizer; 0 if the step has none. None: it completed none.
+    stepped: int | None = None
+    mark: int | None = None  # for what it did on the device and left there; None if that cannot be seen
+    counted: int | None = None  # for what the user's code counts with afterwards; None if not checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A finished trial and what was measured in it and around it."""
+    """A finished trial, what each of its calls showed, and what was measured around it."""
 
     trial: Trial
-    calls: Calls = Calls()
+    records: tuple[CallRecord, ...] = ()  # of several ranks, what all of them showed together
+    starts_alike: bool = True  # whether every trial starts at the same call
+    counts: bool = False  # whether the user's own code may know which call it is
+    ended_early: str | None = None  # the bug of an extra call that ended the trial
     measured: Measured | None = None
     outside_before_bytes: int | None = None  # `Measured.outside_bytes` before the trial
     outside_after_bytes: int | None = None
@@ -305,7 +353,7 @@ class Outcome:
     is_spent: bool = False  # whether its process must end: the step has replaced parameters of which there is no copy
     contradicts_replay: bool = False  # whether it proves earlier predicted trials wrong
     in_steps_s: float = 0.0  # time inside the step
-    notes: tuple[str, ...] = ()  # what a reader of the result should know; the same note may come again
+    notes: tuple[Note, ...] = ()  # what a reader of the result should know; the same note may come again
     # For each step the places of the optimizers that step, among those that building made; negative for all others.
     learned: Mapping[str, Sequence[int]] = field(default_factory=dict)
     breakdown: Breakdown | None = None
@@ -319,20 +367,21 @@ class Runner(Protocol):
 
     A runner promises this:
 
-    - `run` tries one size from a cold start under the request's cap (a command under a cap of its runner), makes each step's `calls` (or finds out how many the
-      requested `steps` take), and returns an `Outcome` however the trial ended: out of memory, a death, a time limit. It
+    - `run` starts cold and makes the calls of the request under its cap (a command makes as many, under a cap of its runner), then those
+      that `rules.program.further` adds. It returns an `Outcome` however the trial ended: out of memory, a death, a time limit. It
       keeps no exception, frame or tensor of the trial, and the memory is back at its baseline unless its process has ended.
-      It copies `batch_size`, `phase`, `cap_bytes` and `accumulation_steps` into the `Trial`, whose verdict is never BUG.
-    - `run` raises StepFailedError for a bug of the step (unless `least_calls` have passed), and UnreliableError if the size
-      was not really run. Any other exception of its own ends the probe.
-    - Second tries are the session's: `run` tries a size once. It starts over by itself only for a reason other than the size: what
-      earlier trials left makes the step fail (trained weights, or a counter that was put back although the iterator beside it had
-      moved on), a rank's data ended, or a command found its port taken. If the runner is `replaceable`, the next `run` replaces a process that died or was poisoned, and unless it `grows_capped`,
+    - The `Trial` has the request's batch size, phase and cap, and its verdict is never BUG: `run` raises StepFailedError for a bug of the
+      step, unless an extra call had it, and UnreliableError if the size was not really run. Any other exception ends the probe.
+    - A second try is the session's business. `run` repeats a trial only for a reason other than its size:
+        - what earlier trials left makes the step fail: trained weights, or a counter put back beside an iterator that has moved on;
+        - a rank's data ended before those of the others;
+        - a command found its port taken.
+    - If the runner is `replaceable`, the next `run` replaces a process that died or was poisoned, and unless it `grows_capped`,
       trials that grow have no cap.
     - `Outcome.measured` is sampled after the first pass, when the step has loaded its kernels, and on host memory after each
       trial. `outside_before_bytes` and `outside_after_bytes` are sampled around each trial, where known.
-    - The request carries what one process must know from another: which optimizers step (`Request.learned`), and how many
-      calls to make. `exact` and `repeats` concern only devices that replay.
+    - The request carries what one process must know from another: which optimizers step (`Request.learned`). `exact` and `repeats`
+      concern only devices that replay.
     """
 
     @property

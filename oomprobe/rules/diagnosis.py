@@ -59,24 +59,27 @@ class Allocated:
 
 def same_memory_smaller(trials: Sequence[Trial], allocated: Mapping[int, Allocated], *, on_host: bool) -> Trial | None:
     """Return a much smaller trial that took as much memory as the last one that grew; None if there is none."""
-    grown = [trial for trial in trials if trial.phase is Phase.GROW and trial.passed]
+    grown = _grown(trials)
     now = grown[-1]
-    served = {size: one.served_bytes for size, one in allocated.items()}
-    doublings = DOUBLINGS if served.get(now.batch_size) else UNCOUNTED_DOUBLINGS
-    then = grown[-1 - doublings] if len(grown) > doublings else None
+    served_bytes = {size: of_size.served_bytes for size, of_size in allocated.items()}
+    doublings = DOUBLINGS if served_bytes.get(now.batch_size) else UNCOUNTED_DOUBLINGS
     noise_bytes = HOST_NOISE_BYTES if on_host else 0
-    if (
-        then is not None
-        and (now.peak_allocated_bytes or 0) <= (then.peak_allocated_bytes or 0) + noise_bytes
-        and served.get(now.batch_size) == served.get(then.batch_size)
-    ):
-        return then
-    return (then or grown[0]) if now.batch_size >= ENDLESS_BATCH else None
+    if len(grown) > doublings:
+        then = grown[-1 - doublings]
+        same_peak = (now.peak_allocated_bytes or 0) <= (then.peak_allocated_bytes or 0) + noise_bytes
+        same_requests = served_bytes.get(now.batch_size) == served_bytes.get(then.batch_size)
+        if (same_peak and same_requests) or now.batch_size >= ENDLESS_BATCH:
+            return then
+    return grown[0] if now.batch_size >= ENDLESS_BATCH else None
+
+
+def _grown(trials: Sequence[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.phase is Phase.GROW and trial.passed]
 
 
 def splits_from(trials: Sequence[Trial], allocated: Mapping[int, Allocated]) -> Trial | None:
     """Return the trial from which on doublings multiplied the step's allocations and did not raise its peak; or None."""
-    grown = [trial for trial in trials if trial.phase is Phase.GROW and trial.passed][-1 - SPLITTING_DOUBLINGS :]
+    grown = _grown(trials)[-1 - SPLITTING_DOUBLINGS :]
     if len(grown) <= SPLITTING_DOUBLINGS or any(trial.replayed for trial in grown):
         return None
     first, last = grown[0], grown[-1]
@@ -98,12 +101,19 @@ def how_different(before: Trial, after: Trial) -> str | None:
 
 def known_so_far(trials: Sequence[Trial]) -> str:
     """Return the beginning of a sentence: the smallest size that failed, and the largest below it that ran; or ""."""
-    told = [t for t in trials if t.verdict not in NO_VERDICT and t.accumulation_steps == 1 and not t.replayed]
-    ends = {trial.batch_size: trial for trial in told}  # the last trial of each size counts
-    failed = min((size for size, trial in ends.items() if not trial.passed), default=0)
-    ran = max((size for size, trial in ends.items() if trial.passed and not 0 < failed < size), default=0)
-    steps = f" for {count(ends[ran].steps, 'step', 'steps')}" if ran and ends[ran].steps else ""
-    parts = [*([f"batch {ran} ran{steps}"] if ran else []), *([f"batch {failed} failed"] if failed else [])]
+    last: dict[int, Trial] = {}  # of each size, which counts
+    for trial in trials:
+        if trial.verdict not in NO_VERDICT and trial.accumulation_steps == 1 and not trial.replayed:
+            last[trial.batch_size] = trial
+    failed = min((size for size, trial in last.items() if not trial.passed), default=0)
+    ran = max((size for size, trial in last.items() if trial.passed and not 0 < failed < size), default=0)
+    parts = []
+    if ran and last[ran].steps:
+        parts.append(f"batch {ran} ran for {count(last[ran].steps, 'step', 'steps')}")
+    elif ran:
+        parts.append(f"batch {ran} ran")
+    if failed:
+        parts.append(f"batch {failed} failed")
     return f"after {' and '.join(parts)}, " if parts else ""
 
 
@@ -126,7 +136,7 @@ def is_size_limit(trials: Sequence[Trial], trial: Trial) -> bool:
 
 def line_through(trials: Sequence[Trial], trial: Trial, wanted_bytes: int) -> int | None:
     """Return the size whose peak would be `wanted_bytes`, on the line through the smallest size that passed and a trial; or None."""
-    peaks = ((one.batch_size, one.peak_allocated_bytes or 0) for one in trials if one.passed)
+    peaks = ((ran.batch_size, ran.peak_allocated_bytes or 0) for ran in trials if ran.passed)
     size, peak_bytes = min(peaks, default=(0, 0))
     rise_bytes = (trial.peak_allocated_bytes or 0) - peak_bytes
     if rise_bytes <= 0 or trial.batch_size <= size:

@@ -1,4 +1,4 @@
-"""What a step does over many calls: which call needs the most memory, and whether memory keeps growing. Pure.
+"""What the calls of a trial showed: the call that needs the most memory, growth, a period, whether calls repeat. Pure.
 
 Training loops evaluate, log, average and refresh at every n-th call, and a trial of three calls does not see that. At a small
 size many calls are cheap, and three rows of numbers, one number for each call, tell these loops apart: the bytes that the
@@ -7,9 +7,13 @@ allocator handed out, the peak so far, and the bytes in live tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+import statistics
+from collections.abc import Iterable, Sequence
+from itertools import groupby, pairwise
+
+from oomprobe.records.trials import CallRecord
+
+Records = Sequence[CallRecord]
 
 # A call that hands out more than this fraction above the others counts as larger. At size 1, a call with four times the
 # usual batch handed out 0.8 % more; calls that do the same hand out the same bytes, but for scalars that are logged.
@@ -21,53 +25,127 @@ EXACT_CALLS, STRIDE_OF_MANY, WIDEST = 12, 1 / 128, 1 / 32
 VARIES = 0.01
 
 
-@dataclass(slots=True)
-class Series:
-    """What one step did in one trial, a number for each call."""
+# --- full steps: a step may take several calls until all its optimizers have stepped ---
+# `CallRecord.stepped` tells where: the calls that it took, None within one, and 0 at each call of a step that has no optimizer, such
+# as an evaluation.
 
-    served_bytes: list[int] = field(default_factory=list)  # that the allocator handed out
-    blocks: list[int] = field(default_factory=list)  # that it handed out; empty if not watched
-    peak_bytes: list[int] = field(default_factory=list)  # the highest allocation so far; empty if not watched
-    live_bytes: list[int] = field(default_factory=list)  # in live tensors afterwards; empty if not watched
-    durations_s: list[float] = field(default_factory=list)  # of the calls that were not repeated
-    timed_from: int = 0  # how many of these to ignore: the first full step creates optimizer state, so it is slower
-    waited_calls: int = 0  # of the first full step, after its last optimizer had stepped, spent waiting for another
-    first_calls: int | None = None  # until every optimizer had stepped; None: not yet
-    step_calls: int = 1  # of the last full step
-    turn_calls: int = 0  # before the last turn
 
-    @property
-    def after_first_bytes(self) -> list[int]:
-        """Bytes handed out by each call after the first full step."""
-        return self.served_bytes[self.waited_calls + (self.first_calls or 0) :]
+def by_step(records: Records) -> dict[str, list[CallRecord]]:
+    """Return the records of each step, by its name."""
+    steps: dict[str, list[CallRecord]] = {}
+    for record in records:
+        steps.setdefault(record.step, []).append(record)
+    return steps
 
-    def end_first_step(self, calls: int) -> None:
-        """End the first full step, whose optimizers had all stepped after this many calls."""
-        self.first_calls, self.waited_calls = calls, len(self.served_bytes) - calls
-        self.timed_from = len(self.durations_s)
 
-    @property
-    def varies(self) -> bool:
-        """Whether full steps allocated different amounts."""
-        served, step_calls = self.after_first_bytes, self.step_calls
-        starts = range(0, len(served) - step_calls + 1, step_calls)
-        return varies([sum(served[start : start + step_calls]) for start in starts])
+def turns_of(records: Records) -> list[list[CallRecord]]:
+    """Return the records of each turn, in which the calls of one step follow each other."""
+    return [[*turn] for _, turn in groupby(records, key=lambda record: record.step)]
 
-    def period(self, least_calls: int) -> int:
-        """Return `period` of the bytes and blocks that each call handed out, leaving out the first `least_calls`."""
-        return period([*zip(self.served_bytes, self.blocks, strict=False)][least_calls:])
 
-    def calls_needed(self, ordinary_calls: int, *, is_exact: bool) -> int:
-        """Return `calls_needed` of this series."""
-        numbers = self.served_bytes, self.peak_bytes, self.live_bytes
-        first_calls = self.first_calls or 0
-        return calls_needed(*numbers, first_calls=first_calls, ordinary_calls=ordinary_calls, is_exact=is_exact)
+def full_steps(records: Records) -> int:
+    """Return how many full steps these calls completed."""
+    return sum(record.stepped is not None for record in records)
 
-    @property
-    def steady_live_bytes(self) -> list[int]:
-        """Bytes in live tensors after each call of the last turn, from the first full step on."""
-        first_calls = 1 if self.first_calls is None else self.first_calls
-        return self.live_bytes[max(self.turn_calls, first_calls - 1) :]
+
+def first_calls(records: Records) -> int:
+    """Return the calls of the first full step, which creates optimizer state; 0 if no optimizer stepped.
+
+    Calls that came after its last optimizer, to wait for another in vain, are not counted.
+    """
+    return next((record.stepped for record in records if record.stepped is not None), 0)
+
+
+def after_first(records: Records) -> Records:
+    """Return the calls after the first full step; all of them if there was none."""
+    for number, record in enumerate(records):
+        if record.stepped is not None:
+            return records[number + 1 :]
+    return records
+
+
+def step_calls(records: Records) -> int:
+    """Return the calls of a full step after the first; at least 1."""
+    later = after_first(records)
+    return max(1, len(later) // max(1, full_steps(later)))
+
+
+def step_s(records: Records) -> float | None:
+    """Return the median time of a call of each step, added up; None if a device has repeated them all."""
+    medians = []
+    for calls in by_step(records).values():
+        seconds = [record.seconds for record in calls if record.seconds is not None]
+        if seconds:
+            medians.append(statistics.median(seconds))
+    return sum(medians) if medians else None
+
+
+def later_step_s(records: Records) -> float | None:
+    """Return `step_s` without the first full step of each step, which is slower."""
+    return step_s([record for calls in by_step(records).values() for record in after_first(calls)])
+
+
+def limiting_step(records: Records) -> str:
+    """Return the name of the step whose call reached the highest peak."""
+    return max(records, key=lambda record: record.peak_bytes).step
+
+
+def merged(ranks: Sequence[Records]) -> list[CallRecord]:
+    """Return one record for each call that all ranks have made: the most that any has seen, and repeated where all repeat.
+
+    The ranks together complete a full step when the last of them does.
+    """
+    if len(ranks) == 1:
+        return [*ranks[0]]
+    calls, done, completed = [], 0, [0] * len(ranks)
+    for records in zip(*ranks, strict=False):
+        for rank, record in enumerate(records):
+            completed[rank] += record.stepped is not None
+        stepped = None
+        if min(completed) > done:
+            stepped = max(record.stepped or 0 for record in records)
+        done = min(completed)
+        calls.append(
+            CallRecord(
+                step=records[0].step,
+                served_bytes=max(record.served_bytes for record in records),
+                blocks=max(record.blocks for record in records),
+                live_bytes=max(record.live_bytes for record in records),
+                peak_bytes=max(record.peak_bytes for record in records),
+                seconds=max((record.seconds for record in records if record.seconds is not None), default=None),
+                stepped=stepped,
+                mark=_together(record.mark for record in records),
+                counted=_together(record.counted for record in records),
+            )
+        )
+    return calls
+
+
+def _together(marks: Iterable[int | None]) -> int | None:
+    every = tuple(marks)
+    return None if None in every else hash(every)
+
+
+# --- the call that needs the most memory ---
+
+
+def needed(records: Records, ordinary_calls: int, *, starts_alike: bool) -> int:
+    """Return `calls_needed` of the step that needs the most."""
+    most = 0
+    for calls in by_step(records).values():
+        served_bytes = [record.served_bytes for record in calls]
+        peak_bytes = [record.peak_bytes for record in calls]
+        live_bytes = [record.live_bytes for record in calls]
+        calls_of_it = calls_needed(
+            served_bytes,
+            peak_bytes,
+            live_bytes,
+            first_calls=first_calls(calls),
+            ordinary_calls=ordinary_calls,
+            is_exact=starts_alike,
+        )
+        most = max(most, calls_of_it)
+    return most
 
 
 def calls_needed(
@@ -101,21 +179,41 @@ def calls_needed(
         >>> calls_needed([90, 10, 10, 10, 10, 10], [90] * 6, [5, 5, 5, 8, 8, 8], **trial)
         5
     """
-    count = len(served_bytes)
-    level = (1 - LARGER) * max(served_bytes[first_calls:], default=0)
-    largest = [number for number in range(first_calls, count) if served_bytes[number] >= level]
+    largest = _largest_calls(served_bytes, first_calls)
     needed = ordinary_calls
-    distances = [*(number + 1 for number in largest[:1]), *(later - earlier for earlier, later in pairwise(largest))]
-    if max(distances, default=0) > ordinary_calls:
-        needed = max(distances) + 1  # the call after the largest runs in a cache that the largest has split
-    if not is_exact and len(largest) == 1:  # its period is unknown
-        needed = count
-    for numbers, later in ((peak_bytes, 1), (live_bytes, 2)):
-        top_bytes = numbers[first_calls - 1] if first_calls else 0
-        for number in range(first_calls, count):
-            if numbers[number] > (1 + LARGER) * top_bytes:
-                top_bytes, needed = numbers[number], max(needed, number + later)
-    return min(needed, count)
+    gap = _longest_gap(largest)
+    if gap > ordinary_calls:
+        needed = gap + 1  # the call after the largest runs in a cache that the largest has split
+    has_no_period = len(largest) == 1
+    if has_no_period and not is_exact:
+        needed = len(served_bytes)
+    needed = max(needed, _last_rise(peak_bytes, first_calls) + 1)
+    needed = max(
+        needed, _last_rise(live_bytes, first_calls) + 2
+    )  # what a call leaves is in memory when the next one peaks
+    return min(needed, len(served_bytes))
+
+
+def _largest_calls(served_bytes: Sequence[int], first_calls: int) -> list[int]:
+    """Return the numbers of the calls that handed out the most, counted from 0, without those that created state."""
+    level = (1 - LARGER) * max(served_bytes[first_calls:], default=0)
+    return [number for number in range(first_calls, len(served_bytes)) if served_bytes[number] >= level]
+
+
+def _longest_gap(largest: Sequence[int]) -> int:
+    """Return the most calls that it takes to meet one of the largest: the first of them, or the next."""
+    if not largest:
+        return 0
+    return max([largest[0] + 1, *(later - earlier for earlier, later in pairwise(largest))])
+
+
+def _last_rise(numbers: Sequence[int], first_calls: int) -> int:
+    """Return the number of the last call, from 0, that took memory to a new height; less than 0 if none did."""
+    last, top_bytes = -2, numbers[first_calls - 1] if first_calls else 0
+    for number in range(first_calls, len(numbers)):
+        if numbers[number] > (1 + LARGER) * top_bytes:
+            top_bytes, last = numbers[number], number
+    return last
 
 
 def period(calls: Sequence[object]) -> int:
@@ -129,6 +227,14 @@ def period(calls: Sequence[object]) -> int:
     return next((length for length in lengths if calls[length:] == calls[:-length]), 0)
 
 
+def period_of(records: Records, ordinary_calls: int) -> int:
+    """Return `period` of the bytes and blocks that each call handed out, after those of an ordinary trial."""
+    return period([(record.served_bytes, record.blocks) for record in records[ordinary_calls:]])
+
+
+# --- whether further calls can only repeat the last ones ---
+
+
 def calls_since(marks: Sequence[object], period: int = 1) -> int:
     """Return how many calls ago the last mark was there before; 0 if it was not. A mark stands for what a call did and left.
 
@@ -140,6 +246,59 @@ def calls_since(marks: Sequence[object], period: int = 1) -> int:
     """
     distances = range(period, len(marks), period)
     return next((distance for distance in distances if marks[-1 - distance] == marks[-1]), 0)
+
+
+def marks_of(records: Records) -> list[int]:
+    """Return the marks of the calls since one of which the mark says too little, or since the first full step."""
+    marks: list[int] = []
+    has_stepped = False
+    for record in records:
+        has_stepped = has_stepped or record.stepped is not None
+        if record.mark is None:
+            marks = []
+        elif has_stepped:
+            marks.append(record.mark)
+    return marks
+
+
+def have_settled(records: Records, period: int) -> bool:
+    """Return whether the calls that follow can only repeat the last ones, which have repeated those before them.
+
+    Where the device is as it was some calls before, and nothing that the user's code counts with has changed since, the next calls
+    can be the same as those; that they were the same once ends the doubt.
+    """
+    marks = marks_of(records)
+    length = calls_since(marks, period)
+    checks = checks_of(records)
+    if not length or len(checks) < 2:
+        return False
+    before, now = checks[-2:]
+    between = now - before
+    if now != len(records) - 1 or len(marks) < between + length + 1:
+        return False
+    if marks[-between - 1 :] != marks[-between - length - 1 : -length]:
+        return False
+    return between % length == 0 and records[now].counted == records[before].counted
+
+
+def checks_of(records: Records) -> list[int]:
+    """Return the numbers of the calls, from 0, after which the runner checked what the user's code counts with."""
+    return [number for number, record in enumerate(records) if record.counted is not None]
+
+
+# --- growth, and steps that vary ---
+
+
+def growth_of(records: Records) -> int:
+    """Return the bytes by which each further call adds to live memory, over the last turn of each step."""
+    last_turns = {turn[0].step: turn for turn in turns_of(records)}
+    return sum(growth_bytes([record.live_bytes for record in _steady(turn)]) for turn in last_turns.values())
+
+
+def _steady(turn: Records) -> Records:
+    """Return the calls of a turn from the one that ended its first full step on."""
+    later = after_first(turn)
+    return turn[max(0, len(turn) - len(later) - 1) :]
 
 
 def growth_bytes(live_bytes: Sequence[int]) -> int:
@@ -156,18 +315,24 @@ def growth_bytes(live_bytes: Sequence[int]) -> int:
         >>> growth_bytes([number % 10 * 64 * kib for number in range(50)])  # cleared at every tenth call
         0
     """
-    last, heights, top_bytes = len(live_bytes) - 1, [0], live_bytes[0] if live_bytes else 0
-    for number, held_bytes in enumerate(live_bytes):
-        if held_bytes >= top_bytes + SMALLEST_GROWTH_BYTES:
-            heights.append(number)
-            top_bytes = held_bytes
-    if len(heights) < 3 or last - heights[-1] > max(later - earlier for earlier, later in pairwise(heights)):
+    if not live_bytes:
         return 0
-    part = max(1, len(live_bytes) // 4)
-    lows = [min(live_bytes[start : start + part]) for start in range(0, 4 * part, part) if live_bytes[start:]]
-    # Otherwise it keeps something of the last call, whose size varies.
+    last, heights, top_bytes = len(live_bytes) - 1, [0], live_bytes[0]
+    for number, now_bytes in enumerate(live_bytes):
+        if now_bytes >= top_bytes + SMALLEST_GROWTH_BYTES:
+            heights.append(number)
+            top_bytes = now_bytes
+    if len(heights) < 3:
+        return 0
+    longest_rest = max(later - earlier for earlier, later in pairwise(heights))
+    if last - heights[-1] > longest_rest:
+        return 0  # it has levelled off
+    quarter = max(1, len(live_bytes) // 4)
+    lows = [min(live_bytes[start : start + quarter]) for start in range(0, min(4 * quarter, len(live_bytes)), quarter)]
     is_rising = all(later > earlier for earlier, later in pairwise(lows))
-    return max(0, live_bytes[-1] - live_bytes[0]) // last if is_rising else 0
+    if not is_rising:
+        return 0  # it keeps something of the last call, whose size varies
+    return max(0, live_bytes[-1] - live_bytes[0]) // last
 
 
 def tolerance_of(calls: int) -> float:
@@ -178,6 +343,20 @@ def tolerance_of(calls: int) -> float:
         (0.0, 0.015625, 0.03125)
     """
     return 0.0 if calls <= EXACT_CALLS else min(WIDEST, STRIDE_OF_MANY * calls / EXACT_CALLS)
+
+
+def is_varying(records: Records) -> bool:
+    """Return whether full steps of any step allocated different amounts."""
+    for calls in by_step(records).values():
+        later, length = after_first(calls), max(1, _last_stepped(calls))
+        starts = range(0, len(later) - length + 1, length)
+        if varies([sum(record.served_bytes for record in later[start : start + length]) for start in starts]):
+            return True
+    return False
+
+
+def _last_stepped(records: Records) -> int:
+    return first_calls(records[::-1])
 
 
 def varies(served_bytes: Sequence[int]) -> bool:
@@ -191,6 +370,6 @@ def varies(served_bytes: Sequence[int]) -> bool:
     return bool(steady) and max(steady) - min(steady) > VARIES * max(steady)
 
 
-def differ(one_bytes: int, other_bytes: int) -> bool:
+def differ(before_bytes: int, after_bytes: int) -> bool:
     """Return whether two peaks differ by more than the rounding of blocks explains."""
-    return abs(one_bytes - other_bytes) > VARIES * max(one_bytes, other_bytes)
+    return abs(before_bytes - after_bytes) > VARIES * max(before_bytes, after_bytes)

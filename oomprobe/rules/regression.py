@@ -49,35 +49,48 @@ def grown(before: ProbeResult, after: ProbeResult, tolerance: float) -> list[str
     Raises:
         InvalidArgumentError: the results cannot be compared.
     """
-    for kind, one, other in (
-        ("device", before.device, after.device),
-        ("model", *(result.environment.get("model") for result in (before, after))),
-    ):
-        if one and other and one != other:
-            raise InvalidArgumentError(ANOTHER.format(kind=kind, before=one, after=other))
-    peaks, later = _traced(before), _traced(after)
-    if not (common := peaks.keys() & later.keys()):
-        sizes = [", ".join(map(str, sorted(found))) or "none" for found in (peaks, later)]
-        raise InvalidArgumentError(NO_COMMON_SIZE.format(before=sizes[0], after=sizes[1], size=before.batch_size))
-    size, said = max(common), list[str]()
-    if later[size] > (1 + tolerance) * peaks[size]:
-        said.append(
-            f"memory grew: batch {size} allocates {format_bytes(later[size])}, {_more(peaks[size], later[size])} more than "
-            f"{format_bytes(peaks[size])} (tolerance {100 * tolerance:g} %)"
+    _refuse_others("device", before.device, after.device)
+    _refuse_others("model", before.environment.get("model"), after.environment.get("model"))
+    peaks_before, peaks_after = _traced(before), _traced(after)
+    common = peaks_before.keys() & peaks_after.keys()
+    if not common:
+        texts = {"before": _listed(peaks_before), "after": _listed(peaks_after)}
+        raise InvalidArgumentError(NO_COMMON_SIZE.format(**texts, size=before.batch_size))
+    size = max(common)
+    peak_before, peak_after = peaks_before[size], peaks_after[size]
+    sentences = []
+    if peak_after > (1 + tolerance) * peak_before:
+        sentences.append(
+            f"memory grew: batch {size} allocates {format_bytes(peak_after)}, {_more(peak_before, peak_after)} more than "
+            f"{format_bytes(peak_before)} (tolerance {100 * tolerance:g} %)"
         )
         if before.breakdown is not None and after.breakdown is not None:
-            said += _where(before.breakdown, after.breakdown)
+            sentences += _where(before.breakdown, after.breakdown)
     same_search = all(before.options.get(name) == after.options.get(name) for name in SEARCH)
     if same_search and after.batch_size < (1 - tolerance) * before.batch_size:
         fell = f"{100 * (1 - after.batch_size / before.batch_size):.1f} %"
-        said.append(f"the answer fell: {after.batch_size}, {fell} less than {before.batch_size}")
-    return said
+        sentences.append(f"the answer fell: {after.batch_size}, {fell} less than {before.batch_size}")
+    return sentences
+
+
+def _refuse_others(kind: str, before: str | None, after: str | None) -> None:
+    """Raise InvalidArgumentError for results of two devices, or models, where both are known."""
+    if before and after and before != after:
+        raise InvalidArgumentError(ANOTHER.format(kind=kind, before=before, after=after))
+
+
+def _listed(peaks: Mapping[int, int]) -> str:
+    return ", ".join(map(str, sorted(peaks))) or "none"
 
 
 def _traced(result: ProbeResult) -> dict[int, int]:
     """Return the peak of allocated memory by batch size, of trials that passed and really ran."""
-    ran = (trial for trial in result.trials if trial.passed and not trial.replayed and trial.accumulation_steps == 1)
-    return {trial.batch_size: trial.peak_allocated_bytes for trial in ran if trial.peak_allocated_bytes is not None}
+    peaks = {}
+    for trial in result.trials:
+        has_run = trial.passed and not trial.replayed and trial.accumulation_steps == 1
+        if has_run and trial.peak_allocated_bytes is not None:
+            peaks[trial.batch_size] = trial.peak_allocated_bytes
+    return peaks
 
 
 def _more(before: int, after: int) -> str:
@@ -86,18 +99,30 @@ def _more(before: int, after: int) -> str:
 
 def _where(before: Breakdown, after: Breakdown) -> list[str]:
     """Name the kinds of memory and the modules that grew most."""
-    modules = [
-        {
-            f"{one.name} ({one.kind})" if one.kind else one.name: one.activation_bytes + one.parameter_bytes
-            for one in found.modules
-        }
-        for found in (before, after)
-    ]
-    told = {"by kind": _growth(before.parts, after.parts), "by module": _growth(*modules)}
-    return [f"  {how}: {', '.join(named)}" for how, named in told.items() if named]
+    sentences = []
+    by_kind = _growth(before.parts, after.parts)
+    if by_kind:
+        sentences.append(f"  by kind: {', '.join(by_kind)}")
+    by_module = _growth(_by_module(before), _by_module(after))
+    if by_module:
+        sentences.append(f"  by module: {', '.join(by_module)}")
+    return sentences
+
+
+def _by_module(breakdown: Breakdown) -> dict[str, int]:
+    sizes = {}
+    for module in breakdown.modules:
+        name = f"{module.name} ({module.kind})" if module.kind else module.name
+        sizes[name] = module.activation_bytes + module.parameter_bytes
+    return sizes
 
 
 def _growth(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    more = {name: nbytes - before.get(name, 0) for name, nbytes in after.items()}
-    largest = sorted((name for name in more if more[name] > 0), key=lambda name: -more[name])
-    return [f"{name} +{format_bytes(more[name])}" for name in largest[:MOST_NAMED]]
+    """Return what grew, the most first, each with by how much."""
+    grown_bytes = {}
+    for name, nbytes in after.items():
+        more_bytes = nbytes - before.get(name, 0)
+        if more_bytes > 0:
+            grown_bytes[name] = more_bytes
+    largest = sorted(grown_bytes, key=lambda name: -grown_bytes[name])
+    return [f"{name} +{format_bytes(grown_bytes[name])}" for name in largest[:MOST_NAMED]]

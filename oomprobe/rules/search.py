@@ -1,7 +1,7 @@
 """Doubling and bisection over integers. Pure: it asks whether a size runs and never looks at memory itself.
 
 A search has four phases. *grow* doubles the size with all the memory until one fails, then looks at a small size for what
-happens only at some calls. *bisect* closes the bracket under the cap, and tries a size slightly above the bracket in case
+happens only at some calls (the look, which counts as growing). *bisect* closes the bracket under the cap, and tries a size slightly above the bracket in case
 the failure there was isolated. *recheck* repeats the failure that decided. *confirm* runs the answer for longer and moves
 down if that fails. Whatever the replies, a size is only returned after it ran under the cap and passed.
 """
@@ -42,7 +42,8 @@ class Reply:
         grows_no_further: Whether memory will not limit any larger size either.
         varies: After a look, whether later calls need more memory than the calls of the trials before it. After another
             trial, whether the same calls of this size ended differently before, so that a pass proves nothing.
-        guess: After a look, a size to go on at; only where to look, never the answer.
+        guess: After a look, where the budget cuts the straight line through the peaks of the smallest size and of the look: a size
+            to go on at, never the answer.
         is_certain: Whether a failure needs no second try: the allocator said so in a fresh process.
         tolerance: After a look, how narrow the bracket must be, as a fraction of the size: long trials need to be few.
         lengthens: After a confirmation, whether it failed in a later call than the trials before it made, so that trials are
@@ -247,8 +248,9 @@ class _Search:
         self.good, self.bad = self.full_good, self.full_bad
         last_good = self.full_good
         assert last_good is not None
-        holds_under_cap = not self.has_cap or self.within_cap == last_good or self._only_choice()
-        if not holds_under_cap and not self.ask(last_good, Phase.BISECT, capped=True).passed:
+        holds_under_cap = not self.has_cap or self.within_cap == last_good
+        is_left_to_confirm = self._only_choice()
+        if not holds_under_cap and not is_left_to_confirm and not self.ask(last_good, Phase.BISECT, capped=True).passed:
             self.good, self.bad = self.within_cap, last_good
         last = self.sizes.last
         # If nothing failed, and the last size has not passed, the look took back what growing had passed.
@@ -261,13 +263,22 @@ class _Search:
     def begin_at(self, guess: int) -> None:
         """Bracket the limit around a guess, in strides that double: trials of many calls need to be few."""
         size, stride, previous = self.sizes.nearest(guess), self._near(guess), None
-        while (self.good or self.sizes.first - 1) < size and (self.bad is None or size < self.bad):
+        while self._is_between(size):
             passed = self.ask(size, Phase.BISECT, capped=True).passed
-            self.good, self.bad = (size, self.bad) if passed else (self.good, size)
-            if passed is not previous is not None or size == self.sizes.last:
+            if passed:
+                self.good = size
+            else:
+                self.bad = size
+            is_bracketed = previous is not None and passed is not previous
+            if is_bracketed or size == self.sizes.last:
                 return
             size = self.sizes.up(size, stride) if passed else size - stride
             stride, previous = 2 * stride, passed
+
+    def _is_between(self, size: int) -> bool:
+        """Return whether a size lies in the bracket, or above its lower end while nothing has failed."""
+        above = size >= self.sizes.first if self.good is None else size > self.good
+        return above and (self.bad is None or size < self.bad)
 
     def _near(self, size: int) -> int:
         """Return the first stride from a size that is expected to be near the limit."""

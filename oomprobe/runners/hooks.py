@@ -6,7 +6,7 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -14,18 +14,22 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
+from oomprobe.devices import Device
+from oomprobe.errors import NotRunError, NotTrainedError
 from oomprobe.ground.words import count
+from oomprobe.records.notes import Note, remark, warning
+from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S, Step
 from oomprobe.state.tracker import Tracker, gradients_of, parameters_of
 
 NO_BACKWARD = (
     "weak: no optimizer stepped in {calls} of {steps}, and no gradient was left: the result covers only what the step did, perhaps just a "
     "forward pass. If that is what you want, call model.eval() first"
 )
-NO_OPTIMIZER = (
+NO_OPTIMIZER_STEPPED = (
     "weak: no optimizer stepped in {calls} of {steps}, though gradients were computed: the result does not cover an optimizer's state. "
     "Let step_fn step the optimizer that training has"
 )
-OTHER_OPTIMIZER = (
+NO_OPTIMIZER_OF_TORCH = (
     "no torch.optim.Optimizer stepped in {calls} of {steps}, but weights changed: the result covers what the step did, such as an update "
     "by hand or by an engine's own optimizer"
 )
@@ -44,15 +48,19 @@ COMPILED = (
 )
 
 
+STOPPED_STEPPING = (
+    "at batch {size} the optimizer that stepped before did not step in {calls} calls, so this size was not trained: does the "
+    "step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let step_fn raise that error"
+)
+REPLAYS_GRAPH = (
+    "at batch {size} no optimizer stepped in {calls} calls, and this process has captured a CUDA graph: a step that replays one "
+    "cannot be probed, since a graph is made for one batch size and never calls the optimizer's step(). Pass the step that you "
+    "capture as step_fn"
+)
 HOOKS_GONE = (
     "oomprobe's own hooks on optimizers are gone after batch {size}, so it cannot see whether they step: the step clears "
     "torch.optim's global hooks, or this is a fault of oomprobe. Please report it with the step's code"
 )
-
-
-def never_stepped(kind: str, calls: int) -> str:
-    """Say that an optimizer of this kind has gradients to step, and did not step in this many calls."""
-    return NEVER_STEPPED.format(kind=kind, calls=count(calls, "call", "calls"))
 
 
 class OptimizerWatch:
@@ -87,7 +95,9 @@ class OptimizerWatch:
 
     def _if_ours(self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
         """Call `act`. Hooks are process-wide; ignore optimizers that train another model in another thread."""
-        if threading.get_ident() == self._thread or any(id(one) in self._trained for one in parameters_of(optimizer)):
+        if threading.get_ident() == self._thread or any(
+            id(parameter) in self._trained for parameter in parameters_of(optimizer)
+        ):
             act(optimizer)
 
     def _end(self, optimizer: torch.optim.Optimizer) -> None:
@@ -98,118 +108,181 @@ class OptimizerWatch:
             handle.remove()
 
 
+NO_OPTIMIZER = None  # of a step that steps none
+ANY_OPTIMIZER: frozenset[int] = frozenset()  # whichever steps first completes a full step
+
+
 class Stepping:
     """Knows which optimizers each step of a probe steps: learned in its first trial, demanded of later ones.
 
     Optimizers are known by their ids. A step may make its optimizers on each call: then as many new ones must step.
     """
 
-    def __init__(self, watch: OptimizerWatch, tracker: Tracker) -> None:
-        self._watch, self._tracker = watch, tracker
+    def __init__(self, watch: OptimizerWatch, tracker: Tracker, device: Device) -> None:
+        self._watch, self._tracker, self._device = watch, tracker, device
         self._expected: dict[str, set[int]] = {}  # by the name of a step that is known; empty: it steps none
         self._last_call: set[int] = set()  # that stepped in the last call that ran
         self._idle: set[int] = set()  # that were waited for in vain
         self._waited_calls = 0
-        self.calls = self.last = 0  # since `start_step`, and until the last one in which another optimizer stepped
-        self._count = 0  # of optimizers that had stepped by then
+        self._size, self._is_learning = 0, False
+        # Of the turn: the step, and its full steps.
+        self._name, self._max_calls, self._completed, self._turn_calls, self._longest = "", 0, 0, 0, 1
+        # Of the full step: what has stepped, the calls until now, and until the last one in which another optimizer stepped.
+        self._stepped: set[int] = set()
+        self._wanted: Set[int] | None = NO_OPTIMIZER
+        self._calls = self._last = 0
         self._started_s = 0.0
-        self._gradients: set[tuple[int, int, int]] = set()  # when `start_step` was called
+        self._gradients: set[tuple[int, int, int]] = set()  # when it began
         self._weights: set[tuple[int, int]] = set()
 
-    def knows(self, name: str) -> bool:
-        """Return whether a trial has shown what the step steps."""
-        return name in self._expected
+    # --- turns and calls ---
 
-    def wanted(self, name: str) -> set[int] | None:
-        """Return the optimizers that end a full step; an empty set: whichever steps first; None: the step has none."""
-        if name in self._expected:
-            return self._expected[name] or None
-        found = {id(one) for one in self._tracker.optimizers if not wraps_another(one)}
-        elsewhere = set[int]().union(*self._expected.values())  # optimizers of other steps
-        return (found - elsewhere or None) if elsewhere else found
+    def start_turn(self, name: str, step: Step, batch_size: int, *, learns: bool) -> None:
+        """Begin the calls of a step; where the trial `learns`, they go on until an optimizer has stepped, or cannot."""
+        self._name, self._max_calls, self._size, self._is_learning = name, step.max_calls, batch_size, learns
+        self._completed, self._turn_calls, self._longest = 0, 0, 1
+        self._start_full_step()
 
-    def start_step(self, name: str, *, is_further: bool, may_wait: bool) -> set[int] | None:
-        """Count the calls and the optimizers that step from here on; return those that end a full step, as `wanted` does.
-
-        If the last call stepped some of the wanted optimizers, only those must step again: a loop may be done with an optimizer (SGD
-        to warm up, then AdamW). `waiting` needs `may_wait`,
-        which takes a look at every parameter.
-        """
+    def start_call(self) -> None:
+        """Begin a call that runs."""
         self._watch.stepped.clear()
-        self.calls = self.last = self._count = 0
-        self._started_s = time.monotonic()
-        if may_wait:
+
+    def end_call(self) -> int | None:
+        """End a call that ran, and return `CallRecord.stepped`.
+
+        Raises:
+            NotTrainedError: an optimizer that stepped before no longer does, so the size was not really trained.
+            NotRunError: an optimizer that has gradients to step does not step.
+        """
+        self._last_call = set(self._watch.stepped)
+        return self._count_call()
+
+    def repeat_call(self) -> int | None:
+        """End a call that a device has repeated: it steps what the last one stepped."""
+        return self._count_call()
+
+    def end_turn(self) -> None:
+        """Raise NotTrainedError if no full step was made in a turn that had as many calls as one takes."""
+        is_known = self._name in self._expected
+        if self._wanted is not NO_OPTIMIZER and is_known and not self._completed and not self._is_learning:
+            raise self._not_trained(self._turn_calls)
+
+    def did_all(self) -> bool:
+        """Return whether the last call stepped every optimizer of a step that is known, so that repeating it is a full step."""
+        return self._name in self._expected and self._last_call >= self._expected[self._name]
+
+    def _count_call(self) -> int | None:
+        self._calls += 1
+        self._turn_calls += 1
+        if self._last_call - self._stepped:
+            self._stepped |= self._last_call
+            self._last = self._calls
+        if not self._is_complete():
+            return None
+        if self._name not in self._expected:  # only here: if a call raises, the next trial learns it
+            self._waited_calls = max(self._waited_calls, self._calls)
+            self._expected[self._name] = set(self._stepped)
+            self._idle = (self._idle | (self._wanted or ANY_OPTIMIZER)) - self._stepped
+        self._completed += 1
+        last = self._last
+        self._longest = last or 1
+        self._start_full_step(is_further=True)
+        return last
+
+    def _start_full_step(self, *, is_further: bool = False) -> None:
+        self._stepped, self._calls, self._last, self._started_s = set(), 0, 0, time.monotonic()
+        if self._is_learning:  # takes a look at every parameter
             self._gradients = gradients_of(self._tracker.parameters())
             self._weights = self._tracker.weights()
-        wanted = self.wanted(name)
-        return wanted and ((is_further and self.knows(name) and self._last_call & wanted) or wanted)
+        self._wanted = self._wanted_now()
+        if is_further and self._wanted is not NO_OPTIMIZER and self._name in self._expected:
+            # A loop may be done with an optimizer (SGD to warm up, then AdamW): only what stepped last must step again.
+            self._wanted = (self._wanted & self._last_call) or self._wanted
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds since `start_step`."""
-        return time.monotonic() - self._started_s
+    # --- which optimizers complete a full step ---
 
-    def has_stepped(self, wanted: set[int]) -> bool:
+    def _wanted_now(self) -> Set[int] | None:
+        """Return the optimizers that complete a full step, or one of the two values with a name."""
+        if self._name in self._expected:
+            return self._expected[self._name] or NO_OPTIMIZER
+        within_reach = {id(optimizer) for optimizer in self._tracker.optimizers if not wraps_another(optimizer)}
+        of_other_steps = set[int]().union(*self._expected.values())
+        if not of_other_steps:
+            return within_reach or ANY_OPTIMIZER
+        return (within_reach - of_other_steps) or NO_OPTIMIZER
+
+    def _is_complete(self) -> bool:
+        """Return whether the last call completed a full step; where the trial learns, also if it waits for an optimizer in vain."""
+        if self._wanted is not NO_OPTIMIZER and self._have_stepped(self._wanted):
+            return True
+        if not self._is_learning:
+            return False  # more calls follow in any case
+        if self._wanted is NO_OPTIMIZER:
+            return True
+        if self._wanted == ANY_OPTIMIZER and not self._last and not self._has_gradients():
+            return True  # it may only run the model forward
+        if self._calls < max(self._max_calls, self._longest) or self._waits():
+            return False
+        if self._name in self._expected:
+            raise self._not_trained(self._calls)
+        waiting = self._waiting() if self._calls >= MAX_CALLS else None
+        if waiting is not None:
+            raise NotRunError(NEVER_STEPPED.format(kind=waiting, calls=count(self._calls, "call", "calls")))
+        return True
+
+    def _have_stepped(self, wanted: Set[int]) -> bool:
         """Return whether all the wanted optimizers that are alive have stepped, or as many new ones."""
-        stepped = self._watch.stepped
+        if not self._stepped:
+            return False
         alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
-        return bool(stepped) and (stepped >= alive or (bool(stepped - wanted) and len(stepped) >= len(wanted)))
+        all_known = self._stepped >= alive
+        made_anew = bool(self._stepped - wanted) and len(self._stepped) >= len(wanted)
+        return all_known or made_anew
 
-    def learn_step(self, name: str, wanted: set[int] | None) -> None:
-        """Take what has stepped since `start_step` as what the step steps."""
-        self._waited_calls = max(self._waited_calls, self.calls)
-        self._expected[name] = set(self._watch.stepped)
-        self._idle = (self._idle | (wanted or set())) - self._watch.stepped
+    def _has_gradients(self) -> bool:
+        return any(parameter.is_leaf and parameter.grad is not None for parameter in self._tracker.parameters())
 
-    def start_call(self) -> set[int]:
-        """Begin a call; pass what is returned to `end_call`."""
-        before = set(self._watch.stepped)
-        self._watch.stepped.clear()
-        return before
+    def _waits(self) -> bool:
+        """Return whether to go on calling a step of the user's, because an optimizer within reach has gradients to step."""
+        if self._max_calls != MAX_CALLS or self._calls >= MAX_WAITING_CALLS:
+            return False
+        return time.monotonic() - self._started_s < WAITING_S and self._waiting() is not None
 
-    def end_call(self, before: set[int]) -> None:
-        """End a call that ran."""
-        self._last_call = set(self._watch.stepped)
-        self._watch.stepped |= before
-        self._count_call()
+    def _waiting(self) -> str | None:
+        """Return the kind of an optimizer that has gradients to step, while none has stepped; None if there is none."""
+        has_moved = self._tracker.weights() - self._weights
+        if self._stepped or has_moved:
+            return None
+        for optimizer in self._tracker.optimizers:
+            has_new_gradients = gradients_of(parameters_of(optimizer)) - self._gradients
+            if has_new_gradients and not wraps_another(optimizer):
+                return type(optimizer).__name__
+        return None
 
-    def repeat_call(self) -> None:
-        """Count the optimizers of the last call again."""
-        self._watch.stepped |= self._last_call
-        self._count_call()
+    def _not_trained(self, calls: int) -> NotTrainedError:
+        reason = REPLAYS_GRAPH if self._device.has_graphs() else STOPPED_STEPPING
+        return NotTrainedError(reason.format(size=self._size, calls=calls))
 
-    def _count_call(self) -> None:
-        self.calls += 1
-        if len(self._watch.stepped) > self._count:
-            self._count, self.last = len(self._watch.stepped), self.calls
+    # --- notes, and what other processes need to know ---
 
-    def did_all(self, name: str) -> bool:
-        """Return whether the last call stepped every optimizer of a step that is known, so that repeating it is a full step."""
-        return self.knows(name) and self._last_call >= self._expected[name]
-
-    @property
-    def waiting(self) -> str:
-        """The kind of an optimizer that has gradients to step, while none has stepped; "" if there is none."""
-        if self._watch.stepped or self._tracker.weights() - self._weights:
-            return ""
-        found = (one for one in self._tracker.optimizers if not wraps_another(one))
-        kinds = (type(one).__name__ for one in found if gradients_of(parameters_of(one)) - self._gradients)
-        return next(kinds, "")
-
-    def note(self, step_names: Iterable[str], *, trains: bool) -> str | None:
+    def note(self, step_names: Iterable[str], *, trains: bool) -> Note | None:
         """Return a note if no optimizer stepped, or one did not: its state is not in the measured memory.
 
         Where the model does not train, no optimizer is missing.
         """
-        steps, calls = " and ".join(map(repr, step_names)), count(self._waited_calls, "call", "calls")
         if not self._expected:
             return None  # more calls will tell
-        if not any(self._expected.values()) and not self._watch.stepped:
-            has_gradients = gradients_of(self._tracker.parameters()) - self._tracker.first_gradients
-            moved = self._tracker.weights() - self._tracker.first_weights
-            text = OTHER_OPTIMIZER if moved else NO_OPTIMIZER if has_gradients else NO_BACKWARD
-            return text.format(calls=calls, steps=steps) if trains else None
-        return IDLE.format(count=len(self._idle), calls=calls, steps=steps) if self._idle else None
+        said = {"steps": " and ".join(map(repr, step_names)), "calls": count(self._waited_calls, "call", "calls")}
+        has_stepped = bool(self._stepped) or any(self._expected.values())
+        if has_stepped and self._idle:
+            return remark(IDLE.format(count=len(self._idle), **said))
+        if has_stepped or not trains:
+            return None
+        if self._tracker.weights() - self._tracker.first_weights:
+            return remark(NO_OPTIMIZER_OF_TORCH.format(**said))
+        if gradients_of(self._tracker.parameters()) - self._tracker.first_gradients:
+            return warning(NO_OPTIMIZER_STEPPED.format(**said))
+        return warning(NO_BACKWARD.format(**said))
 
     # Between processes that built the same target, an optimizer is known by its place.
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any
 
 import torch
 
-from oomprobe.devices import Device, Usage, describe, extras_of, replays
+from oomprobe.devices import Device, Usage, describe
 from oomprobe.devices.leaks import Baseline
 from oomprobe.devices.recorder import Recorder
 from oomprobe.errors import (
@@ -27,10 +29,11 @@ from oomprobe.errors import (
 from oomprobe.ground.frames import hide_frames, is_own_fault
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.axis import NO_AXIS, Axis
-from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S, Step
-from oomprobe.records.patience import PATIENCE, Patience
-from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo, Verdict
-from oomprobe.rules.look import SMALLEST_GROWTH_BYTES, Series, growth_bytes
+from oomprobe.records.breakdown import Breakdown
+from oomprobe.records.notes import Note, Notes, remark
+from oomprobe.records.options import Step
+from oomprobe.records.trials import Call, CallRecord, Measured, Outcome, Phase, Request, RunnerInfo, Trial, Verdict
+from oomprobe.rules import look, program
 from oomprobe.runners.hooks import (
     COMPILED,
     HOOKS_GONE,
@@ -38,39 +41,33 @@ from oomprobe.runners.hooks import (
     OptimizerWatch,
     Stepping,
     accumulating,
-    never_stepped,
     outside_modes,
 )
 from oomprobe.runners.ranks_here import check_process_group
-from oomprobe.runners.repeats import Repeats
-from oomprobe.runners.running import Running
 from oomprobe.runners.signals import Interrupts
 from oomprobe.state import Snapshot, Tracker, addresses_of, can_copy, generator_states, largest_added
 from oomprobe.verdicts import Evidence, classify
-from oomprobe.verdicts.failure import clear_frames, failure_of
+from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
-STOPPED_STEPPING = (
-    "at batch {size} the optimizer that stepped before did not step in {calls} calls, so this size was not trained: does the "
-    "step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let step_fn raise that error"
-)
-REPLAYS_GRAPH = (
-    "at batch {size} no optimizer stepped in {calls} calls, and this process has captured a CUDA graph: a step that replays one "
-    "cannot be probed, since a graph is made for one batch size and never calls the optimizer's step(). Pass the step that you "
-    "capture as step_fn"
-)
+OVER_CAP = "it ran, but its peak was over the cap: it reused memory that the allocator had reserved earlier"
 CYCLES = (
     "at batch {size} each step leaves {kept} in reference cycles until Python collects garbage, so training needs more than a "
     "trial of a few steps: break the cycle (an object that holds its own output), or call gc.collect() every few steps"
 )
-KEPT = (
-    "values that the step counts with were not put back before each trial, only at the end: with them put back, batch {size} "
-    "failed with {error}"
-)
+KEPT = "the step's counters were restored only at the end: when they were restored before each trial, batch {size} failed with {error}"
 WENT_ON = (
     "not cold: the step replaces parameters by others of another shape, beside an iterator whose position cannot be put back, so each "
     "trial went on from the last one, and the calls that replace them were not run at this size. Probe it as a target (oomprobe run "
     "train.py:build), whose trials run in fresh processes"
 )
+
+
+FurtherCalls = Callable[[Request, Sequence[CallRecord]], Sequence[Call]]
+
+
+def further_here(request: Request, records: Sequence[CallRecord]) -> Sequence[Call]:
+    """Return the calls with which a trial in one process goes on."""
+    return program.further(request, records, time.monotonic())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +77,7 @@ class Workload:
     Attributes:
         device: Where it runs.
         model: The model that the steps get.
-        steps: The steps by name; each trial runs all of them.
+        steps: The steps by name.
         tracker: Finds what the steps can reach, and puts it back before each trial.
         watch: Sees which optimizers step.
         interrupts: Delivers signals and time limits into the step.
@@ -89,8 +86,7 @@ class Workload:
         ends_with_trial: Whether the process ends after one trial, so that nothing is cleaned up, nor checked for leaks.
         ranks: How many processes run each trial. All make the same calls, since a rank that makes one more waits for the others for
             ever; and a process ends with a failure.
-        agree: Where the number of calls is not fixed before, takes whether this rank has made enough; returns whether all have.
-        patience: How many calls confirm a first size, and how long they may take.
+        further: Returns the calls with which a trial goes on; of several ranks, all get the same.
     """
 
     device: Device
@@ -103,209 +99,202 @@ class Workload:
     axis: Axis = NO_AXIS
     ends_with_trial: bool = False
     ranks: int = 1
-    agree: Callable[[bool], bool] = bool
-    patience: Patience = PATIENCE
+    further: FurtherCalls = further_here
 
 
-class StepCalls:
-    """Makes the calls of a trial: in each turn as many as requested, or until every optimizer has stepped.
+class TrialCalls:
+    """Makes the calls of one trial, and keeps a record of each.
+
+    As a context manager, it notices where Python's collector frees device memory: such a call is not like others, because the next
+    collection may come later.
 
     Attributes:
-        in_steps_s: Time inside the step since the trial began.
-        is_cold: Whether nothing has run since the last clean-up.
-        stepping: Knows which optimizers step.
+        records: Of the calls that were completed.
+        call: The call that is running, or ran last.
+        counts: On a device that replays, whether the user's own code may know which call it is.
+        ended_early: The bug of an extra call that ended the trial.
+        in_steps_s: Time inside the step.
+        breakdown: What held the memory in the recorded calls; of several steps, of the one with the highest peak.
     """
 
-    def __init__(self, work: Workload) -> None:
+    def __init__(self, work: Workload, request: Request, stepping: Stepping, counted: Callable[[], int | None]) -> None:
         self._work, self._device, self._tracker = work, work.device, work.tracker
-        self._extras = extras_of(work.device)
-        self._card, self._replays = self._extras.replay, replays(work.device)
-        self._look_s = work.patience.host_look_s if work.device.on_host else work.patience.look_s
-        self._turn_count = 2 if len(work.steps) > 1 else 1
-        self.stepping = Stepping(work.watch, work.tracker)
-        self.in_steps_s, self.is_cold = 0.0, False
+        self._request, self._stepping, self._counted = request, stepping, counted
+        self._settles = request.until is not None and request.until.period > 0
+        self._before = self._device.counters()
+        self._values: object = None  # what the user's code counted after the last call
+        self._is_hidden = False  # whether it may count with what cannot be seen
+        self._was_collected, self._before_collecting_bytes = False, 0
+        self.records: list[CallRecord] = []
+        self.call = request.calls[0]
+        self.counts = False
+        self.ended_early: str | None = None
+        self.in_steps_s = 0.0
+        self.breakdown: Breakdown | None = None
 
-    def turns(self, running: Running) -> Iterator[int | None]:
-        """Give each step its turn, and yield how many calls to make; over several of them twice, because training resumes after evaluation.
+    def __enter__(self) -> TrialCalls:
+        if self._settles:
+            gc.callbacks.append(self._watch_collector)
+        return self
 
-        Evaluation splits cached blocks, and only in the second turn does the state of every step's optimizers exist.
-        """
-        request = running.request
-        for name, step in [*self._work.steps.items()] * self._turn_count:
-            running.name, running.step = name, step
-            series = running.every.setdefault(name, Series())
-            series.turn_calls = len(series.live_bytes)
-            self._tracker.restore_modes()
-            yield None if request.calls is None else -(-request.calls // self._turn_count)
-            if request.accumulation_steps > 1:
-                with accumulating(self._tracker.optimizers, self._work.model):
-                    for _ in range(request.accumulation_steps):
-                        self._call(running)
-            if request.breakdown:
-                self._break_down(running)
-            if self._turn_count > 1 and (peak_bytes := self.usage().peak_allocated_bytes or 0) > running.peak_bytes:
-                running.peak_bytes, running.limiting_step = peak_bytes, name
+    def __exit__(self, *_: object) -> None:
+        if self._settles:
+            gc.callbacks.remove(self._watch_collector)
 
-    def make_calls(self, running: Running, calls: int | None) -> None:
-        """Make this many calls; None: make a full step that creates optimizer state, then `request.steps` more, on every rank.
+    def _watch_collector(self, phase: str, info: Mapping[str, Any]) -> None:
+        now_bytes = self._device.live_bytes()
+        if phase == "stop" and now_bytes < self._before_collecting_bytes:
+            self._was_collected = True
+        self._before_collecting_bytes = now_bytes
 
-        A full step ends when every optimizer of the step has stepped. The first one of a trial creates optimizer state. Raise NotTrainedError if
-        an optimizer that stepped before no longer does: the size was not really trained.
-        """
-        request, series, stepping = running.request, running.series, self.stepping
-        wanted = stepping.start_step(running.name, is_further=running.calls > 0, may_wait=calls is None)
-        due = request.steps + (series.first_calls is None or wanted is not None)
-        goes_on = request.confirms and request.accumulation_steps == 1 and not running.step.starts_anew
-        allocations, made, full, until_s = self._extras.allocations(), 0, 0, 0.0
-        enough = calls is None and not due
-        while not enough:
-            self._call(
-                running, may_repeat=request.repeats and len(self._work.steps) == 1 and stepping.did_all(running.name)
-            )
-            made += 1
-            if (calls is not None or full < due) and self._ends_step(running, wanted, is_fixed=calls is not None):
-                full += 1
-                if series.first_calls is None:
-                    series.end_first_step(stepping.last)
-                    allocations = self._extras.allocations()
-                series.step_calls = stepping.last or 1
-                wanted = stepping.start_step(running.name, is_further=True, may_wait=calls is None)
-                until_s = time.monotonic() + self._look_s
-            if calls is not None:
-                enough, least = made == calls, request.least_calls
-                running.past_least = least is not None and len(series.served_bytes) * self._turn_count >= least
-                if not enough and request.settled_calls is not None:
-                    enough = self._has_settled(running)
-            else:
-                running.past_least = goes_on and full >= due
-                mine = full >= due and not (goes_on and self._has_time(until_s, running))
-                enough = self._work.agree(mine)
-        if calls is not None and wanted is not None and not full and stepping.knows(running.name):
-            raise self._not_trained(request.batch_size, made)
-        series.first_calls = series.first_calls or 0
-        running.allocations += self._extras.allocations() - allocations
+    def make(self) -> None:
+        """Make the calls of the request, and then those that follow from what these have shown."""
+        calls: Sequence[Call] = self._request.calls
+        while calls:
+            for (step, is_recorded), of_a_kind in groupby(calls, key=lambda call: (call.step, call.is_recorded)):
+                with self._recording(step) if is_recorded else nullcontext():
+                    for call in of_a_kind:
+                        if not self.records or call.step != self.call.step:
+                            self._start_turn(call)
+                        self.call = call
+                        if self._may_repeat(call) and self._device.repeat(confirms=call.decides):
+                            self._keep(call, None, self._stepping.repeat_call())
+                        else:
+                            seconds = self._run(call)
+                            self._keep(call, seconds, self._stepping.end_call())
+            self._check_counters()
+            calls = self._work.further(self._request, self.records)
+        self._stepping.end_turn()
 
-    def _has_settled(self, running: Running) -> bool:
-        """Take note of a call, and return whether further ones would repeat the last ones, on every rank."""
-        if running.series.first_calls is not None:
-            running.repeats.end_call()
-        request = running.request
-        is_due = running.calls >= (request.settled_calls or 0)
-        if not is_due or not self._work.agree(running.repeats.have_settled):
-            return False
-        running.settled_after = running.calls
-        return True
-
-    def _ends_step(self, running: Running, wanted: set[int] | None, *, is_fixed: bool) -> bool:
-        """Return whether the last call ended a full step, and learn on first use which optimizers that takes.
-
-        If the number of calls `is_fixed`, more of them follow in any case. Otherwise a step without an optimizer ends with each call, and
-        one that is waited for in vain ends the step too, or raises.
-        """
-        stepping, name = self.stepping, running.name
-        is_known, calls = stepping.knows(name), stepping.calls
-        if wanted is not None and stepping.has_stepped(wanted):
-            is_done = True
-        elif is_fixed:
-            return False
-        else:
-            most = 1 if wanted is None else max(running.step.max_calls, running.series.step_calls)
-            nothing_to_step = wanted == set() and not stepping.last and not self._has_gradients()
-            is_done = nothing_to_step or not (calls < most or self._waits(running))
-            if is_done and is_known and wanted is not None:
-                raise self._not_trained(running.request.batch_size, calls)
-            if is_done and not is_known and calls >= MAX_CALLS and (kind := stepping.waiting):
-                raise NotRunError(never_stepped(kind, calls))
-        if is_done and not is_known:
-            stepping.learn_step(name, wanted)  # only here: if a call raises, the next trial learns it
-        return is_done
-
-    def _waits(self, running: Running) -> bool:
-        """Return whether to go on calling a step of the user's, because an optimizer within reach has gradients to step."""
-        may_wait = running.step.max_calls == MAX_CALLS and self.stepping.calls < MAX_WAITING_CALLS
-        return may_wait and self.stepping.waited_s < WAITING_S and bool(self.stepping.waiting)
-
-    def _not_trained(self, batch_size: int, calls: int) -> NotTrainedError:
-        reason = REPLAYS_GRAPH if self._extras.has_graphs() else STOPPED_STEPPING
-        return NotTrainedError(reason.format(size=batch_size, calls=calls))
-
-    def _has_gradients(self) -> bool:
-        return any(one.is_leaf and one.grad is not None for one in self._tracker.parameters())
-
-    def _has_time(self, until_s: float, running: Running) -> bool:
-        """Return whether another call of a confirmation fits, and ends well before the deadline."""
-        series, deadline_s = running.series, running.request.deadline_s
-        longest_s = max(series.durations_s, default=0.0)
-        is_hurried = deadline_s is not None and time.monotonic() + 2 * longest_s > deadline_s
-        return (
-            len(series.served_bytes) < self._work.patience.look_calls
-            and not is_hurried
-            and time.monotonic() + longest_s < until_s
+    def _keep(self, call: Call, seconds: float | None, stepped: int | None) -> None:
+        """Keep the record of a call."""
+        before, now = self._before, self._device.counters()
+        self._before = now
+        record = CallRecord(
+            step=call.step,
+            served_bytes=now.served_bytes - before.served_bytes,
+            blocks=now.blocks - before.blocks,
+            live_bytes=now.live_bytes,
+            peak_bytes=now.peak_bytes,
+            seconds=seconds,
+            stepped=stepped,
+            mark=self._mark() if self._settles else None,
         )
+        self.records.append(record)
 
-    def _call(self, running: Running, *, may_repeat: bool = False) -> None:
-        """Call the step once. If `may_repeat`, a device that replays may repeat the last call instead."""
-        request, series, before_bytes = running.request, running.series, self._extras.served_bytes()
-        before_blocks = self._extras.allocations() if request.watches_leaks else 0
-        may_repeat = may_repeat and running.calls > 0 and not request.breakdown
-        if may_repeat and self._card.repeat(confirms=request.confirms and running.calls <= request.steps):
-            self.stepping.repeat_call()
-        else:
-            self.is_cold = False
-            before = self.stepping.start_call()
-            started_s = time.perf_counter()
-            delivered = self._work.interrupts.delivered_until(request.deadline_s, polled=self._replays)
-            try:
-                with self._device.session(), delivered:
-                    running.step.run(self._work.model, running.next_size, **self._work.axis.arguments(running.next_row))
-                    self._device.synchronize()
-                    check_process_group(max(self._work.ranks, self._extras.world_size))  # the step may have made one
-            finally:
-                duration_s = time.perf_counter() - started_s
-                self.in_steps_s += duration_s
-            series.durations_s.append(duration_s)
-            self.stepping.end_call(before)
-            self._after_call(running)
-        running.calls += 1
-        series.served_bytes.append(self._extras.served_bytes() - before_bytes)
-        if request.watches_leaks and not self._work.ends_with_trial:
-            series.blocks.append(self._extras.allocations() - before_blocks)
-            series.peak_bytes.append(self.usage().peak_allocated_bytes or 0)
-            series.live_bytes.append(self._device.live_bytes())
+    def _start_turn(self, call: Call) -> None:
+        if self.records:
+            self._stepping.end_turn()
+        self._tracker.restore_modes()
+        until = self._request.until
+        learns = until is not None and until.full_steps > 0
+        self._stepping.start_turn(call.step, self._work.steps[call.step], self._request.batch_size, learns=learns)
 
-    def _after_call(self, running: Running) -> None:
-        if self._work.snapshot is not None:
-            self._work.snapshot.release_dead()
-        if self._replays and not running.counts:
+    def _may_repeat(self, call: Call) -> bool:
+        is_like_the_last = bool(self.records) and not call.accumulates and not call.is_recorded
+        return self._request.repeats and is_like_the_last and len(self._work.steps) == 1 and self._stepping.did_all()
+
+    def _run(self, call: Call) -> float:
+        """Run the step once, and return how long it took."""
+        work, step = self._work, self._work.steps[call.step]
+        micro_batch: AbstractContextManager[None] = nullcontext()
+        if call.accumulates:
+            micro_batch = accumulating(self._tracker.optimizers, work.model)
+        delivered = work.interrupts.delivered_until(self._request.deadline_s, polled=self._device.replays)
+        self._stepping.start_call()
+        started_s = time.perf_counter()
+        try:
+            with micro_batch, self._device.session(), delivered:
+                step.run(work.model, call.batch_size, **work.axis.arguments(call.row))
+                self._device.synchronize()
+                check_process_group(max(work.ranks, self._device.world_size))  # the step may have made one
+        finally:
+            seconds = time.perf_counter() - started_s
+            self.in_steps_s += seconds
+        if work.snapshot is not None:
+            work.snapshot.release_dead()
+        if self._device.replays and not self.counts:
             values = self._tracker.plain_values()
-            running.counts = running.values is not None and values != running.values
-            running.values = values
+            self.counts = self._values is not None and values != self._values
+            self._values = values
+        return seconds
 
-    def _break_down(self, running: Running) -> None:
-        """Run one more full step and record its allocations; of several steps, keep the one with the highest peak."""
-        history = self._extras.history()
+    # --- whether calls repeat ---
+
+    def _mark(self) -> int | None:
+        """Return a number for what the last call did to the device and where it left what stays there; None if that cannot be seen."""
+        was_collected, self._was_collected = self._was_collected, False
+        if self._is_hidden:
+            return None
+        fingerprint = self._device.fingerprint()
+        if fingerprint is None or was_collected:
+            return None
+        places = [place for tensor in self._tracker.resident_tensors() for place in addresses_of(tensor)]
+        return hash((fingerprint, *places))
+
+    def _check_counters(self) -> None:
+        """Note what the user's code counts with, if the device's calls seem to repeat: that takes up to 0.2 s."""
+        until = self._request.until
+        if until is None or not self._settles or not look.calls_since(look.marks_of(self.records), until.period):
+            return
+        counted = self._counted()
+        self._is_hidden = counted is None
+        self.records[-1] = replace(self.records[-1], counted=counted)
+
+    # --- the breakdown ---
+
+    @contextmanager
+    def _recording(self, name: str) -> Iterator[None]:
+        """Record the allocations of a full step, if the device can."""
+        history = self._device.history()
         if history is None:
+            yield
             return
         recorder = Recorder(self._work.model, self._tracker.optimizers)
-        one_step = replace(running, request=replace(running.request, steps=0), every={running.name: Series()})
         with history as recorded, recorder.recording(recorded):
-            self.make_calls(one_step, None)
-        usage = self.usage()
-        found = recorder.breakdown(
-            running.request.batch_size,
-            running.name if len(self._work.steps) > 1 else None,
+            yield
+        usage = self._device.usage()
+        breakdown = recorder.breakdown(
+            self._request.batch_size,
+            name if len(self._work.steps) > 1 else None,
             peak_allocated_bytes=usage.peak_allocated_bytes or 0,
             peak_reserved_bytes=usage.peak_reserved_bytes or 0,
         )
-        if running.breakdown is None or found.live_bytes > running.breakdown.live_bytes:
-            running.breakdown = found
+        if self.breakdown is None or breakdown.live_bytes > self.breakdown.live_bytes:
+            self.breakdown = breakdown
 
-    def usage(self) -> Usage:
-        """Return the memory in use; nothing in a poisoned process, where every call fails."""
-        try:
-            return self._device.usage()
-        except Exception:
-            return Usage()
+    # --- the record of the trial ---
+
+    def trial(self, verdict: Verdict, failure: Failure | None, usage: Usage) -> Trial:
+        """Return the record of the trial; of several steps it names the one that failed, or had the highest peak."""
+        request, records, until = self._request, self.records, self._request.until
+        error, step_s, step_name, settled_after = None, None, None, None
+        if failure is not None:
+            error = failure.text
+        elif verdict is Verdict.OOM:
+            error = OVER_CAP
+        if failure is None and not self._device.replays:
+            step_s = look.later_step_s(records)
+        if len(self._work.steps) > 1:
+            step_name = look.limiting_step(records) if verdict is Verdict.FITS else self.call.step
+        if verdict is Verdict.FITS and self._settles and self.ended_early is None:
+            settled_after = len(records) if until is not None and len(records) < until.most_calls else None
+        is_timed = self._work.steps[self.call.step].is_timed
+        return Trial.of(
+            request,
+            verdict,
+            steps=len(records),
+            peak_allocated_bytes=usage.peak_allocated_bytes,
+            peak_reserved_bytes=usage.peak_reserved_bytes,
+            peak_upper_bytes=usage.peak_upper_bytes,
+            step_s=step_s,
+            samples_per_s=request.batch_size / step_s if step_s and is_timed else None,
+            alloc_retries=usage.alloc_retries,
+            settled_after=settled_after,
+            error=error,
+            where=None if failure is None else failure.where,
+            step_name=step_name,
+        )
 
 
 class LocalRunner:
@@ -313,20 +302,20 @@ class LocalRunner:
 
     def __init__(self, work: Workload) -> None:
         self._work, self._device, self._tracker, self._snapshot = work, work.device, work.tracker, work.snapshot
-        self._extras, self._row = extras_of(work.device), 0
-        self._card = self._extras.replay
         self.facts = RunnerInfo(
             device=describe(work.device),
             step_names=tuple(work.steps),
             threads=torch.get_num_threads(),
             starts_anew=any(step.starts_anew for step in work.steps.values()),
-            world_size=self._extras.world_size,
+            world_size=work.device.world_size,
             model=type(work.model).__name__,
             max_batch=min((step.max_batch for step in work.steps.values() if step.max_batch is not None), default=None),
             builds=work.snapshot is None and not work.ends_with_trial,
         )
-        self._caller = StepCalls(work)
+        self._stepping = Stepping(work.watch, work.tracker, work.device)
         self._number = 0  # of the trial that is running, among those of this process
+        self._is_cold = False  # whether nothing has run since the last clean-up
+        self._in_steps_s = 0.0
         # What the default random number generators were; a process that ends with its trial needs none.
         self._generators = [] if work.ends_with_trial else generator_states(work.device.torch_device.type)
         self.compiled = Compiled()
@@ -336,9 +325,9 @@ class LocalRunner:
     def _begin_row(self, row: int) -> None:
         """Forget what trials with another value of the axis have shown of memory."""
         self._row = row
-        self._card.begin_probe(self._work.interrupts.poll, replays=len(self._work.steps) == 1)
+        self._device.begin_probe(self._work.interrupts.poll, replays=len(self._work.steps) == 1)
         self._baseline = Baseline(self._device, clean=self._start_cold)
-        self._notes: dict[str, None] = {}
+        self._notes = Notes()
 
     # --- a trial ---
 
@@ -346,121 +335,124 @@ class LocalRunner:
         """Run one trial, or predict it if the request allows that, and return the memory to its baseline."""
         if request.row != self._row:
             self._begin_row(request.row)
-        predicted = self._card.predict_trial(request)
+        predicted = self._device.predict_trial(request)
         if predicted is not None:
             return Outcome(trial=predicted)
-        self._caller.in_steps_s, self._number = 0.0, self._number + 1
-        self._caller.stepping.learn(request.learned)
+        self._number, self._in_steps_s = self._number + 1, 0.0
+        self._stepping.learn(request.learned)
         before_bytes = self._device.outside_bytes()
         try:
-            running = self._run_cold(request)
-        except NotTrainedError:  # earlier trials trained the weights until the loss scaler saw only infinities
+            outcome = self._run_cold(request)
+        except NotTrainedError:
             if self._snapshot is None:
                 raise  # the caller tries again in a new process, whose weights are fresh
-            self._snapshot.restore_weights()
-            running = self._run_cold(request)
+            outcome = self._with_weights_restored(request)
         except StepFailedError as error:
-            if self._work.ranks > 1:
-                raise
-            running = self._run_as_left(request, error)
-        trial = running.trial(several=len(self._work.steps) > 1, timed=not self.facts.device.replays)
-        calls = running.calls_made(is_exact=self._tracker.is_exact)
-        outcome = Outcome(
-            trial=trial,
-            calls=calls,
-            breakdown=running.breakdown,
-            in_steps_s=self._caller.in_steps_s,
-            notes=self._notes_after(running),
-            learned=self._caller.stepping.learned(),
-            held=running.held,
-            gradients_hold_graphs=running.gradients_hold_graphs,
+            outcome = self._with_values_left(request, error)
+        outcome = replace(
+            outcome,
+            in_steps_s=self._in_steps_s,
+            notes=self._notes_after(outcome.trial),
+            learned=self._stepping.learned(),
             is_spent=self._snapshot is None and self._tracker.has_replaced_parameters,
         )
+        trial = outcome.trial
         self._tracker.end_trial(passed=trial.passed)
         if trial.verdict is Verdict.POISONED or self._work.ends_with_trial:
             return outcome
+        outcome = replace(outcome, outside_before_bytes=before_bytes)
         if self._work.ranks > 1 and not trial.passed:
-            return replace(outcome, outside_before_bytes=before_bytes)
-        trial = replace(trial, leaked_bytes=self._baseline.settle(keeps=not self._tracker.is_exact))
-        emptying = [one.emptied_by for one in self._tracker.opaque if one.emptied_by and one.has_changed]
-        measured = None
-        if trial.passed and not self._baseline.known:
-            measured = self.measure()
-            self._baseline.take(measured.available_bytes)
-        return replace(
-            outcome,
-            trial=trial,
-            measured=measured,
-            outside_before_bytes=before_bytes,
-            outside_after_bytes=self._device.outside_bytes() if measured is None else measured.outside_bytes,
-            refusal=self._baseline.refusal(trial, emptying),
-            contradicts_replay=self._card.learn(request, trial),
-        )
+            return outcome
+        return self._settled(request, outcome)
 
-    def _run_as_left(self, request: Request, error: StepFailedError) -> Running:
-        """Run a trial that failed with a bug once more, with the values that the last trial left, or raise the error.
+    def _with_weights_restored(self, request: Request) -> Outcome:
+        """Run a trial once more: earlier trials had trained the weights until the loss scaler saw only infinities."""
+        assert self._snapshot is not None
+        self._snapshot.restore_weights()
+        return self._run_cold(request)
+
+    def _with_values_left(self, request: Request, error: StepFailedError) -> Outcome:
+        """Run a trial that failed with a bug once more, with the values that the last trial left; raise the error if that fails too.
 
         A counter that is put back beside an iterator that cannot be may make a running loop fail.
         """
-        if not self._tracker.leave():
+        if self._work.ranks > 1 or not self._tracker.leave():
             raise error
         try:
-            running = self._run_cold(request)
+            outcome = self._run_cold(request)
         except StepFailedError:
             raise error from error.__cause__
         cause = error.__cause__ or error
-        self._notes[KEPT.format(size=request.batch_size, error=failure_of(cause).text)] = None
-        return running
+        text = KEPT.format(size=request.batch_size, error=failure_of(cause).text)
+        self._notes.add(remark(text, request.batch_size))
+        return outcome
 
-    def _run_cold(self, request: Request) -> Running:
-        """Start cold, make the calls under the cap, and classify the end."""
-        repeats = Repeats(self._mark, self._counted, self._device.live_bytes, period=request.period)
-        running = Running(request=request, step=next(iter(self._work.steps.values())), repeats=repeats)
+    def _run_cold(self, request: Request) -> Outcome:
+        """Start cold, set the cap, make the calls, and judge how they ended."""
         # A fresh trial drops code compiled for its own size too: its captured graphs hold memory.
-        if self.compiled.start_size((request.row, request.batch_size), anew=request.fresh) or not self._caller.is_cold:
+        if self.compiled.start_size((request.row, request.batch_size), anew=request.fresh) or not self._is_cold:
             self._start_cold(keeps_cache=request.as_built and self._number == 1)
+        self._is_cold = False
         self._device.start_trial()
+        calls = TrialCalls(self._work, request, self._stepping, self._counted)
+        verdict, failure, usage = Verdict.FITS, None, Usage()
         try:
-            watched = nullcontext() if request.settled_calls is None else repeats
-            with self._device.cap(request.cap_bytes), watched:
-                for calls in self._caller.turns(running):
-                    self._caller.make_calls(running, calls)
-            self._card.end_trial()
+            with self._device.cap(request.cap_bytes), calls:
+                calls.make()
+            self._device.end_trial()
         except TimeUp:
-            running.verdict = Verdict.TIMED_OUT
+            verdict = Verdict.TIMED_OUT
         except (SimulationError, NotRunError, NotTrainedError, InvalidArgumentError):
             raise
         except Exception as error:
-            self._judge(running, error)
+            verdict, failure, usage = self._judge(request, calls, error)
         except BaseException as interruption:
             clear_frames(interruption)
             raise
+        finally:
+            self._in_steps_s += calls.in_steps_s
         if not self._work.watch.is_alive:
             raise UnreliableError(HOOKS_GONE.format(size=request.batch_size))
         # The exception is gone by now, and with it the frames that held the failed step's tensors.
-        if running.failure is None:
-            running.usage = self._caller.usage()
-            if running.verdict is Verdict.FITS and running.is_over_cap:
-                running.verdict = Verdict.OOM
-            running.step_leaked_bytes = self._step_leak(running)
-        elif running.verdict is not Verdict.POISONED and self._device.healthy():
+        if failure is None:
+            usage = self._usage()
+            if verdict is Verdict.FITS and _is_over_cap(usage, request.cap_bytes):
+                verdict = Verdict.OOM
+        elif verdict is not Verdict.POISONED and self._device.healthy():
             self._end_backward()
         else:
-            running.verdict = Verdict.POISONED
-        return running
-
-    def _mark(self) -> int | None:
-        """Return a number for what the last call did to the device and where it left what stays there; None if that cannot be seen."""
-        fingerprint = self._extras.fingerprint()
-        if fingerprint is None:
-            return None
-        return hash(
-            (fingerprint, *(place for tensor in self._tracker.resident_tensors() for place in addresses_of(tensor)))
+            verdict = Verdict.POISONED
+        outcome = Outcome(
+            trial=calls.trial(verdict, failure, usage),
+            records=tuple(calls.records),
+            starts_alike=self._tracker.is_exact,
+            counts=calls.counts,
+            ended_early=calls.ended_early,
+            breakdown=calls.breakdown,
         )
+        if failure is None and request.watches_growth and not self._work.ends_with_trial:
+            return self._with_growth(request, outcome)
+        return outcome
 
-    def _counted(self) -> list[object] | None:
-        """Return what the user's code counts with; None if it is compiled, since a late call may compile it again."""
-        return None if self.compiled.is_used else self._tracker.counted()
+    # --- cold ---
+
+    def _start_cold(self, *, keeps_cache: bool = False) -> None:
+        """Drop what earlier calls left, so that the next call starts as training does: with only the model in memory.
+
+        What the user's code keeps and counts with is put back too, so that each trial starts at the same call.
+
+        Runs after each trial, so that what a trial leaks is seen (`Baseline.settle`), and before the first.
+        """
+        torch.clear_autocast_cache()  # of casts of the weights, where autocast is entered once around everything
+        self._tracker.start_cold(gc.collect if keeps_cache else self._release)
+        for put, state in self._generators:
+            with suppress(Exception):  # a captured graph may have taken the generator over
+                put(state)
+        self._is_cold = True
+
+    def _release(self) -> None:
+        gc.collect()
+        self._device.release()
 
     def _end_backward(self) -> None:
         """Make the autograd thread let go of a failed backward's tensors, as it does before its next task.
@@ -472,81 +464,113 @@ class LocalRunner:
         with suppress(Exception), torch.inference_mode(False), outside_modes():  # there may be no memory for it
             torch.zeros((), device=self._device.torch_device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
-    def _start_cold(self, *, keeps_cache: bool = False) -> None:
-        """Drop what earlier calls left, so that the next call starts as training does: with only the model in memory.
-
-        Runs after each trial, so that what a trial leaks is seen (`Baseline.settle`), and before the first.
-        """
-        torch.clear_autocast_cache()  # of casts of the weights, where autocast is entered once around everything
-        self._tracker.start_cold(gc.collect if keeps_cache else self._release)
-        for put, state in self._generators:
-            with suppress(Exception):  # a captured graph may have taken the generator over
-                put(state)
-        self._caller.is_cold = True
-
-    def _release(self) -> None:
-        gc.collect()
-        self._device.release()
+    def _settled(self, request: Request, outcome: Outcome) -> Outcome:
+        """Clean up after a trial, and add what it has left and what memory is available."""
+        leaked_bytes = self._baseline.settle(keeps=not self._tracker.is_exact)
+        trial = replace(outcome.trial, leaked_bytes=leaked_bytes)
+        emptying = [cache.emptied_by for cache in self._tracker.opaque if cache.emptied_by and cache.has_changed]
+        measured = None
+        if trial.passed and not self._baseline.known:
+            measured = self.measure()
+            self._baseline.take(measured.available_bytes)
+        return replace(
+            outcome,
+            trial=trial,
+            measured=measured,
+            outside_after_bytes=self._device.outside_bytes() if measured is None else measured.outside_bytes,
+            refusal=self._baseline.refusal(trial, emptying),
+            contradicts_replay=self._device.learn(request, trial),
+        )
 
     # --- what it showed ---
 
-    def _judge(self, running: Running, error: Exception) -> None:
-        """Classify the failure of a call. Raise StepFailedError for a bug, unless the trial has passed by then."""
-        request = running.request
-        running.usage = self._caller.usage()
+    def _usage(self) -> Usage:
+        """Return the memory in use; nothing in a poisoned process, where every call fails."""
+        try:
+            return self._device.usage()
+        except Exception:
+            return Usage()
+
+    def _counted(self) -> int | None:
+        """Return a number for what the user's code counts with: numbers, texts, lengths, small tensors, generators.
+
+        None if it may hide a count, as iterators do. Steps of optimizers do not count.
+
+        Compiled code does: a late call may compile it again.
+        """
+        counted = None if self.compiled.is_used else self._tracker.counted()
+        return None if counted is None else hash(tuple(counted))
+
+    def _judge(self, request: Request, calls: TrialCalls, error: Exception) -> tuple[Verdict, Failure | None, Usage]:
+        """Return the verdict on a call that raised, its failure, and the memory in use then.
+
+        Raise StepFailedError for a bug of the step, unless it came in an extra call: then the trial has passed.
+        """
+        usage = self._usage()
         clear_frames(error)  # what the failed step holds, before the error's own code makes a text of it
-        running.failure = failure_of(error)
+        failure = failure_of(error)
         evidence = Evidence(
             # On the host, an ambiguous text at the first size is as likely to be about memory as at a later one.
             smaller_size_passed=request.smaller_passed or self._device.on_host,
-            memory_pressure=running.usage.under_pressure,
+            memory_pressure=usage.under_pressure,
             on_host=self._device.on_host,
             integrated=self.facts.device.integrated,
         )
-        running.verdict = classify(running.failure.facts, evidence)
-        if running.verdict is not Verdict.BUG:
-            return  # the health of the device is checked later, when the exception no longer holds the failed step's tensors
+        verdict = classify(failure.facts, evidence)
+        if verdict is not Verdict.BUG:
+            return (
+                verdict,
+                failure,
+                usage,
+            )  # the health is checked when the exception no longer holds the failed step's tensors
         if not self._device.healthy():
-            running.verdict = Verdict.POISONED
-            return
-        if is_own_fault(error) and not isinstance(error, OomProbeError):  # that is of another probe, inside the step
+            return Verdict.POISONED, failure, usage
+        if is_own_fault(error) and not isinstance(error, OomProbeError):  # which is of another probe, inside the step
             raise error
-        if not running.past_least:
-            size, last, caller = running.next_size, request.largest_passed, running.step.caller
-            row = self._work.axis.label(running.next_row)
-            hide_frames(error)
-            raise step_failed(
-                error, batch_size=size, largest_passed=last, caller=caller, row=row, trial=self._number,
-                simulated=self.facts.device.replays,
-            ) from error  # fmt: skip
-        running.ended_early, running.failure, running.verdict = running.failure.text, None, Verdict.FITS
+        if calls.call.is_extra:
+            calls.ended_early = failure.text
+            return Verdict.FITS, None, usage
+        hide_frames(error)
+        raise step_failed(
+            error,
+            batch_size=calls.call.batch_size,
+            largest_passed=request.largest_passed,
+            caller=self._work.steps[calls.call.step].caller,
+            row=self._work.axis.label(calls.call.row),
+            trial=self._number,
+            simulated=self._device.replays,
+        ) from error
 
-    def _step_leak(self, running: Running) -> int:
-        """Return the bytes that each further call leaves allocated, not counting uncollected garbage."""
-        steady = [series.steady_live_bytes for series in running.every.values() if series.live_bytes]
-        leaked_bytes = sum(growth_bytes(live) for live in steady)
-        if not leaked_bytes:
-            return 0
+    def _with_growth(self, request: Request, outcome: Outcome) -> Outcome:
+        """Add the bytes that each further call leaves allocated, not counting uncollected garbage."""
+        grown_bytes = look.growth_of(outcome.records)
+        if not grown_bytes:
+            return outcome
         before_bytes = self._device.live_bytes()
         gc.collect()
         garbage_bytes = before_bytes - self._device.live_bytes()
-        running.held = tuple(largest_added(self._tracker, SMALLEST_GROWTH_BYTES))
-        running.gradients_hold_graphs = any(map(_sums_graphs, self._tracker.parameters()))
-        cycle_bytes = min(leaked_bytes, garbage_bytes // max(map(len, steady)))
-        if cycle_bytes >= SMALLEST_GROWTH_BYTES and running.request.confirms:
-            self._notes[CYCLES.format(kept=format_bytes(cycle_bytes), size=running.request.batch_size)] = None
-        return leaked_bytes - cycle_bytes
+        cycle_bytes = min(grown_bytes, garbage_bytes // len(outcome.records))
+        if cycle_bytes >= look.SMALLEST_GROWTH_BYTES and request.confirms:
+            text = CYCLES.format(kept=format_bytes(cycle_bytes), size=request.batch_size)
+            self._notes.add(remark(text, request.batch_size))
+        return replace(
+            outcome,
+            trial=replace(outcome.trial, step_leaked_bytes=grown_bytes - cycle_bytes),
+            held=tuple(largest_added(self._tracker, look.SMALLEST_GROWTH_BYTES)),
+            gradients_hold_graphs=any(map(_sums_graphs, self._tracker.parameters())),
+        )
 
-    def _notes_after(self, running: Running) -> tuple[str, ...]:
-        self._notes |= dict.fromkeys(getattr(self._device, "notes", ()))
+    def _notes_after(self, trial: Trial) -> tuple[Note, ...]:
+        self._notes.extend(map(remark, self._device.notes))
         if self.compiled.is_used:
-            self._notes[COMPILED] = None
+            self._notes.add(remark(COMPILED))
         if self._snapshot is not None and not self._tracker.is_exact and self._shapes_now() != self._shapes:
-            self._notes[WENT_ON] = None
+            self._notes.add(remark(WENT_ON))
         # Not before the confirmation: an optimizer may step only then.
-        confirmed = running.verdict is Verdict.FITS and running.request.confirms
-        if confirmed and (note := self._caller.stepping.note(self._work.steps, trains=self._trains())):
-            self._notes[note] = None
+        if trial.passed and trial.phase is Phase.CONFIRM:
+            note = self._stepping.note(self._work.steps, trains=self._trains())
+            if note is not None:
+                self._notes.add(note)
         return tuple(self._notes)
 
     def _shapes_now(self) -> list[torch.Size]:
@@ -555,7 +579,7 @@ class LocalRunner:
     def _trains(self) -> bool:
         """Return whether the model may be there to be trained: not in eval mode, not frozen, and with gradients on."""
         parameters = list(self._tracker.parameters())
-        is_frozen = bool(parameters) and not any(one.requires_grad for one in parameters)
+        is_frozen = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
         return self._work.model.training and torch.is_grad_enabled() and not is_frozen
 
     # --- between trials ---
@@ -566,6 +590,13 @@ class LocalRunner:
         if self._number:
             self._device.release()
         return Measured(available_bytes=available_bytes, outside_bytes=self._device.outside_bytes())
+
+
+def _is_over_cap(usage: Usage, cap_bytes: int | None) -> bool:
+    """Return whether cached blocks pushed the peak over the cap, which torch checks only when it asks the driver for memory."""
+    if cap_bytes is None or usage.peak_reserved_bytes is None:  # without reserved memory there is no such cache
+        return False
+    return (usage.peak_allocated_bytes or 0) > cap_bytes
 
 
 def _sums_graphs(parameter: torch.Tensor) -> bool:

@@ -5,21 +5,16 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-from oomprobe.errors import EXIT_TERMINATED, TimeLimitError, TimeUp
+from oomprobe.errors import EXIT_TERMINATED, TimeUp
 from oomprobe.ground.frames import interrupts_library
-from oomprobe.ground.units import format_seconds
-from oomprobe.records.options import Options
-from oomprobe.records.patience import PATIENCE, Patience
-from oomprobe.records.trials import Trial
 
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
 LONGEST_TIMER_S = 10**8  # three years; the kernel rejects timers of about 300
-CONFIRM_SLACK = 1.5  # a confirmation step may take this many times as long as a step of the search
 
 
 class Interrupts:
@@ -139,46 +134,3 @@ class _Delivered:
 
 def _is_free(alarm: int) -> bool:
     return signal.getsignal(alarm) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
-
-
-class Clock:
-    """The time limits of a probe, which starts with its clock, and how long its parts wait; times are on the monotonic clock."""
-
-    def __init__(self, options: Options, end_s: float | None = None, *, patience: Patience = PATIENCE) -> None:
-        self.options, self.patience = options, patience
-        self._started_s = time.monotonic()
-        limit_s = options.time_limit_s
-        self.end_s = self._started_s + limit_s if end_s is None and limit_s is not None else end_s
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the start."""
-        return time.monotonic() - self._started_s
-
-    def deadline_s(self) -> float | None:
-        """Return the deadline of a trial that starts now; None for no limit."""
-        limit_s = self.options.trial_time_limit_s
-        ends_s = [self.end_s, None if limit_s is None else time.monotonic() + limit_s]
-        return min((end_s for end_s in ends_s if end_s is not None), default=None)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the time of the whole probe has passed."""
-        return self.end_s is not None and time.monotonic() >= self.end_s
-
-    def suffices_to_confirm(
-        self, size: int, trials: Iterable[Trial], *, calls: int = 0, starting_s: float = 0.0
-    ) -> bool:
-        """Return whether there is time left to confirm `size`, with at least this many calls, after processes have started."""
-        rates = [t.step_s / t.batch_size for t in trials if t.step_s]
-        calls = max(calls, 1 + self.options.confirm_steps)
-        needed_s = starting_s + CONFIRM_SLACK * calls * size * (rates[-1] if rates else 0.0)
-        return self.end_s is None or self.end_s - time.monotonic() >= needed_s
-
-    def time_is_up(self, when: str) -> TimeLimitError:
-        """Return the error for a time limit that passed, such as ``"while the target was built"``."""
-        return TimeLimitError(
-            f"time passed {when}, after {format_seconds(self.elapsed_s)} (time_limit_s={self.options.time_limit_s}, "
-            f"trial_time_limit_s={self.options.trial_time_limit_s}), before a size was confirmed. Allow more time, start closer "
-            "to the limit with start_batch, or stop earlier with resolution=0.05"
-        )

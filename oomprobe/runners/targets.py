@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -48,9 +49,9 @@ def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
     """Import a target and call it. With a simulated device, the target may use ``"cuda"`` without a GPU."""
     import torch
 
-    from oomprobe.devices import extras_of
+    from oomprobe.devices import Device
 
-    with extras_of(device).replay.building():
+    with device.building() if isinstance(device, Device) else nullcontext():
         built = load(target)()
     if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], torch.nn.Module):
         raise InvalidArgumentError(f"{target} returned {type(built).__name__}, not a pair (model, step_fn). {RECIPE}")

@@ -228,11 +228,11 @@ def can_copy(tensor: Any) -> bool:
     return has_data(tensor) and _is_strided(tensor)
 
 
-def addresses_of(tensor: Any) -> list[int]:
+def addresses_of(tensor: Any) -> tuple[int, ...]:
     """Return where the storage of a tensor is, or those of the tensors inside a wrapper, as far as they can be copied."""
     if is_traceable_wrapper_subclass(tensor):
-        return [address for inner in inner_tensors(tensor).values() for address in addresses_of(inner)]
-    return [tensor.untyped_storage().data_ptr()] if can_copy(tensor) else []
+        return tuple(address for inner in inner_tensors(tensor).values() for address in addresses_of(inner))
+    return (tensor.untyped_storage().data_ptr(),) if can_copy(tensor) else ()
 
 
 class HostCopies:

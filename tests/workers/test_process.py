@@ -14,13 +14,17 @@ import pytest
 from processes import is_gone, open_files, start
 
 from oomprobe.records.patience import PATIENCE, Patience
+from oomprobe.records.trials import Call, CallRecord, Phase, Request, Until
+from oomprobe.rules.look import merged
+from oomprobe.rules.program import further
 from oomprobe.runners.workers.crew import Crew
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.messages import Lost, receive, send
 from oomprobe.runners.workers.process import TAIL_BYTES, Process
-from oomprobe.runners.workers.serve import agree
+from oomprobe.runners.workers.serve import FurtherOfAll
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
+LEARNS = Request(phase=Phase.GROW, calls=(Call(step="step", batch_size=1),), until=Until(turns=("step",), full_steps=1))
 PROMPT_S = 5  # enough for a busy machine, and much less than LONG_S
 LONG_S = 20  # until a sleeping process would end by itself
 
@@ -122,14 +126,17 @@ def reports_its_setup(wire):
     send(wire, told([os.getsid(0) == os.getpid(), ignored, killed_first]))
 
 
-def calls_until(enough_after):
-    """Return a rank that has made enough calls after this many, and tells how many it made."""
+def steps_at_call(number):
+    """Return a rank whose optimizer steps at this call, and which tells how many calls it made."""
 
     def rank(wire):
-        calls = 1
-        while not agree(wire, calls >= enough_after):
-            calls += 1
-        send(wire, told(calls))
+        calls, made, further = LEARNS.calls, [], FurtherOfAll(wire)
+        while calls:
+            for call in calls:
+                is_full = len(made) + 1 == number
+                made.append(CallRecord(step=call.step, stepped=number if is_full else None))
+            calls = further(LEARNS, made)
+        send(wire, told(len(made)))
 
     return rank
 
@@ -137,10 +144,12 @@ def calls_until(enough_after):
 # --- scenes ---
 
 
-def calls_of_ranks(*enough_after):
-    ranks = {rank: Process.forked(calls_until(calls)) for rank, calls in enumerate(enough_after)}
+def calls_of_ranks(*numbers):
+    ranks = {rank: Process.forked(steps_at_call(number)) for rank, number in enumerate(numbers)}
     crew = Crew(ranks)
-    answers = crew.ask({}, time.monotonic() + PROMPT_S)
+    answers = crew.ask(
+        {}, time.monotonic() + PROMPT_S, further=lambda every: further(LEARNS, merged(every), time.monotonic())
+    )
     crew.end()
     return [answers[rank].text for rank in ranks]
 

@@ -2,7 +2,18 @@
 
 import pytest
 
-from oomprobe.records.trials import Calls, DeviceInfo, Measured, Outcome, Phase, Request, RunnerInfo, Trial, Verdict
+from oomprobe.records.trials import (
+    Call,
+    CallRecord,
+    DeviceInfo,
+    Measured,
+    Outcome,
+    Phase,
+    Request,
+    RunnerInfo,
+    Trial,
+    Verdict,
+)
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.messages import Lost, Ready, failed
 from oomprobe.runners.workers.settling import (
@@ -16,7 +27,7 @@ from oomprobe.runners.workers.settling import (
 )
 
 MIB = 2**20
-REQUEST = Request(batch_size=8, phase=Phase.BISECT, cap_bytes=500 * MIB)
+REQUEST = Request(calls=(Call(step="step", batch_size=8),), phase=Phase.BISECT, cap_bytes=500 * MIB)
 DEVICE = DeviceInfo(name="a card", torch_device="cuda:0", total_bytes=1000 * MIB, on_host=False)
 READY = Ready(
     facts=RunnerInfo(device=DEVICE, step_names=("step",), threads=1),
@@ -27,7 +38,7 @@ READY = Ready(
 AVAILABLE = {0: 1000 * MIB, 1: 1000 * MIB, 2: 1000 * MIB}
 
 
-def told(verdict=Verdict.FITS, *, peak_mib=100, error=None, calls=None, measured=None):
+def told(verdict=Verdict.FITS, *, peak_mib=100, error=None, measured=None, **shown):
     trial = Trial(
         batch_size=8,
         verdict=verdict,
@@ -40,7 +51,7 @@ def told(verdict=Verdict.FITS, *, peak_mib=100, error=None, calls=None, measured
         samples_per_s=800 / peak_mib,
         error=error,
     )
-    return Outcome(trial=trial, calls=calls or Calls(made=3, first=1), measured=measured)
+    return Outcome(trial=trial, measured=measured, **shown)
 
 
 def ended(*, signal=None, code=None, why=None, stderr=""):
@@ -78,7 +89,7 @@ def test_believed(answers, believed):
     assert culprit(answers, AVAILABLE) == believed
 
 
-@pytest.mark.parametrize("answer", [OOM, BUG, LOST, KILLED, told(calls=Calls(made=2, ended_early="StopIteration"))])
+@pytest.mark.parametrize("answer", [OOM, BUG, LOST, KILLED, told(ended_early="StopIteration")])
 def test_one_that_has_failed_ends_the_trial_of_all(answer):
     assert has_failed(answer)
 
@@ -88,20 +99,18 @@ def test_one_that_has_passed_does_not(answer):
     assert not has_failed(answer)
 
 
-@pytest.mark.parametrize(("periods", "common"), [((1, 1), 1), ((2, 3), 6), ((3, 0), 0)])
-def test_calls_repeat_when_those_of_all_ranks_do(periods, common):
-    answers = {rank: told(calls=Calls(made=3, first=1, period=period)) for rank, period in enumerate(periods)}
-    assert passed_outcome(answers, AVAILABLE).calls.period == common
-
-
 def test_a_pass_is_the_slowest_and_the_largest_of_all_ranks():
     answers = {
         2: told(
-            peak_mib=200, calls=Calls(made=3, first=1, needed=9), measured=Measured(available_bytes=7, outside_bytes=2)
+            peak_mib=200,
+            records=(CallRecord(step="step", served_bytes=9),),
+            counts=True,
+            measured=Measured(available_bytes=7, outside_bytes=2),
         ),
         0: told(
             peak_mib=100,
-            calls=Calls(made=3, first=2, varying=True),
+            records=(CallRecord(step="step", served_bytes=5, blocks=3),),
+            starts_alike=False,
             measured=Measured(available_bytes=5, outside_bytes=9),
         ),
     }
@@ -114,7 +123,8 @@ def test_a_pass_is_the_slowest_and_the_largest_of_all_ranks():
         (0, Verdict.FITS, 150 * MIB),
         (2, Verdict.FITS, 1000 * MIB),
     ]
-    assert outcome.calls == Calls(made=3, first=2, needed=9, varying=True)
+    assert outcome.records == (CallRecord(step="step", served_bytes=9, blocks=3),)
+    assert (outcome.starts_alike, outcome.counts) == (False, True)
     assert outcome.measured == Measured(available_bytes=5, outside_bytes=9)
 
 

@@ -18,9 +18,10 @@ from oomprobe.errors import InvalidArgumentError, StepFailedError, UnreliableErr
 from oomprobe.ground.units import format_seconds
 from oomprobe.ground.waiting import Held, until
 from oomprobe.ground.words import count
+from oomprobe.records.notes import Note, remark, warning
 from oomprobe.records.options import Options
 from oomprobe.records.patience import PATIENCE, Patience
-from oomprobe.records.trials import Calls, DeviceInfo, Measured, Outcome, Request, RunnerInfo, Trial, Verdict
+from oomprobe.records.trials import CallRecord, DeviceInfo, Measured, Outcome, Request, RunnerInfo, Trial, Verdict
 from oomprobe.runners.command.output import OUT_OF_MEMORY, PORT_IN_USE, Ending, cause_of
 from oomprobe.runners.command.reports import Card, Seen, are_the_same, fraction_of, limiting_rank
 from oomprobe.runners.command.run import BATCH, BATCH_VARIABLE, Run
@@ -210,7 +211,7 @@ class CommandRunner:
 
     def _watch(self, run: Run, request: Request) -> tuple[Seen, Ending]:
         """Follow a run until it passes, fails or ends; return its reports and its ending."""
-        wanted, patience = request.wanted_calls, self._patience
+        wanted, patience = len(request.calls), self._patience
         troubled, incomplete = Held(), Held()
         while not run.has_ended(TICK_S):
             seen = run.reports()
@@ -233,7 +234,7 @@ class CommandRunner:
         if not seen.reports:
             return self._passes_after_s is not None and run.elapsed_s > self._passes_after_s
         steps = seen.steps_of_all
-        if steps < request.wanted_calls:
+        if steps < len(request.calls):
             return False
         # More steps see more, and cost little beside starting the command; those of an answer may cost another run.
         run.start_up_s = run.start_up_s or run.elapsed_s
@@ -329,25 +330,26 @@ class CommandRunner:
             ranks=ranks,
             limiting_rank=limiting_rank(ranks),
         )
-        made = min(steps, request.wanted_calls)  # those beyond were a bonus
+        # What a step asks for is that of the largest; further steps were a bonus.
+        record = CallRecord(step=request.calls[0].step, served_bytes=served_bytes, blocks=allocations, stepped=1)
         return Outcome(
             trial=trial,
-            calls=Calls(made=made, first=min(1, steps), served_bytes=served_bytes, allocations=allocations),
+            records=(record,) * min(steps, len(request.calls)),
             measured=measured,
             outside_after_bytes=seen.outside_bytes,
             in_steps_s=(step_s or 0.0) * steps,
             notes=tuple(self._notes(request, trial, seen)) if passed else (),
         )
 
-    def _notes(self, request: Request, trial: Trial, seen: Seen) -> Iterator[str]:
-        if request.confirms and 0 < trial.steps < request.wanted_calls:
-            yield SHORT.format(steps=count(trial.steps, "step", "steps"), wanted=request.wanted_calls)
+    def _notes(self, request: Request, trial: Trial, seen: Seen) -> Iterator[Note]:
+        if request.confirms and 0 < trial.steps < len(request.calls):
+            yield warning(SHORT.format(steps=count(trial.steps, "step", "steps"), wanted=len(request.calls)))
         if not trial.steps and self._passes_after_s is not None and not seen.reports:
-            yield WEAK_SECONDS.format(seconds=format_seconds(self._passes_after_s))
+            yield warning(WEAK_SECONDS.format(seconds=format_seconds(self._passes_after_s)))
         elif not trial.steps:
-            yield WEAK_EXIT
+            yield warning(WEAK_EXIT)
         if ooms := sum(report.ooms for report in seen.reports):
-            yield HANDLED.format(size=trial.batch_size, times=count(ooms, "time", "times"))
+            yield remark(HANDLED.format(size=trial.batch_size, times=count(ooms, "time", "times")), trial.batch_size)
 
 
 FITS = Ending(verdict=Verdict.FITS, error="")

@@ -9,19 +9,29 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
 from oomprobe.records.patience import PATIENCE, Patience
+from oomprobe.records.trials import Call, CallRecord
+from oomprobe.rules.look import Records
 from oomprobe.runners.workers.exit_status import ExitStatus
-from oomprobe.runners.workers.messages import Enough, Message
+from oomprobe.runners.workers.messages import Further, Message, Shown
 from oomprobe.runners.workers.process import TICK_S, Idle, Process, end_all
 from oomprobe.runners.workers.settling import LATE, STUCK, TIMED_OUT, WAITED, Answer, has_failed
 
 HOST = "127.0.0.1"
 # Others have a patience's time to end a trial that one rank has passed, or this many times as long as that one took.
 LATE_FACTOR = 10.0
+
+FurtherOfRanks = Callable[[Sequence[Records]], Sequence[Call]]  # from what every rank has shown, the calls that follow
+
+
+def no_further(ranks: Sequence[Records]) -> Sequence[Call]:
+    """Return no calls: for what is no trial."""
+    return ()
 
 
 class Crew:
@@ -62,42 +72,60 @@ class Crew:
         *,
         late_s: float | None = None,
         stuck_s: float | None = None,
+        further: FurtherOfRanks = no_further,
     ) -> dict[int, Answer]:
         """Send each rank its message, if there is one, and return the answers in the order in which they came.
 
         Once a rank has failed, the others have a short time; once one has passed, they have `late_s`, or by default a multiple of what
         it took. Those that have not answered by then or by the deadline are ended, and so is one that uses no processor time for
-        `stuck_s`; their exit status says why. In between, ranks may ask whether all have made enough calls.
+        `stuck_s`; their exit status says why. Once every rank has shown its calls, all go on with the calls that are `further`.
         """
-        started_s, enough = time.monotonic(), dict[int, bool]()
+        started_s = time.monotonic()
         for rank, process in self.processes.items():
             if rank in messages:
                 process.tell(messages[rank])
-        idle = {rank: Idle(one.pid, self._patience.cpu_reading_s) for rank, one in self.processes.items()}
+        idle = {rank: Idle(process.pid, self._patience.cpu_reading_s) for rank, process in self.processes.items()}
         answers: dict[int, Answer] = {}
+        shown: dict[int, list[CallRecord]] = defaultdict(list)  # by each rank in this trial
+        asking: set[int] = set()  # ranks that wait for further calls
         limits = [] if deadline_s is None else [(deadline_s, TIMED_OUT)]
-        while waiting := {rank: one for rank, one in self.processes.items() if rank not in answers}:
+        while len(answers) < len(self.processes):
+            waiting = {rank: process for rank, process in self.processes.items() if rank not in answers}
             wait([channel for process in waiting.values() for channel in process.channels], TICK_S)
             for rank, process in waiting.items():
                 answer = process.poll()
-                if isinstance(answer, Enough):
-                    enough[rank] = answer.enough
+                if isinstance(answer, Shown):
+                    shown[rank] += answer.records
+                    asking.add(rank)
                 elif answer is not None:
                     answers[rank] = answer
                     limits.append(self._limit_others(answer, time.monotonic() - started_s, late_s))
                 elif stuck_s is not None and idle[rank].for_s > stuck_s:
                     answers[rank] = process.end(STUCK)
-            if len(enough) == len(self.processes):
-                for process in self.processes.values():
-                    process.tell(Enough(enough=all(enough.values())))
-                enough = {}
-            late = [rank for rank in waiting if rank not in answers]
-            if late and limits and time.monotonic() > min(limits)[0]:
-                why = WAITED if any(map(has_failed, answers.values())) else min(limits)[1]
-                ended = end_all([waiting[rank] for rank in late], why, self._patience)
-                answers |= zip(late, ended, strict=True)
-        self.processes = {r: one for r, one in self.processes.items() if not isinstance(answers[r], ExitStatus)}
+            if len(asking) == len(self.processes):
+                self._go_on(further([shown[rank] for rank in sorted(shown)]))
+                asking.clear()
+            if limits and time.monotonic() > min(limits)[0]:
+                self._end_late(answers, min(limits)[1])
+        self.processes = {
+            rank: process for rank, process in self.processes.items() if not isinstance(answers[rank], ExitStatus)
+        }
         return answers
+
+    def _go_on(self, calls: Sequence[Call]) -> None:
+        """Let every rank make these calls, or end its trial if there are none."""
+        for process in self.processes.values():
+            process.tell(Further(calls=tuple(calls)))
+
+    def _end_late(self, answers: dict[int, Answer], why: str) -> None:
+        """End the processes that have not answered, and add their exit status to the answers."""
+        late = [rank for rank in self.processes if rank not in answers]
+        if not late:
+            return
+        if any(map(has_failed, answers.values())):
+            why = WAITED
+        statuses = end_all([self.processes[rank] for rank in late], why, self._patience)
+        answers |= zip(late, statuses, strict=True)
 
     def _limit_others(self, answer: Answer, took_s: float, late_s: float | None) -> tuple[float, str]:
         """Return until when the other ranks may go on after one has answered, and what they are then ended for."""

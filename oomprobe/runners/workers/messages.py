@@ -16,7 +16,7 @@ from oomprobe import errors
 from oomprobe.ground.frames import hide_frames
 from oomprobe.records.options import Options
 from oomprobe.records.plain import from_plain
-from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo
+from oomprobe.records.trials import Call, CallRecord, Measured, Outcome, Request, RunnerInfo
 from oomprobe.verdicts.failure import failure_of
 
 LONGEST_TEXT = 16_000
@@ -50,10 +50,17 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Enough:
-    """Whether a rank has made enough calls of the trial that runs; as an answer, whether all ranks have."""
+class Shown:
+    """What the calls showed that a rank has made since it last asked, to ask how the trial goes on."""
 
-    enough: bool
+    records: tuple[CallRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Further:
+    """The calls with which the trial goes on, on every rank; none: it ends."""
+
+    calls: tuple[Call, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +90,9 @@ class Failed:
         return f"{self.name}: {self.cause}".partition("\n")[0]
 
 
-Message = Task | Measure | Request | Ready | Enough | Lost | Failed | Measured | Outcome
+Message = Task | Measure | Request | Ready | Shown | Further | Lost | Failed | Measured | Outcome
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Task, Measure, Request, Ready, Enough, Lost, Failed, Measured, Outcome)
+    kind.__name__: kind for kind in (Task, Measure, Request, Ready, Shown, Further, Lost, Failed, Measured, Outcome)
 }
 
 

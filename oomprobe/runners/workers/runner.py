@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,13 +20,16 @@ from oomprobe.devices import Device
 from oomprobe.ground import linux
 from oomprobe.ground.waiting import until
 from oomprobe.records.axis import Axis
+from oomprobe.records.notes import remark
 from oomprobe.records.options import Options, Step
-from oomprobe.records.patience import Patience
-from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo, Verdict
+from oomprobe.records.patience import Clock, Patience
+from oomprobe.records.trials import Call, Measured, Outcome, Request, RunnerInfo, Verdict
+from oomprobe.rules.look import Records, merged
+from oomprobe.rules.program import further, shortened
 from oomprobe.runners.hooks import preload_dynamo
 from oomprobe.runners.ranks_here import check_cards
-from oomprobe.runners.signals import Clock, Interrupts
-from oomprobe.runners.workers.crew import Crew
+from oomprobe.runners.signals import Interrupts
+from oomprobe.runners.workers.crew import Crew, FurtherOfRanks, no_further
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.messages import Failed, Measure, Message, Ready, Task, raise_failure
 from oomprobe.runners.workers.serve import local_runner, serve
@@ -130,7 +134,7 @@ class WorkersRunner:
         self._ranks = (source.task and source.task.ranks) or 1
         self._crew: Crew | None = None
         self._spare: Crew | None = None  # started, but with no task yet
-        self._told: list[Ready] = []  # by the current crew, or the last one
+        self._ready: list[Ready] = []  # by the current crew, or the last one
         self._outside_bytes: list[int] = []  # when the first crew was ready, by rank
         self._building_s = 0.0
         self._available_bytes: dict[int, int] = {}
@@ -155,10 +159,10 @@ class WorkersRunner:
     @cached_property
     def facts(self) -> RunnerInfo:
         """What the first crew has reported; of several ranks, the device with the least memory stands for all."""
-        facts = replace(self._told[0].facts, replaceable=True)  # unlike this process, they can be replaced
+        facts = replace(self._ready[0].facts, replaceable=True)  # unlike this process, they can be replaced
         if self._source.task is None or self._source.task.ranks is None:
             return facts
-        every = [one.facts.device for one in self._told]
+        every = [of_rank.facts.device for of_rank in self._ready]
         names = Counter(device.name for device in every)
         smallest = min(every, key=lambda device: device.total_bytes)
         return replace(
@@ -179,22 +183,22 @@ class WorkersRunner:
         """
         if self._crew is not None:
             return {}
-        is_first, attempts = not self._told, BUILDS if self._told else 1
+        is_first = not self._ready
         answers = until(
             lambda answers: not _is_out_of_memory(answers),  # the memory of the crew before may not be free yet
             self._build,
             wait=tenacity.wait_exponential(multiplier=2),
-            stop=tenacity.stop_after_attempt(attempts),
+            stop=tenacity.stop_after_attempt(1 if is_first else BUILDS),
         )
-        told = [one for _, one in sorted(answers.items()) if isinstance(one, Ready)]
-        if len(told) < self._ranks:
+        ready = [answer for _, answer in sorted(answers.items()) if isinstance(answer, Ready)]
+        if len(ready) < self._ranks:
             self._end_crew()
             self._refuse(answers, is_first=is_first)
             return answers
-        self._told = told
+        self._ready = ready
         if is_first:
-            check_cards([one.facts.device for one in told])
-            self._outside_bytes = [one.outside_bytes or 0 for one in told]
+            check_cards([of_rank.facts.device for of_rank in ready])
+            self._outside_bytes = [of_rank.outside_bytes or 0 for of_rank in ready]
         elif self._ranks > 1:
             self._await_memory()
         return {}
@@ -214,7 +218,7 @@ class WorkersRunner:
             raise built_late(answers, self._clock.patience.building_s)
         answer = answers[rank]
         if isinstance(answer, Failed):
-            raise_failure(self._of_rank(rank, answer), 0)
+            raise_failure(_of_rank(answer, rank, self._ranks), 0)
         if not is_first or not isinstance(answer, ExitStatus):
             return
         if answer.why is not None:
@@ -222,15 +226,11 @@ class WorkersRunner:
             raise self._clock.time_is_up(f"while the target was built{places}")
         if self._source.task is None:
             raise errors.StepFailedError(f"a child forked from this process died before its trial: {answer.text()}")
-        several = self._ranks > 1
-        who = f"rank {rank} of {self._ranks}" if several else "the process"
-        under = f" under torchrun --nproc-per-node {self._ranks}" if several else ""
-        told = DIED_BUILDING.format(who=who, target=self._source.task.target, how=answer.text(), under=under)
-        raise errors.StepFailedError(told)
+        raise _died_building(answer, self._source.task.target, rank, self._ranks)
 
     def _await_memory(self) -> None:
         """Wait for the memory of the previous crew to come back; after `Patience.returning_s`, accept that others hold it."""
-        outside = [one.outside_bytes or 0 for one in self._told]
+        outside = [of_rank.outside_bytes or 0 for of_rank in self._ready]
 
         def is_back(outside: Sequence[int]) -> bool:
             pairs = zip(outside, self._outside_bytes, strict=True)
@@ -239,21 +239,27 @@ class WorkersRunner:
         if not is_back(outside):
             outside = until(
                 is_back,
-                lambda: [one.outside_bytes or 0 for one in self._measured().values()],
+                lambda: [sample.outside_bytes or 0 for sample in self._measured().values()],
                 wait=tenacity.wait_exponential(multiplier=0.25, max=4),
                 stop=tenacity.stop_after_delay(self._clock.patience.returning_s),
             )
         self._outside_bytes = [max(pair) for pair in zip(outside, self._outside_bytes, strict=True)]
 
     def _ask(
-        self, messages: Mapping[int, Message], deadline_s: float | None, *, late_s: float | None, stuck_s: float
+        self,
+        messages: Mapping[int, Message],
+        deadline_s: float | None,
+        *,
+        late_s: float | None,
+        stuck_s: float,
+        further: FurtherOfRanks = no_further,
     ) -> dict[int, Answer]:
         """Send messages to the crew, if there are any, and return its answers; end it unless all its processes live."""
         assert self._crew is not None
         try:
             with self._interrupts.delivered_until(None):
-                forks_here = self._source.task is None
-                answers = self._crew.ask(messages, deadline_s, late_s=late_s, stuck_s=stuck_s if forks_here else None)
+                stuck = stuck_s if self._source.task is None else None  # only a fork waits for threads of its parent
+                answers = self._crew.ask(messages, deadline_s, late_s=late_s, stuck_s=stuck, further=further)
         except BaseException:
             self.end()
             raise
@@ -277,14 +283,14 @@ class WorkersRunner:
 
     def _start_spare(self) -> None:
         """Start the next crew, unless host memory is too scarce for what this one took to build."""
-        taken_bytes, free_bytes = sum(one.resident_bytes for one in self._told), linux.free_bytes()
+        taken_bytes, free_bytes = sum(of_rank.resident_bytes for of_rank in self._ready), linux.free_bytes()
         if self._spare is None and (free_bytes is None or free_bytes > taken_bytes):
             self._spare = self._source.start()
 
     @property
     def _has_children(self) -> bool:
         """Whether each trial has a process of its own, forked here or by a worker."""
-        return self._source.task is None or self._told[0].trials_in_children
+        return self._source.task is None or self._ready[0].trials_in_children
 
     # --- the Runner protocol ---
 
@@ -307,7 +313,8 @@ class WorkersRunner:
         a counter that was put back beside an iterator that was not. A new crew then decides.
         """
         died = self._begin()
-        if not died and self._ranks > 1 and not request.fresh and not self._has_run:
+        is_new = not self._has_run
+        if not died and is_new and self._ranks > 1 and not request.fresh:
             self._warm_up()
             died = self._begin()
         if died:
@@ -315,24 +322,30 @@ class WorkersRunner:
         has_run = self._has_run and not self._has_children
         answers = self._answers(request)
         rank = culprit(answers, self._available_bytes)
-        outcomes = {number: one for number, one in answers.items() if isinstance(one, Outcome)}
-        if rank is None and len(outcomes) == self._ranks:
-            return self._passed(request, outcomes)
         if rank is None:
-            self._end_crew()
-            early = first_to_end(request, answers, self._clock.patience.late_s)
-            outcome = self._try(replace(request, calls=early.calls.made))
-            return replace(outcome, calls=replace(outcome.calls, ended_early=early.calls.ended_early))
+            return self._passed_or_late(request, answers)
         answer = answers[rank]
         if not isinstance(answer, Failed):
             return self._failed(request, answers, rank)
         if self._ranks > 1 or has_run or self._source.task is None:
             self._end_crew()
-        if has_run:
-            outcome = self._try(replace(request, fresh=True))
-            note = BUG_ONCE.format(size=request.batch_size, error=answer.cause_text)
-            return replace(outcome, notes=(*outcome.notes, note)) if outcome.trial.passed else outcome
-        return raise_failure(self._of_rank(rank, answer), request.batch_size)
+        if not has_run:
+            raise_failure(_of_rank(answer, rank, self._ranks), request.batch_size)
+        outcome = self._try(replace(request, fresh=True))
+        if not outcome.trial.passed:
+            return outcome
+        text = BUG_ONCE.format(size=request.batch_size, error=answer.cause_text)
+        return replace(outcome, notes=(*outcome.notes, remark(text, request.batch_size)))
+
+    def _passed_or_late(self, request: Request, answers: Mapping[int, Answer]) -> Outcome:
+        """Return the outcome of a trial that every rank has passed, or of as many calls as the rank made whose data ended first."""
+        outcomes = {rank: answer for rank, answer in answers.items() if isinstance(answer, Outcome)}
+        if len(outcomes) == self._ranks:
+            return self._passed(request, outcomes)
+        self._end_crew()
+        early = first_to_end(request, answers, self._clock.patience.late_s)
+        outcome = self._try(shortened(request, len(early.records)))
+        return replace(outcome, ended_early=early.ended_early)
 
     @property
     def _has_run(self) -> bool:
@@ -345,9 +358,10 @@ class WorkersRunner:
         learned = {rank: self._learned.get(rank, request.learned) for rank in range(self._ranks)}
         messages = {rank: replace(request, learned=one) for rank, one in learned.items()}
         deadline_s, patience = request.deadline_s, self._clock.patience
-        if deadline_s is not None and self._told[0].trials_in_children:
+        if deadline_s is not None and self._ready[0].trials_in_children:
             deadline_s += patience.ending_s + ANSWERING_S
-        return self._ask(messages, deadline_s, late_s=None, stuck_s=patience.stuck_in_step_s)
+        goes_on = partial(_further, request)
+        return self._ask(messages, deadline_s, late_s=None, stuck_s=patience.stuck_in_step_s, further=goes_on)
 
     def _warm_up(self) -> None:
         """Run a small size that has passed in a new crew of ranks, so that the trials that decide all begin alike.
@@ -376,7 +390,7 @@ class WorkersRunner:
         return outcome
 
     def _failed(self, request: Request, answers: Mapping[int, Answer], rank: int) -> Outcome:
-        outcome = failed_outcome(request, answers, rank, self._available_bytes, self._told)
+        outcome = failed_outcome(request, answers, rank, self._available_bytes, self._ready)
         trial = outcome.trial
         # At the driver's edge a failed mapping may have broken torch's allocator, which a health check may miss.
         is_suspect = request.cap_bytes is None or trial.leaked_bytes or trial.verdict is Verdict.POISONED
@@ -386,7 +400,7 @@ class WorkersRunner:
 
     def measure(self) -> Measured:
         """Sample the memory now: of several ranks, the least that one has available."""
-        if (available_bytes := self._told[0].available_bytes) is not None:
+        if (available_bytes := self._ready[0].available_bytes) is not None:
             return Measured(available_bytes=available_bytes, outside_bytes=None)
         samples = self._measured()
         self._available_bytes = {rank: one.available_bytes for rank, one in samples.items()}
@@ -409,14 +423,28 @@ class WorkersRunner:
         device, crews = self.facts.device.name, "processes" if self._ranks == 1 else f"groups of {self._ranks} ranks"
         raise errors.UnreliableError(NOT_MEASURED.format(crews=crews, device=device, how=how_it_ended(answers[rank])))
 
-    def _of_rank(self, rank: int, failed: Failed) -> Failed:
-        """Add the rank to the failure that it reported, if there are several."""
-        if self._ranks == 1:
-            return failed
-        where = f"on rank {rank} of {self._ranks}"
-        building = failed.building and f"{failed.building} {where}"
-        text = failed.text if failed.kind == "InvalidArgumentError" else f"{where}: {failed.text}"
-        return replace(failed, text=text, building=building)
+
+def _of_rank(failed: Failed, rank: int, ranks: int) -> Failed:
+    """Add the rank to the failure that it reported, if there are several."""
+    if ranks == 1:
+        return failed
+    where = f"on rank {rank} of {ranks}"
+    building = failed.building and f"{failed.building} {where}"
+    text = failed.text if failed.kind == "InvalidArgumentError" else f"{where}: {failed.text}"
+    return replace(failed, text=text, building=building)
+
+
+def _died_building(status: ExitStatus, target: str, rank: int, ranks: int) -> errors.StepFailedError:
+    """Return the error for a process that died while it built the target."""
+    who, under = "the process", ""
+    if ranks > 1:
+        who, under = f"rank {rank} of {ranks}", f" under torchrun --nproc-per-node {ranks}"
+    return errors.StepFailedError(DIED_BUILDING.format(who=who, target=target, how=status.text(), under=under))
+
+
+def _further(request: Request, ranks: Sequence[Records]) -> Sequence[Call]:
+    """Return the calls with which a trial goes on, from what every rank has shown."""
+    return further(request, merged(ranks), time.monotonic())
 
 
 def _is_out_of_memory(answers: Mapping[int, Answer]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
 import torch
@@ -15,11 +15,11 @@ from oomprobe.devices import Device, device_error, is_host
 from oomprobe.ground import linux, processes
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import Step
-from oomprobe.records.trials import Request, Runner
+from oomprobe.records.trials import Call, CallRecord, Request, Runner
 from oomprobe.runners.hooks import OptimizerWatch
-from oomprobe.runners.local import LocalRunner, Workload
+from oomprobe.runners.local import FurtherCalls, LocalRunner, Workload, further_here
 from oomprobe.runners.signals import Interrupts
-from oomprobe.runners.workers.messages import Enough, Lost, Message, Ready, failed, receive, send
+from oomprobe.runners.workers.messages import Further, Lost, Message, Ready, Shown, failed, receive, send
 from oomprobe.state import Tracker
 from oomprobe.verdicts.failure import failure_of
 
@@ -63,13 +63,26 @@ def _answer(wire: Connection, answer: Message) -> None:
     send(wire, answer)
 
 
-def agree(wire: Connection, enough: bool) -> bool:
-    """Tell the parent whether this rank has made enough calls, and return whether all ranks have."""
-    send(wire, Enough(enough=enough))
-    answer = receive(wire)
-    if not isinstance(answer, Enough):
-        os._exit(0)  # the parent is gone
-    return answer.enough
+class FurtherOfAll:
+    """Asks the parent for the calls with which a trial goes on, which are the same on all ranks."""
+
+    def __init__(self, wire: Connection) -> None:
+        self._wire = wire
+        self._records: Sequence[CallRecord] = ()  # of the trial that runs
+        self._sent = 0  # how many of them
+
+    def __call__(self, request: Request, records: Sequence[CallRecord]) -> Sequence[Call]:
+        """Send the records that are new, and return the calls that the parent answers."""
+        if request.until is None:
+            return ()
+        if records is not self._records:
+            self._records, self._sent = records, 0
+        send(self._wire, Shown(records=tuple(records[self._sent :])))
+        self._sent = len(records)
+        answer = receive(self._wire)
+        if not isinstance(answer, Further):
+            os._exit(0)  # the parent is gone
+        return answer.calls
 
 
 def _carry_out(runner: Runner, message: Message) -> Message:
@@ -83,7 +96,7 @@ def local_runner(
     device: Device,
     ranks: int = 1,
     axis: Axis = NO_AXIS,
-    agree: Callable[[bool], bool] = bool,
+    further: FurtherCalls = further_here,
 ) -> LocalRunner:
     """Make a runner of trials in this process, without a snapshot: the changed state ends with the process."""
     if is_host(device):
@@ -96,7 +109,7 @@ def local_runner(
     watch.__enter__()  # until this process ends
     return LocalRunner(
         Workload(
-            device=device, model=model, steps=steps, tracker=tracker, watch=watch, axis=axis, ranks=ranks, agree=agree,
+            device=device, model=model, steps=steps, tracker=tracker, watch=watch, axis=axis, ranks=ranks, further=further,
             interrupts=Interrupts(),  # the parent ends a process that hangs
             ends_with_trial=is_host(device),
         )

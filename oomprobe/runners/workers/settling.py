@@ -6,15 +6,17 @@ first. What the others say after that is noise: their collectives break because 
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TypeVar
 
 from oomprobe.errors import UnreliableError
 from oomprobe.ground.units import format_seconds
-from oomprobe.records.trials import LOST, Calls, Measured, Outcome, RankTrial, Request, Trial, Verdict
+from oomprobe.records.notes import Notes
+from oomprobe.records.trials import LOST, Measured, Outcome, RankTrial, Request, Trial, Verdict
+from oomprobe.rules.look import merged
 from oomprobe.runners.workers.exit_status import ExitStatus, classify_exit
 from oomprobe.runners.workers.messages import Failed, Lost, Message, Ready
 
@@ -24,6 +26,8 @@ OUT_OF_STEP = (
     "{which} more than {seconds} after {passed} had finished batch {size}: {places}. Do all ranks make the same collectives, and the same "
     "number of them, in each step?"
 )
+UNKNOWN_PLACE = "an unknown place"
+LIMITS = {Verdict.OOM, Verdict.HOST_OOM, Verdict.SIZE_LIMIT}  # verdicts on the size itself
 # Why a process was ended, as part of a sentence.
 TIMED_OUT, WAITED, LATE, STUCK = "timed out", "waited for another rank", "was late", "stuck"
 
@@ -31,38 +35,43 @@ TIMED_OUT, WAITED, LATE, STUCK = "timed out", "waited for another rank", "was la
 def has_failed(answer: Answer) -> bool:
     """Return whether this answer already decides the trial: the process did not pass, or not with all its calls."""
     if isinstance(answer, Outcome):
-        return not answer.trial.passed or answer.calls.ended_early is not None
+        return not answer.trial.passed or answer.ended_early is not None
     return isinstance(answer, ExitStatus | Failed | Lost)
 
 
 def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -> int | None:
     """Return the rank whose failure is believed; None if there is none. `answers` are in the order in which they came."""
-    kinds: tuple[Callable[[Answer], bool], ...] = (_is_limit, _is_death, _is_bug, _is_timeout)
-    if all(map(_is_bug, answers.values())) and len(set(map(_words, answers.values()))) == 1:
+    bugs = {_words(answer) for answer in answers.values() if isinstance(answer, Failed)}
+    all_failed = all(isinstance(answer, Failed) for answer in answers.values())
+    if all_failed and len(bugs) == 1:
         return min(answers)  # they all have the same bug
+    kinds: tuple[Callable[[Answer], bool], ...] = (_is_limit, _is_death, _is_bug, _is_timeout)
     for is_of_kind in kinds:
-        if found := [rank for rank, answer in answers.items() if is_of_kind(answer)]:
-            return min(found, key=lambda rank: _left_bytes(answers[rank], available_bytes.get(rank, 0)))
+        ranks = [rank for rank, answer in answers.items() if is_of_kind(answer)]
+        if ranks:
+            return min(ranks, key=lambda rank: _left_bytes(answers[rank], available_bytes.get(rank, 0)))
     return None
 
 
 def _is_limit(answer: Answer) -> bool:
-    return isinstance(answer, Outcome) and answer.trial.verdict in (Verdict.OOM, Verdict.HOST_OOM, Verdict.SIZE_LIMIT)
+    return isinstance(answer, Outcome) and answer.trial.verdict in LIMITS
 
 
 def _is_death(answer: Answer) -> bool:
     if isinstance(answer, Outcome):
         return answer.trial.verdict in LOST
-    return isinstance(answer, Lost) or (isinstance(answer, ExitStatus) and answer.why is None)
+    if isinstance(answer, ExitStatus):
+        return answer.why is None
+    return isinstance(answer, Lost)
 
 
 def _is_bug(answer: Answer) -> bool:
     return isinstance(answer, Failed)
 
 
-def _words(answer: Answer) -> str:
+def _words(failed: Failed) -> str:
     """Return the text of a bug without its numbers, such as that of the rank."""
-    return re.sub(r"\d+", "", answer.text) if isinstance(answer, Failed) else ""
+    return re.sub(r"\d+", "", failed.text)
 
 
 def _is_timeout(answer: Answer) -> bool:
@@ -82,34 +91,41 @@ def passed_outcome(outcomes: Mapping[int, Outcome], available_bytes: Mapping[int
     """Return the outcome of a trial that every process has passed."""
     if len(outcomes) == 1:
         return outcomes[0]
-    ranks = tuple(_of_trial(rank, one.trial, available_bytes.get(rank)) for rank, one in sorted(outcomes.items()))
-    limiting = min(ranks, key=lambda one: one.left_bytes).rank
     every = [outcomes[rank] for rank in sorted(outcomes)]
-    trials, calls = [one.trial for one in every], [one.calls for one in every]
-    step_s = _most([trial.step_s for trial in trials])
-    trial = replace(
-        outcomes[limiting].trial,
-        peak_allocated_bytes=_most([trial.peak_allocated_bytes for trial in trials]),
-        peak_reserved_bytes=_most([trial.peak_reserved_bytes for trial in trials]),
+    ranks = tuple(_of_trial(rank, outcomes[rank].trial, available_bytes.get(rank)) for rank in sorted(outcomes))
+    limiting = min(ranks, key=lambda rank: rank.left_bytes).rank
+    return replace(
+        outcomes[limiting],
+        trial=_slowest_and_largest(outcomes[limiting].trial, [outcome.trial for outcome in every], ranks),
+        records=tuple(merged([outcome.records for outcome in every])),
+        starts_alike=all(outcome.starts_alike for outcome in every),
+        counts=any(outcome.counts for outcome in every),
+        ended_early=_first(outcome.ended_early for outcome in every),
+        measured=measured_of([outcome.measured for outcome in every]),
+        outside_before_bytes=_most(outcome.outside_before_bytes for outcome in every),
+        outside_after_bytes=_most(outcome.outside_after_bytes for outcome in every),
+        refusal=_first(outcome.refusal for outcome in every),
+        is_spent=any(outcome.is_spent for outcome in every),
+        in_steps_s=max(outcome.in_steps_s for outcome in every),
+        notes=tuple(Notes(chain.from_iterable(outcome.notes for outcome in every))),
+    )
+
+
+def _slowest_and_largest(limiting: Trial, trials: Sequence[Trial], ranks: tuple[RankTrial, ...]) -> Trial:
+    """Return the trial of the limiting rank, with the time of the slowest rank and the highest peaks of any."""
+    step_s = _most(trial.step_s for trial in trials)
+    is_timed = step_s is not None and trials[0].samples_per_s is not None
+    return replace(
+        limiting,
+        peak_allocated_bytes=_most(trial.peak_allocated_bytes for trial in trials),
+        peak_reserved_bytes=_most(trial.peak_reserved_bytes for trial in trials),
         step_s=step_s,
-        samples_per_s=trials[0].batch_size / step_s if step_s and trials[0].samples_per_s else None,
+        samples_per_s=limiting.batch_size / step_s if is_timed and step_s else None,
         alloc_retries=max(trial.alloc_retries for trial in trials),
         leaked_bytes=max(trial.leaked_bytes for trial in trials),
         step_leaked_bytes=max(trial.step_leaked_bytes for trial in trials),
         ranks=ranks,
-        limiting_rank=limiting,
-    )
-    return replace(
-        outcomes[limiting],
-        trial=trial,
-        calls=_of_all_calls(calls),
-        measured=measured_of([one.measured for one in every]),
-        outside_before_bytes=_most([one.outside_before_bytes for one in every]),
-        outside_after_bytes=_most([one.outside_after_bytes for one in every]),
-        refusal=next((one.refusal for one in every if one.refusal), None),
-        is_spent=any(one.is_spent for one in every),
-        in_steps_s=max(one.in_steps_s for one in every),
-        notes=tuple(dict.fromkeys(note for one in every for note in one.notes)),
+        limiting_rank=min(ranks, key=lambda rank: rank.left_bytes).rank,
     )
 
 
@@ -136,46 +152,34 @@ def failed_outcome(
         outcome = Outcome(trial=Trial.of(request, verdict, error=rank.error, where=rank.where))
     if len(answers) == 1:
         return outcome
-    timed_out = [one for one in ranks if one.verdict is Verdict.TIMED_OUT]
+    timed_out = [late for late in ranks if late.verdict is Verdict.TIMED_OUT]
+    error = f"on rank {believed} of {len(answers)}: {rank.error}"
     if rank.verdict is Verdict.TIMED_OUT:
-        error = "; ".join(f"rank {one.rank} at {one.where or 'an unknown place'}" for one in timed_out)
-    else:
-        error = f"on rank {believed} of {len(answers)}: {rank.error}"
+        error = "; ".join(f"rank {late.rank} at {late.where or UNKNOWN_PLACE}" for late in timed_out)
     trial = replace(outcome.trial, error=error, ranks=ranks, limiting_rank=None if timed_out else believed)
     return replace(outcome, trial=trial, measured=None, learned={})
 
 
 def measured_of(every: Sequence[Measured | None]) -> Measured | None:
     """Return the sample of a crew: the least that is available, the most that is outside. None if a rank has none."""
-    samples = [one for one in every if one is not None]
+    samples = [sample for sample in every if sample is not None]
     if len(samples) < len(every):
         return None
     return Measured(
-        available_bytes=min(one.available_bytes for one in samples),
-        outside_bytes=_most([one.outside_bytes for one in samples]),
-    )
-
-
-def _of_all_calls(calls: list[Calls]) -> Calls:
-    return Calls(
-        made=min(one.made for one in calls),
-        first=max(one.first for one in calls),
-        needed=max(one.needed for one in calls),
-        call_s=_most([one.call_s for one in calls]),
-        served_bytes=max(one.served_bytes for one in calls),
-        allocations=max(one.allocations for one in calls),
-        varying=any(one.varying for one in calls),
-        period=math.lcm(*(one.period for one in calls)),
-        counts=any(one.counts for one in calls),
-        ended_early=next((one.ended_early for one in calls if one.ended_early), None),
+        available_bytes=min(sample.available_bytes for sample in samples),
+        outside_bytes=_most(sample.outside_bytes for sample in samples),
     )
 
 
 Number = TypeVar("Number", int, float)
 
 
-def _most(values: Sequence[Number | None]) -> Number | None:
+def _most(values: Iterable[Number | None]) -> Number | None:
     return max((value for value in values if value is not None), default=None)
+
+
+def _first(texts: Iterable[str | None]) -> str | None:
+    return next((text for text in texts if text is not None), None)
 
 
 def _of_trial(rank: int, trial: Trial, available_bytes: int | None) -> RankTrial:
@@ -210,9 +214,13 @@ def _of_answer(request: Request, rank: int, answer: Answer, available_bytes: int
 
 def how_it_ended(answer: Answer) -> str:
     """Say how a process ended, or failed, that gave no outcome."""
-    if isinstance(answer, ExitStatus):
-        return f"it {answer.why}, and was ended" if answer.why in (WAITED, LATE) else answer.text()
-    return answer.text if isinstance(answer, Failed | Lost) else ""
+    if isinstance(answer, Failed | Lost):
+        return answer.text
+    if not isinstance(answer, ExitStatus):
+        return ""
+    if answer.why in (WAITED, LATE):
+        return f"it {answer.why}, and was ended"
+    return answer.text()
 
 
 def first_to_end(request: Request, answers: Mapping[int, Answer], waited_s: float) -> Outcome:
@@ -220,14 +228,17 @@ def first_to_end(request: Request, answers: Mapping[int, Answer], waited_s: floa
 
     Raise UnreliableError if none did: then the ranks do not do the same.
     """
-    passed = {rank: one for rank, one in answers.items() if isinstance(one, Outcome)}
-    if early := [one for one in passed.values() if one.calls.ended_early]:
-        return min(early, key=lambda one: one.calls.made)
+    passed = {rank: answer for rank, answer in answers.items() if isinstance(answer, Outcome)}
+    early = [outcome for outcome in passed.values() if outcome.ended_early is not None]
+    if early:
+        return min(early, key=lambda outcome: len(outcome.records))
+    is_one_late, has_one_passed = len(answers) - len(passed) == 1, len(passed) == 1
+    were = "was" if is_one_late else "were"
     raise UnreliableError(
         OUT_OF_STEP.format(
-            which=f"{_late_ranks(answers)} {'was' if len(answers) - len(passed) == 1 else 'were'} still in the step",
+            which=f"{_late_ranks(answers)} {were} still in the step",
             seconds=format_seconds(waited_s),
-            passed="the others" if len(passed) > 1 else f"rank {next(iter(passed))}",
+            passed=f"rank {next(iter(passed))}" if has_one_passed else "the others",
             size=request.batch_size,
             places=places_of(answers),
         )
@@ -247,11 +258,11 @@ def _late(answers: Mapping[int, Answer]) -> dict[int, ExitStatus]:
 
 def _late_ranks(answers: Mapping[int, Answer]) -> str:
     late = _late(answers)
-    return f"rank {next(iter(late))}" if len(late) == 1 else f"ranks {', '.join(map(str, late))}"
+    if len(late) == 1:
+        return f"rank {next(iter(late))}"
+    return f"ranks {', '.join(map(str, late))}"
 
 
 def places_of(answers: Mapping[int, Answer]) -> str:
     """Say at which lines of the user's the ranks were that had to be ended."""
-    return "; ".join(
-        f"rank {rank} at {status.where() or 'an unknown place'}" for rank, status in _late(answers).items()
-    )
+    return "; ".join(f"rank {rank} at {status.where() or UNKNOWN_PLACE}" for rank, status in _late(answers).items())

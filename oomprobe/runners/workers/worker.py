@@ -6,22 +6,22 @@ import gc
 import os
 import pickle
 import sys
-from collections.abc import Callable
-from functools import partial
 from multiprocessing.connection import Connection
 
 from oomprobe.devices import Device, choose_device, is_host
 from oomprobe.ground import processes
 from oomprobe.records.options import check_model, named_steps
+from oomprobe.records.patience import Clock
 from oomprobe.records.trials import Runner
 from oomprobe.runners.hooks import preload_dynamo
+from oomprobe.runners.local import FurtherCalls, further_here
 from oomprobe.runners.ranks_here import check_process_group, refuse_host
-from oomprobe.runners.signals import Clock, Interrupts
+from oomprobe.runners.signals import Interrupts
 from oomprobe.runners.targets import build
 from oomprobe.runners.workers.messages import Task, receive
 from oomprobe.runners.workers.process import begin
 from oomprobe.runners.workers.runner import WorkersRunner, forks
-from oomprobe.runners.workers.serve import agree, local_runner, serve
+from oomprobe.runners.workers.serve import FurtherOfAll, local_runner, serve
 from oomprobe.state import Tracker
 
 
@@ -38,10 +38,10 @@ def answer(wire: Connection) -> None:
     """Build the target of the first message, and answer all others until the other end is closed."""
     task = receive(wire)
     if isinstance(task, Task):
-        serve(wire, lambda: _runner_of(task, partial(agree, wire)), building=task.target)
+        serve(wire, lambda: _runner_of(task, FurtherOfAll(wire)), building=task.target)
 
 
-def _runner_of(task: Task, agree: Callable[[bool], bool]) -> tuple[Runner, Device | None]:
+def _runner_of(task: Task, further: FurtherCalls) -> tuple[Runner, Device | None]:
     """Build the target and return the runner of its trials, with the device if they run in this process."""
     model, step_fn = build(task.target)
     check_model(model)
@@ -53,7 +53,9 @@ def _runner_of(task: Task, agree: Callable[[bool], bool]) -> tuple[Runner, Devic
     tracker = Tracker(model, [step.run for step in steps.values()], device=device)
     if not is_host(device):
         preload_dynamo()
-        return local_runner(model, steps, tracker, device, ranks, axis, agree if ranks > 1 else bool), device
+        if ranks == 1:
+            further = further_here
+        return local_runner(model, steps, tracker, device, ranks, axis, further), device
     if ranks > 1:
         refuse_host(device.torch_device)
     clock = Clock(task.options)

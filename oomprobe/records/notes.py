@@ -1,0 +1,67 @@
+"""Notes: what a careful reader of a result should know, each as a sentence with what code needs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class NoteKind(StrEnum):
+    """What a note means for the answer."""
+
+    REMARK = "remark"
+    WARNING = "warning"  # the answer may not hold
+    NOT_RESTORED = "not restored"  # a warning too: something of the user's did not come back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """A sentence for people, and what it is about."""
+
+    text: str
+    kind: NoteKind = NoteKind.REMARK
+    sizes: tuple[int, ...] = ()  # the batch sizes that it names: a short table of trials keeps theirs
+
+    @property
+    def warns(self) -> bool:
+        """Whether the answer may not hold."""
+        return self.kind is not NoteKind.REMARK
+
+
+def remark(text: str, *sizes: int) -> Note:
+    """Return a note that leaves the answer as it is."""
+    return Note(text=text, sizes=sizes)
+
+
+def warning(text: str, *sizes: int) -> Note:
+    """Return a note that says that the answer may not hold."""
+    return Note(text=text, kind=NoteKind.WARNING, sizes=sizes)
+
+
+class Notes:
+    """Notes in the order in which they came, each text once.
+
+    Examples:
+        >>> notes = Notes()
+        >>> notes.add(remark("a"))
+        >>> notes.extend([warning("b", 8), remark("a")])
+        >>> [note.text for note in notes]
+        ['a', 'b']
+    """
+
+    def __init__(self, notes: Iterable[Note] = ()) -> None:
+        self._by_text: dict[str, Note] = {}
+        self.extend(notes)
+
+    def add(self, note: Note) -> None:
+        """Add a note, unless it is there."""
+        self._by_text.setdefault(note.text, note)
+
+    def extend(self, notes: Iterable[Note]) -> None:
+        """Add all of them that are not there."""
+        for note in notes:
+            self.add(note)
+
+    def __iter__(self) -> Iterator[Note]:
+        return iter([*self._by_text.values()])

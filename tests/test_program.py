@@ -1,0 +1,172 @@
+"""Which calls each kind of trial makes, and how those go on that learn, or that may end once their calls repeat."""
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+from helpers import ARunner, records
+
+from oomprobe.records.options import Options
+from oomprobe.records.patience import Clock
+from oomprobe.records.trials import CallRecord, Outcome, Phase, Trial, Verdict
+from oomprobe.rules.look import calls_since, checks_of, have_settled, marks_of, merged
+from oomprobe.rules.program import Program, further, most_calls, shortened
+
+NAMES = ("train", "eval")
+
+
+def program(*, first=1, full=1, names=("step",), period=0, call_s=0.0, needed=0, row=0, **options):
+    """Return the program of a probe whose trials have shown how many calls a full step takes."""
+    options = Options(**options)
+    made = Program(ARunner(step_names=names).facts, options, Clock(options), row)
+    stepped = [*[None] * (first - 1), first, *[None] * (full - 1), full]
+    shown = [CallRecord(step=name, stepped=calls, seconds=call_s) for name in names for calls in stepped]
+    passed = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.GROW, steps=len(shown))
+    assert [*made.learn(made.growing(8), Outcome(trial=passed, records=tuple(shown)))] == []
+    made.needed, made._period = needed, period
+    return made
+
+
+def steps_of(request):
+    """Return the calls of a trial as pairs of a step and how often it is called in a row."""
+    return [(name, len([*calls])) for name, calls in itertools.groupby(request.calls, lambda call: call.step)]
+
+
+@pytest.mark.parametrize(
+    ("made", "growing", "confirming"),
+    [
+        (program(), 3, 50),  # a first full step and 2 more; as many as there is time for
+        (program(call_s=2.0), 3, 6),  # 5 fit in 10 s, but 1 + confirm_steps are needed
+        (program(call_s=1.0), 3, 10),
+        (program(first=4, full=4), 12, 50),  # accumulates over 4
+        (program(first=40, full=40), 80, 80),  # one full step more is enough
+        (program(needed=7), 7, 50),
+        (program(steps=1, confirm_steps=1, call_s=9.0), 2, 2),
+    ],
+)
+def test_trials_are_as_long_as_full_steps_take(made, growing, confirming):
+    assert [call.step for call in made.growing(8).calls] == ["step"] * growing
+    assert len(made.confirming(8).calls) == confirming
+
+
+def test_several_steps_take_turns_twice():
+    assert steps_of(program(names=NAMES).growing(8)) == [("train", 3), ("eval", 3)] * 2
+
+
+def test_a_plan_accumulates_after_a_full_step():
+    request = program(first=4, full=4).accumulating(8, 6)
+    assert [call.accumulates for call in request.calls] == [False] * 4 + [True] * 6
+    assert request.accumulation_steps == 6
+
+
+def test_a_breakdown_records_one_full_step_more():
+    request = program(first=4, full=4).recording(8)
+    assert [call.is_recorded for call in request.calls] == [False] * 8 + [True] * 4
+
+
+def test_mixed_rows_are_one_list():
+    request = program().in_turn([(0, 8), (1, 4), (0, 8)])
+    assert [(call.row, call.batch_size) for call in request.calls] == [(0, 8), (1, 4), (0, 8)]
+    assert (request.batch_size, request.row) == (8, -1)
+
+
+def test_a_bug_ends_a_confirmation_only_in_calls_that_it_need_not_make():
+    confirming, growing = program().confirming(8), program().growing(8)
+    assert [call.is_extra for call in confirming.calls] == [False] * 3 + [True] * 47
+    assert not any(call.is_extra for call in growing.calls)
+
+
+def test_a_trial_is_made_as_long_as_the_shortest_data():
+    request = program(call_s=0.1, period=1).confirming(8)
+    assert len(shortened(request, 9).calls) == 9 > len(request.calls)
+    assert shortened(request, 2).calls == request.calls[:2]
+    assert shortened(request, 9).until is None
+
+
+# --- trials that go on ---
+
+
+def trial(request, loop, seconds=None):
+    """Return the records of a trial whose n-th call shows what a loop says."""
+    shown, calls = [], request.calls
+    while calls:
+        for call in calls:
+            record = CallRecord(step=call.step, seconds=seconds, **loop(len(shown) + 1, call.step))
+            shown.append(replace(record, counted=None))
+        if request.until.period and calls_since(marks_of(shown), request.until.period):
+            shown[-1] = record  # as the runner, which checks what the user counts with only then
+        calls = further(request, shown, time.monotonic())
+    return shown
+
+
+def made(request, loop, seconds=None):
+    return [record.step for record in trial(request, loop, seconds)]
+
+
+def stepping(every):
+    return lambda number, step: {"stepped": None if number % every else every}
+
+
+@pytest.mark.parametrize(("every", "calls"), [(1, 3), (4, 12), (40, 120)])
+def test_a_first_trial_makes_full_steps_whatever_they_take(every, calls):
+    options = Options()
+    request = Program(ARunner().facts, options, Clock(options)).growing(8)
+    assert made(request, stepping(every)) == ["step"] * calls
+
+
+def test_each_step_in_turn_makes_its_full_steps():
+    options = Options()
+    request = Program(ARunner(step_names=NAMES).facts, options, Clock(options)).growing(8)
+    assert made(request, lambda number, step: {"stepped": 1}) == (["train"] * 3 + ["eval"] * 3) * 2
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(None, 50), (0.5, 26), (60.0, 6)])
+def test_a_check_goes_on_while_there_is_time(seconds, calls):
+    options = Options()
+    request = Program(ARunner().facts, options, Clock(options)).confirming(8)
+    assert len(made(request, stepping(1), seconds)) == calls
+    assert most_calls(request) == 50
+
+
+def repeating(after, length):
+    """Return a loop whose calls repeat with a period once some have been made, and which counts nothing."""
+
+    def loop(number, step):
+        mark = -number if number <= after else (number - after) % length
+        return {"stepped": 1, "mark": mark, "counted": 0}
+
+    return loop
+
+
+@pytest.mark.parametrize(("after", "period", "calls"), [(1, 1, 6), (9, 1, 12), (1, 3, 8), (1, 7, 16), (60, 1, 50)])
+def test_a_confirmation_ends_once_its_calls_have_repeated(after, period, calls):
+    request = program(period=period, call_s=0.01).confirming(8)
+    assert len(made(request, repeating(after, period))) == calls
+
+
+@pytest.mark.parametrize("change", [{"counted": None}, {"mark": None}])
+def test_what_cannot_be_seen_makes_all_calls(change):
+    request = program(period=1, call_s=0.01).confirming(8)
+    assert len(made(request, lambda number, step: {**repeating(1, 1)(number, step), **change})) == 50
+
+
+def test_what_the_user_counts_makes_all_calls_and_is_checked_rarely():
+    request = program(period=1, call_s=0.01).confirming(8)
+    shown = trial(request, lambda number, step: {**repeating(1, 1)(number, step), "counted": number})
+    assert len(shown) == 50
+    assert len(checks_of(shown)) <= 11
+
+
+def test_ranks_settle_together():
+    early, late = ([CallRecord(step="step", **repeating(after, 1)(n, "step")) for n in range(1, 9)] for after in (1, 6))
+    assert have_settled(early, 1)
+    assert not have_settled(merged([early, late]), 1)
+    assert have_settled(merged([early, early]), 1)
+
+
+def test_ranks_complete_a_full_step_when_the_last_of_them_does():
+    ranks = [records(6, first=1), records(6, first=4)]
+    assert [record.stepped for record in merged(ranks)] == [None, None, None, 4, 1, 1]
+    taking_turns = [[CallRecord(step="step", stepped=1 if n % 2 == odd else None) for n in range(6)] for odd in (0, 1)]
+    assert [record.stepped for record in merged(taking_turns)] == [None, 1, None, 1, None, 1]
