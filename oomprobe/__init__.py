@@ -22,9 +22,9 @@ _NAMES = {
     ),
     "records.fit": ("LinearFit",),
     "records.plan": ("PlanEntry",),
-    "records.result": ("ProbeResult",),
-    "records.table": ("ProbeTable",),
     "records.trials": ("Phase", "Trial", "Verdict"),
+    "results.result": ("ProbeResult",),
+    "results.table": ("ProbeTable",),
     "verdicts": ("Evidence", "classify_error"),
     "worst_case": ("WorstCaseBatches", "worst_case_batches"),
 }
@@ -50,11 +50,11 @@ if TYPE_CHECKING:
     from oomprobe.probe import probe_target as probe_target
     from oomprobe.records.fit import LinearFit as LinearFit
     from oomprobe.records.plan import PlanEntry as PlanEntry
-    from oomprobe.records.result import ProbeResult as ProbeResult
-    from oomprobe.records.table import ProbeTable as ProbeTable
     from oomprobe.records.trials import Phase as Phase
     from oomprobe.records.trials import Trial as Trial
     from oomprobe.records.trials import Verdict as Verdict
+    from oomprobe.results.result import ProbeResult as ProbeResult
+    from oomprobe.results.table import ProbeTable as ProbeTable
     from oomprobe.verdicts import Evidence as Evidence
     from oomprobe.verdicts import classify_error as classify_error
     from oomprobe.worst_case import WorstCaseBatches as WorstCaseBatches

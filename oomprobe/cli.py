@@ -25,12 +25,11 @@ from oomprobe.ground.version import __version__
 from oomprobe.ground.words import did_you_mean
 from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.options import Options
-from oomprobe.records.result import ProbeResult
-from oomprobe.records.table import ProbeTable
 from oomprobe.report.blocks import as_text, is_warning
 from oomprobe.report.plot import new_figure
-from oomprobe.report.table import report_of, text
 from oomprobe.report.trials import trials_table
+from oomprobe.results.result import ProbeResult
+from oomprobe.results.table import ProbeTable
 from oomprobe.runners.targets import name_of
 
 STDOUT = Path("-")
@@ -115,7 +114,7 @@ def _run(arguments: argparse.Namespace) -> int:
         results = [result for _, result in probed.fitting()] if isinstance(probed, ProbeTable) else [probed]
         contaminated = any(result.contaminated for result in results)
         if contaminated or not quiet:
-            write(sys.stderr if machine_reads else stdout, text(probed, verbose=arguments.verbose))
+            write(sys.stderr if machine_reads else stdout, as_text(probed.report(verbose=arguments.verbose)))
         if arguments.json == STDOUT:
             write(stdout, probed.to_json())
         elif quiet and not contaminated:
@@ -201,9 +200,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     on_accelerator = (f"a small GPT on {here}", demo.small_gpt, here, 1)
     for title, build, device, multiple_of in (on_card, on_host if here == "cpu" else on_accelerator):
         print(f"--- {title} ---", flush=True)
-        report = report_of(
-            find_max_batch(*build(), device=device, multiple_of=multiple_of, progress=arguments.progress)
-        )
+        result = find_max_batch(*build(), device=device, multiple_of=multiple_of, progress=arguments.progress)
+        report = result.report()
         print(as_text(dataclasses.replace(report, blocks=report.blocks[:1])), flush=True)
     print("Next: oomprobe run train.py:build, where build() returns (model, step_fn)")
     return 0
@@ -212,14 +210,14 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     check_pictures(arguments)
     shown = _read(arguments.result)
-    print(text(shown, verbose=arguments.verbose), end="", flush=True)
+    print(as_text(shown.report(verbose=arguments.verbose)), end="", flush=True)
     _save(shown, arguments)
     return 0
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from oomprobe.report.compare import comparison
-    from oomprobe.rules.regression import grown
+    from oomprobe.results.compare import comparison
+    from oomprobe.results.regression import grown
 
     names = arguments.first, arguments.second
     first, second = map(_read, names)
@@ -369,7 +367,7 @@ def _number(text: str) -> object:
 
 
 def _tolerance(text: str) -> float:
-    from oomprobe.rules.regression import tolerance_of
+    from oomprobe.results.regression import tolerance_of
 
     try:
         return tolerance_of(text)
@@ -486,7 +484,7 @@ def explain(error: BaseException, *, required: bool) -> int:
         tell(f"oomprobe: unexpected internal error ({type(error).__name__}), no answer; please report it")
         return errors.UNFORESEEN
     if isinstance(error.table, ProbeTable):
-        tell(f"the rows that were finished:\n{text(error.table)}")
+        tell(f"the rows that were finished:\n{error.table}")
     if error.trials:
         tell(trials_table(error.trials))
     if isinstance(error, errors.StepFailedError) and error.__cause__ is not None:

@@ -32,10 +32,10 @@ from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
 from oomprobe.records.axis import CARDS, NO_AXIS, Axis
 from oomprobe.records.options import Options, Steps
-from oomprobe.records.result import ProbeResult
-from oomprobe.records.table import ProbeTable
-from oomprobe.report.log import logged
 from oomprobe.report.progress import Progress
+from oomprobe.results.log import logged
+from oomprobe.results.result import ProbeResult
+from oomprobe.results.table import ProbeTable
 from oomprobe.runners.targets import name_of
 
 COMMAND_RESOLUTION = 1 / 64  # each trial is a whole run of the command

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 import oomprobe  # noqa: E402
 from oomprobe.cli import parser  # noqa: E402
+from oomprobe.results.base import Reported  # noqa: E402
 
 CHAPTERS = {
     "Search": (
@@ -110,8 +111,11 @@ def public():
 
 
 def methods(name, kind):
-    """Yield the public methods and properties that a class defines and users call."""
-    for member, value in vars(kind).items():
+    """Yield the public methods and properties that a class defines, or that results have in common, and users call."""
+    members = dict(vars(kind))
+    if issubclass(kind, Reported):
+        members |= {member: value for member, value in vars(Reported).items() if member not in members}
+    for member, value in members.items():
         is_method = inspect.isroutine(value) or isinstance(value, property | classmethod)
         if is_method and not member.startswith("_") and member in CALLED_BY_USERS.get(name, (member,)):
             yield member, value

@@ -5,8 +5,8 @@ from dataclasses import replace
 from helpers import a_trial
 
 from oomprobe.records.fit import fit_line
-from oomprobe.records.result import ProbeResult
 from oomprobe.records.trials import Phase, RankTrial, Verdict
+from oomprobe.results.result import ProbeResult
 
 GIB, MIB = 2**30, 2**20
 CUDA_OOM = (

@@ -16,9 +16,11 @@ from oomprobe.probing.summary import result_of
 from oomprobe.records.fit import fit_line
 from oomprobe.records.options import Options
 from oomprobe.records.patience import Clock
-from oomprobe.records.result import ProbeResult
 from oomprobe.records.trials import CallRecord, DeviceInfo, Measured, Phase, RunnerInfo, Trial, Verdict
+from oomprobe.report.blocks import as_text
+from oomprobe.report.html import page
 from oomprobe.report.progress import Reporter
+from oomprobe.results.result import ProbeResult
 
 GIB = 2**30
 GOLDEN = Path(__file__).parent / "golden"
@@ -81,6 +83,14 @@ def a_result(**changes):
         "available_bytes": 100,
     }
     return ProbeResult(**{**values, **changes})
+
+
+def text_of(record, *, verbose=False):
+    return as_text(record.report(verbose=verbose))
+
+
+def page_of(record):
+    return page(record.report(verbose=True))
 
 
 def same_as_golden(text, name):

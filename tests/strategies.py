@@ -5,8 +5,8 @@ import dataclasses
 from hypothesis import strategies as st
 
 from oomprobe.records.fit import LinearFit
-from oomprobe.records.result import SCHEMA_VERSION, ProbeResult
 from oomprobe.records.trials import Phase, RankTrial, Trial, Verdict
+from oomprobe.results.result import SCHEMA_VERSION, ProbeResult
 
 counts = st.integers(0, 2**63) | st.just(10**300)
 floats = st.floats(allow_nan=False, allow_infinity=False)

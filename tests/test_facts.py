@@ -4,9 +4,9 @@ import re
 import pytest
 from example_results import gpu
 from helpers import a_result, a_trial
+from helpers import text_of as report
 
 from oomprobe.records.trials import Phase, Verdict
-from oomprobe.report.table import text as report
 
 
 def sentence(result, word):

@@ -23,7 +23,7 @@ def imported_by(statement):
 
 
 def test_the_pure_modules_import_no_torch():
-    pure = ["rules.search", "records.result", "ground.units", "verdicts", "errors", "report", "records.fit", "cli"]
+    pure = ["rules.search", "results.result", "ground.units", "verdicts", "errors", "report", "records.fit", "cli"]
     modules = imported_by("\n".join(f"import oomprobe.{name}" for name in pure))
     assert {f"oomprobe.{name}" for name in pure} <= modules
     assert "torch" not in modules

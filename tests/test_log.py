@@ -9,9 +9,10 @@ import torch
 from helpers import a_result
 
 import oomprobe
-from oomprobe.records.table import ProbeTable
-from oomprobe.report.log import is_warning, logged
-from oomprobe.report.result import WARNING
+from oomprobe.report.blocks import is_warning
+from oomprobe.results.log import logged
+from oomprobe.results.result import WARNING
+from oomprobe.results.table import ProbeTable
 
 QUIET = {"device": "sim:1GiB", "max_batch": 4, "progress": "off"}
 
@@ -76,6 +77,6 @@ def test_what_is_a_warning(note, warns):
 
 
 def test_without_logging_configured_nothing_is_printed():
-    code = "from oomprobe.report.log import log_notes; log_notes(['weak: no optimizer stepped'])"
+    code = "from oomprobe.results.log import log_notes; log_notes(['weak: no optimizer stepped'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")

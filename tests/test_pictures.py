@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from example_results import EXAMPLES, gpu
-from helpers import a_result, a_trial, same_as_golden
+from helpers import a_result, a_trial, page_of, same_as_golden
 from test_probe_table import a_table
 
 import oomprobe
@@ -17,9 +17,8 @@ from oomprobe import cli
 from oomprobe.records.breakdown import ACTIVATIONS, FRAGMENTATION, KINDS, Breakdown, ModuleMemory
 from oomprobe.report.blocks import block_lines
 from oomprobe.report.breakdown import advice, breakdown_blocks
-from oomprobe.report.compare import comparison
-from oomprobe.report.html import page
 from oomprobe.report.plot import bracket_figure
+from oomprobe.results.compare import comparison
 
 GIB = 2**30
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -72,7 +71,7 @@ def test_a_plot_shows_peaks_lines_and_throughput(tmp_path):
 def test_a_plot_has_a_second_part_if_throughput_was_measured():
     assert len(EXAMPLES["ranks"]().plot().axes) == 2
     assert len(EXAMPLES["trouble"]().plot().axes) == 1
-    axes = bracket_figure(replace(gpu(), trials=(a_trial(8),))).axes[0]
+    axes = bracket_figure([a_trial(8)], 8).axes[0]
     assert axes.get_xlim() == (0.5, 1.5)  # whole trials
 
 
@@ -89,7 +88,7 @@ def test_without_matplotlib_the_error_says_what_to_type(monkeypatch, tmp_path):
 
 def test_a_page_has_everything_and_loads_nothing():
     result = gpu()
-    text = page(result)
+    text = page_of(result)
     assert text.count("<svg") == 2
     assert len(re.findall(r'<tr class="(?:failed|passed|answer)"', text)) == len(result.trials)
     remark = "backward, model.py:142: CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -109,7 +108,7 @@ def test_text_from_outside_is_escaped():
         trials=(a_trial(step_name="<script>"),),
         environment={"target": "<script>"},
     )
-    for text in (page(result), result._repr_html_()):
+    for text in (page_of(result), result._repr_html_()):
         assert "<script" not in text
         assert "a &amp; b &lt;b&gt;" in text
         assert text.count("&lt;script&gt;alert(1)") == text.count("90 % of 100 B")  # the verdict
@@ -119,7 +118,7 @@ def test_a_page_names_date_target_and_options():
     environment = {"date": "2026-11-26T18:40:00+00:00", "target": "train.py:build", "cuda": None}
     result = a_result(environment=environment, options={"multiple_of": 8, "max_batch": None})
     of_a_table = a_table(rows={512: result}, mixed={}, unfit={})
-    for text in map(page, (result, of_a_table)):
+    for text in map(page_of, (result, of_a_table)):
         _, appendix = text.split("<h2>Environment</h2>")[-2:]
         assert "<dt>target</dt><dd>train.py:build</dd>" in appendix
         assert "<dt>date</dt><dd>2026-11-26T18:40:00+00:00</dd>" in appendix
@@ -157,7 +156,7 @@ def test_a_browser_shows_the_page_on_a_phone_without_horizontal_scrolling(tmp_pa
         "f.contentWindow.getComputedStyle(t).backgroundAttachment.includes('local')]}"
     )
     (tmp_path / "frame.html").write_text(
-        f'<title>-</title><iframe width="390" srcdoc="{html.escape(page(gpu()))}" onload="({tell})(this)"></iframe>'
+        f'<title>-</title><iframe width="390" srcdoc="{html.escape(page_of(gpu()))}" onload="({tell})(this)"></iframe>'
     )
     command = [CHROMIUM, *QUIETLY, f"--user-data-dir={tmp_path}/user", "--virtual-time-budget=5000", "--dump-dom"]
     done = subprocess.run([*command, str(tmp_path / "frame.html")], capture_output=True, text=True, timeout=100)
@@ -233,7 +232,7 @@ def test_the_command_line_compares_and_writes_a_page(tmp_path, capsys):
     kept = str(tmp_path / "probe.json")
     gpu().to_json(kept)
     assert cli.main(["show", kept, "--html", str(tmp_path / "page.html")]) == 0
-    assert (tmp_path / "page.html").read_text() == page(gpu())
+    assert (tmp_path / "page.html").read_text() == page_of(gpu())
     assert cli.main(["compare", kept, kept]) == 0
     assert "other differences" not in capsys.readouterr().out
     assert cli.main(["compare", kept, "nowhere.json"]) == 2

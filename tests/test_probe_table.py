@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 from example_results import gpu
-from helpers import same_as_golden
+from helpers import page_of, same_as_golden
+from helpers import text_of as report
 from ledger import LedgerDevice, Log
 from zoo import numbered, training_step
 
 import oomprobe
 from oomprobe import InvalidArgumentError, ProbeTable, cli
 from oomprobe.records.axis import Axis
-from oomprobe.report.html import page as page_of
-from oomprobe.report.table import text as report
 
 QUIET = {"device": "sim:64MiB", "progress": "off"}
 

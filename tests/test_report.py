@@ -4,10 +4,10 @@ from dataclasses import replace
 import pytest
 from example_results import EXAMPLES, gpu
 from helpers import a_result, same_as_golden
+from helpers import text_of as report
 from hypothesis import given
 from strategies import results
 
-from oomprobe.report.table import text as report
 from oomprobe.report.trials import FEW
 
 VERDICT = re.compile(r"^verdict: batch (\d+)", re.MULTILINE)

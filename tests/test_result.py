@@ -8,8 +8,8 @@ from hypothesis import given
 from strategies import results
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.records.result import SCHEMA_VERSION, ProbeResult
 from oomprobe.records.trials import Phase, Verdict
+from oomprobe.results.result import SCHEMA_VERSION, ProbeResult
 
 VERSION_1 = Path(__file__).parent / "data" / "result_version_1.json"
 

@@ -9,7 +9,6 @@ from torch import nn
 from zoo import numbered
 
 import oomprobe
-from oomprobe.report.html import notebook
 
 
 def accumulating(over, *, backward=True, by_hand=False, reach=True):
@@ -69,7 +68,7 @@ NOTES = {
 def test_without_an_optimizer_a_note_says_what_was_seen(text):
     result = probe(*NOTES[text], max_batch=4)
     assert [note for note in result.notes if text in note]
-    assert text in notebook(result)
+    assert text in result._repr_html_()
 
 
 SEEN = "the answer ran for 50 calls; rarer events were not measured"

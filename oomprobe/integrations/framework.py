@@ -19,8 +19,8 @@ from oomprobe.errors import DeviceLostError, OomProbeError, check_size
 from oomprobe.probe import find_max_batch
 from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Options, Step
-from oomprobe.records.result import ProbeResult
-from oomprobe.report.log import log_notes
+from oomprobe.results.log import log_notes
+from oomprobe.results.result import ProbeResult
 from oomprobe.state import Tracker, generator_states, preserved
 from oomprobe.worst_case import LargestFirst
 

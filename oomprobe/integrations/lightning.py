@@ -28,7 +28,7 @@ from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
 from oomprobe.integrations import framework
 from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Step, check_seconds
-from oomprobe.records.result import ProbeResult
+from oomprobe.results.result import ProbeResult
 from oomprobe.runners.ranks_here import refuse_ranks
 from oomprobe.worst_case import LargestFirst, largest_first
 

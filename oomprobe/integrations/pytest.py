@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from oomprobe.records.options import Steps
-    from oomprobe.records.result import ProbeResult
+    from oomprobe.results.result import ProbeResult
 
 NO_BASELINE = "there is no baseline {path}: run pytest --oomprobe-update, look at the file, and commit it"
 ANOTHER_TORCH = (
@@ -83,8 +83,8 @@ class Checked:
     def assert_no_growth(self, tolerance: str | float | None = None) -> None:
         """Fail if the step allocates more than in the baseline, by more than a share such as ``"2%"``; None: at all."""
         __tracebackhide__ = True
-        from oomprobe.records.result import ProbeResult
-        from oomprobe.rules.regression import grown, tolerance_of
+        from oomprobe.results.regression import grown, tolerance_of
+        from oomprobe.results.result import ProbeResult
 
         if self._updates:
             self._path.parent.mkdir(exist_ok=True)

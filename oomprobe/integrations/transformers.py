@@ -29,8 +29,8 @@ from oomprobe.probe import check
 from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Step
 from oomprobe.records.plan import PlanEntry, plan
-from oomprobe.records.result import ProbeResult
-from oomprobe.report.log import log_notes
+from oomprobe.results.log import log_notes
+from oomprobe.results.result import ProbeResult
 from oomprobe.runners.ranks_here import refuse_ranks
 from oomprobe.worst_case import LargestFirst, largest_first
 

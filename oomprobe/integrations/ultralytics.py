@@ -23,7 +23,7 @@ from oomprobe.errors import Caller, InvalidArgumentError, check_size
 from oomprobe.integrations import framework
 from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Step
-from oomprobe.records.result import ProbeResult
+from oomprobe.results.result import ProbeResult
 
 GRID = 32  # pixels: the trainer rounds image sides up to a multiple of the stride, which is at least this
 OBJECT_SIDE = 0.5  # as a share of the image's side; see `_worst_batch`

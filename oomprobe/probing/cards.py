@@ -22,9 +22,9 @@ from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
 from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.patience import Clock
-from oomprobe.records.table import ProbeTable
 from oomprobe.records.trials import CallRecord, Measured, Outcome, Request, RunnerInfo
 from oomprobe.report.progress import reporter
+from oomprobe.results.table import ProbeTable
 from oomprobe.rules.search import Found
 from oomprobe.simulation.catalogue import each_name
 

@@ -20,8 +20,8 @@ from oomprobe.ground.words import count, shortened
 from oomprobe.probing.session import Session
 from oomprobe.records.fit import estimates, fit_line
 from oomprobe.records.notes import Note, remark, warning
-from oomprobe.records.result import ProbeResult
 from oomprobe.records.trials import Phase, Trial, Verdict, last_of
+from oomprobe.results.result import ProbeResult
 from oomprobe.rules.diagnosis import is_pressed
 from oomprobe.rules.search import Found
 

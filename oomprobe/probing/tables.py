@@ -14,8 +14,8 @@ from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.records.axis import Axis, is_larger, magnitude, text_of_value
 from oomprobe.records.patience import Clock
-from oomprobe.records.result import ProbeResult
-from oomprobe.records.table import ProbeTable
+from oomprobe.results.result import ProbeResult
+from oomprobe.results.table import ProbeTable
 
 ALIKE = 1.02  # answers of all rows that differ by no more than this factor are the same
 UNUSED = "all values of {axis} have the same batch size: does the step use {axis}?"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from oomprobe.ground.words import WIDTH, clip, wrap
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NOTES = "notes:"  # the title of a block
+VERDICT = "verdict: "  # begins the first line of a report
+VERDICT_WIDTH = WIDTH - len(VERDICT)  # columns for the verdict itself
 LABEL_WIDTH = 14  # of facts
+UNKNOWN = "-"  # the cell of a value that was not measured
 # A note of a table may begin with the rows that it is about.
 _WARNING = re.compile(r"(?:^|: )(?:weak|leak|marginal|not restored): |^the step varies|^THE MODEL")
 
@@ -21,6 +24,17 @@ _WARNING = re.compile(r"(?:^|: )(?:weak|leak|marginal|not restored): |^the step 
 def is_warning(note: str) -> bool:
     """Return whether a note says that the answer may not hold."""
     return _WARNING.search(note) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A sentence, and the batch sizes that it is about: a short table of trials keeps theirs."""
+
+    text: str
+    sizes: tuple[int, ...] = ()
+
+
+Facts = Mapping[str, Sequence[Fact]]  # by label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,21 +58,19 @@ class Table:
     foot: Sequence[str] = ()
 
 
-Facts = Mapping[str, Sequence[str]]  # sentences by label
-
-
 class Block(NamedTuple):
     """A part of a report: a sentence, a list of items, facts, or a table."""
 
     title: str
     content: str | Sequence[str] | Facts | Table
+    caption: str = ""  # what to know to read a table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """All that people read about a result or a table."""
 
-    verdict: str
+    verdict: str  # in one line
     warning: str = ""
     blocks: Sequence[Block]  # those without content are left out
     parts: Mapping[str, Report] = field(default_factory=dict)  # further reports, by name
@@ -66,53 +78,94 @@ class Report:
     appendix: Sequence[Block] = ()  # of a page
 
 
+def cell(value: Any, write: Callable[[Any], str] = str) -> str:
+    """Return the cell of a value that may be unknown, which is None."""
+    if value is None:
+        return UNKNOWN
+    return write(value)
+
+
+def measured_columns(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, always: int
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Return the heads and the cells of each row, without the columns in which all cells are unknown; the first `always` stay."""
+    columns = list(zip(heads, *rows, strict=True))
+    used = columns[:always]
+    for head, *cells in columns[always:]:
+        if set(cells) != {UNKNOWN}:
+            used.append((head, *cells))
+    used_heads, *used_rows = zip(*used, strict=True)
+    return used_heads, used_rows
+
+
 def as_text(report: Report) -> str:
     """Render a report; only its first line begins with ``verdict:``, and so does that of each part."""
-    heading = [report.verdict, *wrap(report.warning, first="!! ", rest="!! ")]
-    texts = ["\n".join(lines) for lines in (heading, *map(block_lines, report.blocks)) if lines]
-    parts = (f"\n--- {name} ---\n{as_text(part)}" for name, part in report.parts.items())
-    return "\n\n".join(texts) + "\n" + "".join(parts)
+    paragraphs = [[f"{VERDICT}{report.verdict}", *wrap(report.warning, first="!! ", rest="!! ")]]
+    for block in report.blocks:
+        if block.content:
+            paragraphs.append(block_lines(block))
+    text = "\n\n".join(map("\n".join, paragraphs)) + "\n"
+    for name, part in report.parts.items():
+        text += f"\n--- {name} ---\n{as_text(part)}"
+    return text
 
 
 def block_lines(block: Block) -> list[str]:
-    """Render a block."""
-    if not block.content:
-        return []
+    """Render a block that has content."""
+    lines = []
+    if block.caption:
+        lines.append(f"{block.title} ({block.caption})")
+    elif block.title:
+        lines.append(block.title)
     match block.content:
         case str(sentence):
-            lines = wrap(sentence, rest="  ")
+            lines += wrap(sentence, rest="  ")
         case Table() as table:
-            lines = _table_lines(table)
+            lines += _table_lines(table)
         case Mapping() as facts:
-            lines = _fact_lines(facts)
+            lines += _fact_lines(facts)
         case items:
-            lines = [line for item in items for line in wrap(item, first="  - ", rest="    ")]
-    return [block.title, *lines] if block.title else lines
+            for item in items:
+                lines += wrap(item, first="  - ", rest="    ")
+    return lines
 
 
 def _fact_lines(facts: Facts) -> list[str]:
     lines = []
+    indent = "".ljust(LABEL_WIDTH)
     for label, sentences in facts.items():
-        for number, sentence in enumerate(sentences):
-            first = f"  {'' if number else label}".ljust(LABEL_WIDTH)
-            lines += wrap(sentence, first=first, rest=" " * (LABEL_WIDTH + 2))
+        first = f"  {label}".ljust(LABEL_WIDTH)
+        for fact in sentences:
+            lines += wrap(fact.text, first=first, rest=f"{indent}  ")
+            first = indent
     return lines
 
 
 def _table_lines(table: Table) -> list[str]:
-    heads = [Row(cells=table.heads)] if table.heads else []
-    widths = [max(map(len, column)) for column in zip(*(row.cells for row in (*heads, *table.rows)), strict=True)]
-    indent = " " * (widths[0] + 4)
+    rows = list(table.rows)
+    if table.heads:
+        rows.insert(0, Row(cells=table.heads))
+    columns = []
+    for place, cells in enumerate(zip(*(row.cells for row in rows), strict=True)):
+        columns.append(_aligned(cells, is_text=place in table.texts))
+    indent = "".ljust(len(columns[0][0]) + 4)
     lines = []
-    for row in (*heads, *table.rows):
-        aligned = (
-            f"{cell:{'<' if place in table.texts else '>'}{width}}"
-            for place, (cell, width) in enumerate(zip(row.cells, widths, strict=True))
-        )
-        mark = "*" if table.marks and row.kind == "answer" else " "
-        lines.append(clip(f"{mark} {'  '.join(aligned)}".rstrip(), WIDTH))
+    for row, cells in zip(rows, zip(*columns, strict=True), strict=True):
+        is_marked = table.marks and row.kind == "answer"
+        mark = "*" if is_marked else " "
+        lines.append(clip(f"{mark} {'  '.join(cells)}".rstrip(), WIDTH))
         if row.remark and table.clips:
             lines.append(clip(f"{indent}^ {row.remark}", WIDTH))
         elif row.remark:
             lines += wrap(row.remark, first=f"{indent}^ ", rest=f"{indent}  ")
-    return [*lines, *(clip(line, WIDTH) for line in table.foot)]
+    for line in table.foot:
+        lines.append(clip(line, WIDTH))
+    return lines
+
+
+def _aligned(cells: Sequence[str], *, is_text: bool) -> list[str]:
+    """Return the cells of a column, equally wide."""
+    width = max(map(len, cells))
+    if is_text:
+        return [text.ljust(width) for text in cells]
+    return [number.rjust(width) for number in cells]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import clean
@@ -11,75 +11,79 @@ from oomprobe.report.blocks import Block, Row, Table
 
 LARGE, SMALL = 0.25, 0.1  # shares of the peak above which advice is given
 MOST_ADVICE, MOST_MODULES = 5, 10
+CHECKPOINTING = (
+    "blocks hold {size}: recompute them in backward, with torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False), or "
+    "model.activation_checkpointing_enable() in transformers (gradient_checkpointing_enable in older versions)"
+)
+AUTOCAST = (
+    "activations and their gradients take {size}, without autocast: run the forward pass under "
+    'torch.autocast("cuda", torch.bfloat16) for about half of that'
+)
+FUSED = "the peak is in the optimizer, whose temporaries take {size}: pass fused=True to it, or foreach=False"
+EIGHT_BITS = (
+    "optimizer state takes {size}: an 8-bit optimizer (bitsandbytes.optim.AdamW8bit) takes about a quarter; several ranks can "
+    "share it (ZeroRedundancyOptimizer, FSDP)"
+)
+CHUNKS = "alone holds {size} of activations: compute it and the loss in chunks of the batch, under torch.utils.checkpoint.checkpoint"
+EXPANDABLE = "{size}, are reserved but in no tensor: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the process starts"
 
 
 def breakdown_blocks(breakdown: Breakdown) -> list[Block]:
     """Return tables of size, share of the peak and name: of the parts, and of modules with 0.1 % or more; and the advice."""
     peak_bytes = max(1, breakdown.peak_reserved_bytes)
-    step = "" if breakdown.step_name is None else f", step {breakdown.step_name!r}"
-
-    def table(sizes: Mapping[str, int]) -> Table:
-        shares = {what: f"{100 * nbytes / peak_bytes:5.1f} %" for what, nbytes in sizes.items()}
-        rows = [Row(cells=[f"{format_bytes(sizes[what]):>10}", share, clean(what)]) for what, share in shares.items()]
-        return Table(rows=rows, texts={2})
-
+    title = f"where the memory went: batch {breakdown.batch_size}"
+    if breakdown.step_name is not None:
+        title += f", step {breakdown.step_name!r}"
     parts = {kind: nbytes for kind, nbytes in breakdown.parts.items() if nbytes}
-    large = [module for module in breakdown.modules if 1000 * module.activation_bytes >= peak_bytes][:MOST_MODULES]
-    modules = {_name(module): module.activation_bytes for module in large}
-    return [
-        Block(
-            f"where the memory went: batch {breakdown.batch_size}{step}, at the peak in {breakdown.peak_in}",
-            table({**parts, "peak reserved": breakdown.peak_reserved_bytes}),
-        ),
-        *([Block("modules that hold the most activation memory:", table(modules))] if modules else []),
-        Block("advice:", advice(breakdown)),
-    ]
+    parts["peak reserved"] = breakdown.peak_reserved_bytes
+    blocks = [Block(f"{title}, at the peak in {breakdown.peak_in}", _shares(parts, peak_bytes))]
+    modules = {}
+    for module in breakdown.modules[:MOST_MODULES]:
+        if 1000 * module.activation_bytes >= peak_bytes:
+            modules[_name(module)] = module.activation_bytes
+    if modules:
+        blocks.append(Block("modules that hold the most activation memory:", _shares(modules, peak_bytes)))
+    return [*blocks, Block("advice:", advice(breakdown))]
+
+
+def _shares(sizes: Mapping[str, int], peak_bytes: int) -> Table:
+    rows = []
+    for name, nbytes in sizes.items():
+        rows.append(Row(cells=[f"{format_bytes(nbytes):>10}", f"{100 * nbytes / peak_bytes:5.1f} %", clean(name)]))
+    return Table(rows=rows, texts={2})
 
 
 def _name(module: ModuleMemory) -> str:
-    kind = f"{module.count} x {module.kind}" if module.count > 1 else module.kind
-    return f"{module.name} ({kind})" if kind else module.name
+    if module.count > 1:
+        return f"{module.name} ({module.count} x {module.kind})"
+    if module.kind:
+        return f"{module.name} ({module.kind})"
+    return module.name
 
 
-def advice(breakdown: Breakdown) -> tuple[str, ...]:
+def advice(breakdown: Breakdown) -> list[str]:
     """Return at most five suggestions, each with the number that caused it and what to type."""
-    parts, peak_bytes = breakdown.parts, max(1, breakdown.peak_reserved_bytes)
-    kind, count, repeated_bytes = breakdown.repeated or ("", 0, 0)
-    in_full_precision = breakdown.parameter_dtype == "float32" and not breakdown.autocast
-    single = [m for m in breakdown.modules if m.count == 1 and not m.name.startswith("(")]
-    largest = max(single, key=lambda m: m.activation_bytes, default=None)
-    # Bytes, the share of the peak above which to mention them, and the text around them.
-    causes = (
-        (
-            repeated_bytes, LARGE, f"{count} {kind} blocks hold ",
-            ": recompute them in backward, with torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False), or "
-            "model.activation_checkpointing_enable() in transformers (gradient_checkpointing_enable in older versions)",
-        ),
-        (
-            parts[ACTIVATIONS] + parts[BACKWARD] if in_full_precision else 0, LARGE, "activations and their gradients take ",
-            ', without autocast: run the forward pass under torch.autocast("cuda", torch.bfloat16) for about half of that',
-        ),
-        (
-            parts[STEPPING] if breakdown.peak_in == "optimizer" else 0, SMALL,
-            "the peak is in the optimizer, whose temporaries take ", ": pass fused=True to it, or foreach=False",
-        ),
-        (
-            parts[STATE] + parts[STEPPING], LARGE, "optimizer state takes ",
-            ": an 8-bit optimizer (bitsandbytes.optim.AdamW8bit) takes about a quarter; several ranks can share it "
-            "(ZeroRedundancyOptimizer, FSDP)",
-        ),
-        (
-            largest.activation_bytes if largest else 0, LARGE, f"{largest.name if largest else ''} alone holds ",
-            " of activations: compute it and the loss in chunks of the batch, under torch.utils.checkpoint.checkpoint",
-        ),
-        (
-            parts[FRAGMENTATION], SMALL, "",
-            ", are reserved but in no tensor: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the process starts",
-        ),
-    )  # fmt: skip
-    advised = (
-        f"{before}{format_bytes(nbytes)}, {100 * nbytes / peak_bytes:.0f} % of the peak{after}"
-        for nbytes, share, before, after in causes
-        if nbytes > share * peak_bytes
-    )
-    return tuple(advised)[:MOST_ADVICE]
+    peak_bytes, suggestions = max(1, breakdown.peak_reserved_bytes), []
+    for nbytes, least_share, suggestion in _suggestions(breakdown):
+        if nbytes > least_share * peak_bytes:
+            size = f"{format_bytes(nbytes)}, {100 * nbytes / peak_bytes:.0f} % of the peak"
+            suggestions.append(suggestion.replace("{size}", size))  # a name may have braces too
+    return suggestions[:MOST_ADVICE]
+
+
+def _suggestions(breakdown: Breakdown) -> Iterator[tuple[int, float, str]]:
+    """Yield the memory that a change could save, the share of the peak above which that is worth it, and the change."""
+    parts = breakdown.parts
+    if breakdown.repeated is not None:
+        kind, count, nbytes = breakdown.repeated
+        yield nbytes, LARGE, f"{count} {kind} {CHECKPOINTING}"
+    if breakdown.parameter_dtype == "float32" and not breakdown.autocast:
+        yield parts[ACTIVATIONS] + parts[BACKWARD], LARGE, AUTOCAST
+    if breakdown.peak_in == "optimizer":
+        yield parts[STEPPING], SMALL, FUSED
+    yield parts[STATE] + parts[STEPPING], LARGE, EIGHT_BITS
+    single = [module for module in breakdown.modules if module.count == 1 and not module.name.startswith("(")]
+    if single:
+        largest = max(single, key=lambda module: module.activation_bytes)
+        yield largest.activation_bytes, LARGE, f"{largest.name} {CHUNKS}"
+    yield parts[FRAGMENTATION], SMALL, EXPANDABLE

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from oomprobe.report.blocks import NOTES, Block, Facts, Report, Row, Table
-from oomprobe.report.table import report_of
+from oomprobe.report.blocks import NOTES, VERDICT, Block, Report, Row, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from oomprobe.records.result import ProbeResult
-    from oomprobe.records.table import ProbeTable
 
 HEAD = """<!doctype html>
 <html lang="en">
@@ -50,88 +45,103 @@ IN_NOTEBOOK = """<style>
 </style>"""
 
 
-def page(found: ProbeResult | ProbeTable) -> str:
-    """Render a result or a table as an HTML document, with the report of each row folded."""
-    report = report_of(found, verbose=True)
+def page(report: Report) -> str:
+    """Render a report as an HTML document, with the report of each row folded."""
     verdict = escape(_sentence(report.verdict))
     body = "\n".join([f"<h1>{verdict}</h1>", *_body(report)])
     return f"{HEAD}<title>oomprobe: {verdict}</title>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
 
 
-def notebook(found: ProbeResult | ProbeTable) -> str:
-    """Render the brief report for a notebook; the notes come first."""
-    report = report_of(found)
-    blocks = sorted(report.blocks, key=lambda block: block.title != NOTES)
-    shown = (_block(block, heading="h4") for block in blocks if block.content)
-    lines = [IN_NOTEBOOK, f"<p><b>{escape(report.verdict)}</b></p>", *_warning(report), *shown]
+def notebook(report: Report) -> str:
+    """Render a brief report for a notebook; the notes come first."""
+    lines = [IN_NOTEBOOK, f"<p><b>{escape(VERDICT + report.verdict)}</b></p>", *_warning(report)]
+    for block in sorted(report.blocks, key=lambda block: block.title != NOTES):
+        if block.content:
+            lines.append(_block(block, heading="h4"))
     return '<div class="oomprobe">\n' + "\n".join(lines) + "\n</div>"
 
 
 def _body(report: Report) -> list[str]:
     """Render all but the heading; the pictures come between blocks without and with a title."""
-    blocks = [block for block in report.blocks if block.content]
+    untitled, titled = [], []
+    for block in report.blocks:
+        if not block.content:
+            continue
+        if block.title:
+            titled.append(_block(block))
+        else:
+            untitled.append(_block(block))
     pictures = "".join(_svg(title, draw) for title, draw in report.pictures.items())
-    return [
-        *_warning(report),
-        *(_block(block) for block in blocks if not block.title),
-        f'<div class="pictures">{pictures}</div>',
-        *(_block(block) for block in blocks if block.title),
-        *(["<h2>Rows</h2>"] if report.parts else []),
-        *(
-            f"<details><summary>{escape(f'{name}: {_sentence(part.verdict)}')}</summary>{''.join(_body(part))}</details>"
-            for name, part in report.parts.items()
-        ),
-        *map(_block, report.appendix),
-    ]
+    lines = [*_warning(report), *untitled, f'<div class="pictures">{pictures}</div>', *titled]
+    if report.parts:
+        lines.append("<h2>Rows</h2>")
+    for name, part in report.parts.items():
+        summary = escape(f"{name}: {_sentence(part.verdict)}")
+        lines.append(f"<details><summary>{summary}</summary>{''.join(_body(part))}</details>")
+    return [*lines, *map(_block, report.appendix)]
 
 
 def _warning(report: Report) -> list[str]:
-    return [f'<p class="warning">{escape(report.warning)}</p>'] if report.warning else []
+    if not report.warning:
+        return []
+    return [f'<p class="warning">{escape(report.warning)}</p>']
 
 
 def _sentence(text: str) -> str:
-    text = text.removeprefix("verdict: ")
     return text[:1].upper() + text[1:]
 
 
 def _block(block: Block, heading: str = "h2") -> str:
-    title, _, detail = block.title.rstrip(":").partition(" (")
-    head = f"<{heading}>{escape(_sentence(title))}</{heading}>" if title else ""
-    return head + _content(block.content, detail.rstrip(")"))
+    content = _content(block)
+    if not block.title:
+        return content
+    return f"<{heading}>{escape(_sentence(block.title.rstrip(':')))}</{heading}>{content}"
 
 
-def _content(content: str | Iterable[str] | Facts | Table, caption: str = "") -> str:
-    match content:
+def _content(block: Block) -> str:
+    match block.content:
         case str(sentence):
             return f"<p>{escape(sentence)}</p>"
         case Table() as table:
-            return _table(table, caption)
+            return _table(table, block.caption)
         case Mapping() as facts:
-            lines = (
-                f"<dt>{escape(label)}</dt><dd>{'<br>'.join(map(escape, sentences))}</dd>"
-                for label, sentences in facts.items()
-            )
-            return f"<dl>{''.join(lines)}</dl>"
+            lines = ""
+            for label, sentences in facts.items():
+                texts = "<br>".join(escape(fact.text) for fact in sentences)
+                lines += f"<dt>{escape(label)}</dt><dd>{texts}</dd>"
+            return f"<dl>{lines}</dl>"
         case items:
             return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
 
 
 def _table(table: Table, caption: str) -> str:
-    def line(tag: str, row: Row) -> str:
-        kinds = (' class="text"' if place in table.texts else "" for place in range(len(row.cells)))
-        cells = zip(kinds, row.cells, strict=True)
-        return "".join(f"<{tag}{kind}>{escape(cell.strip())}</{tag}>" for kind, cell in cells)
-
-    lines = [f"<caption>{escape(caption)}</caption>"] if caption else []
-    lines += [f"<tr>{line('th', Row(cells=table.heads))}</tr>"] if table.heads else []
+    lines = []
+    if caption:
+        lines.append(f"<caption>{escape(caption)}</caption>")
+    if table.heads:
+        lines.append(f"<tr>{_cells('th', table.heads, table)}</tr>")
     for row in table.rows:
-        if table.marks and row.kind == "answer":
-            row = replace(row, cells=[f"* {row.cells[0]}", *row.cells[1:]])
-        lines.append(f'<tr class="{row.kind}">{line("td", row)}</tr>')
+        lines.append(f'<tr class="{row.kind}">{_cells("td", _marked(row, table), table)}</tr>')
         if row.remark:
             lines.append(f'<tr><td class="why" colspan="{len(row.cells)}">{escape(row.remark)}</td></tr>')
-    foot = "".join(f"<p>{escape(one)}</p>" for one in table.foot)
+    foot = "".join(f"<p>{escape(line)}</p>" for line in table.foot)
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>{foot}'
+
+
+def _marked(row: Row, table: Table) -> Sequence[str]:
+    """Return the cells of a row, with a star if it is that of the answer."""
+    if not table.marks or row.kind != "answer":
+        return row.cells
+    first, *rest = row.cells
+    return [f"* {first}", *rest]
+
+
+def _cells(tag: str, cells: Sequence[str], table: Table) -> str:
+    line = ""
+    for place, text in enumerate(cells):
+        kind = ' class="text"' if place in table.texts else ""
+        line += f"<{tag}{kind}>{escape(text.strip())}</{tag}>"
+    return line
 
 
 def _svg(title: str, draw: Callable[[], Figure]) -> str:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import byte_unit, format_bytes
-from oomprobe.records.axis import CARDS, text_of_value
-from oomprobe.records.result import ProbeResult
-from oomprobe.records.table import ProbeTable
+from oomprobe.records.axis import text_of_value
+from oomprobe.records.fit import LinearFit
 from oomprobe.records.trials import Trial
+from oomprobe.report.blocks import cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,141 +51,185 @@ def saved(figure: Figure, path: str | Path | None) -> Figure:
     return figure
 
 
-def result_figure(result: ProbeResult) -> Figure:
+def memory_figure(
+    trials: Iterable[Trial], *, answer: int, fit: LinearFit | None, budget_bytes: int, available_bytes: int
+) -> Figure:
     """Plot peaks against batch size with budget and available memory, and throughput below if it was measured."""
-    timed = [t for t in _plain(result) if t.passed and t.samples_per_s]
-    figure = new_figure(4.4 if timed else 3.2)
-    parts = figure.subplots(1 + bool(timed), 1, sharex=True, squeeze=False, height_ratios=(5, 2) if timed else (1,))[
-        :, 0
-    ]
-    _draw_memory(parts[0], result)
+    single = _without_accumulation(trials)
+    timed = [trial for trial in single if trial.passed and trial.samples_per_s]
     if timed:
-        _draw_throughput(parts[1], timed)
-    parts[-1].set_xlabel("batch size", fontsize=SMALL)
+        figure = new_figure(4.4)
+        memory, throughput = figure.subplots(2, 1, sharex=True, height_ratios=(5, 2))
+        lowest = throughput
+    else:
+        figure = new_figure(3.2)
+        memory = lowest = figure.subplots()
+    capacity_bytes = max(available_bytes, budget_bytes)
+    unit, factor = byte_unit(capacity_bytes)
+    _draw_peaks(memory, single, capacity_bytes, factor)
+    _draw_limit(memory, capacity_bytes, factor, "available", "-")
+    if budget_bytes < capacity_bytes:
+        _draw_limit(memory, budget_bytes, factor, "budget", ":")
+    largest = max(trial.batch_size for trial in single)
+    if fit is not None:
+        _draw_line(memory, fit, largest, factor)
+    memory.axvline(answer, color=GREY, linewidth=0.6)
+    memory.annotate(
+        f"batch {answer}", (answer, 0), xytext=(-2, 3), textcoords="offset points",
+        fontsize=SMALL, rotation=90, ha="right", va="bottom",
+    )  # fmt: skip
+    memory.set_xlim(0, largest * PADDING)
+    memory.set_ylim(0, capacity_bytes / factor * PADDING)
+    _label(memory, f"memory ({unit})")
+    if timed:
+        _draw_throughput(throughput, timed)
+    lowest.set_xlabel("batch size", fontsize=SMALL)
+    figure.legend(
+        *memory.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=SMALL - 1, frameon=False
+    )
     return figure
 
 
-def bracket_figure(result: ProbeResult) -> Figure:
+def bracket_figure(trials: Iterable[Trial], answer: int) -> Figure:
     """Plot the batch size of each trial in order, with the answer as a line."""
     figure = new_figure(2.2)
     from matplotlib.ticker import MaxNLocator
 
     axes = figure.subplots()
-    trials = _plain(result)
-    _scatter(axes, [(n, t.batch_size) for n, t in enumerate(trials, 1) if t.passed], "o", DARK, "ran")
-    _scatter(axes, [(n, t.batch_size) for n, t in enumerate(trials, 1) if not t.passed], "x", "black", "failed")
-    axes.axhline(result.batch_size, color=GREY, linewidth=0.8, linestyle="--")
+    single = _without_accumulation(trials)
+    passed, failed = [], []
+    for number, trial in enumerate(single, 1):
+        if trial.passed:
+            passed.append((number, trial.batch_size))
+        else:
+            failed.append((number, trial.batch_size))
+    _scatter(axes, passed, "o", DARK, "ran")
+    _scatter(axes, failed, "x", "black", "failed")
+    axes.axhline(answer, color=GREY, linewidth=0.8, linestyle="--")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(0.5, len(trials) + 0.5)
+    axes.set_xlim(0.5, len(single) + 0.5)
     _label(axes, "batch size")
     axes.legend(loc="lower right", fontsize=SMALL - 1, frameon=False)
     axes.set_xlabel("trial", fontsize=SMALL)
     return figure
 
 
-def table_figure(table: ProbeTable) -> Figure:
-    """Plot the batch size of each value, and below it its product with the value if that is a number; cards below one another."""
-    if table.axis == CARDS:
-        return _cards_figure(table)
-    products = [table.product(value) for value in table.rows]
-    is_double = any(product is not None for product in products)
-    figure = new_figure(3.4 if is_double else 2.2)
-    axes = figure.subplots(2 if is_double else 1, 1, sharex=True, squeeze=False)[:, 0]
-    _bars(axes[0], [None if one is None else one.batch_size for one in table.rows.values()], "batch size")
-    if is_double:
-        _bars(axes[1], products, f"batch x {table.axis}")
-    names = [text_of_value(value) for value in table.rows]
-    axes[-1].set_xticks(range(len(names)), names, rotation=0 if len(names) <= FEW else 90)
-    axes[-1].set_xlabel(table.axis, fontsize=SMALL)
+def values_figure(axis: str, sizes: Mapping[Any, int | None], products: Sequence[float | None]) -> Figure:
+    """Plot the batch size of each value of an axis, and below it its product with the value if any value is a number."""
+    if set(products) <= {None}:
+        figure = new_figure(2.2)
+        lowest = figure.subplots()
+        _bars(lowest, [*sizes.values()], "batch size")
+    else:
+        figure = new_figure(3.4)
+        highest, lowest = figure.subplots(2, 1, sharex=True)
+        _bars(highest, [*sizes.values()], "batch size")
+        _bars(lowest, products, f"batch x {axis}")
+    rotation = 0 if len(sizes) <= FEW else 90
+    lowest.set_xticks(range(len(sizes)), [*map(text_of_value, sizes)], rotation=rotation)
+    lowest.set_xlabel(axis, fontsize=SMALL)
     return figure
 
 
-def _cards_figure(table: ProbeTable) -> Figure:
-    sizes = {str(name).removeprefix("sim:"): 0 if one is None else one.batch_size for name, one in table.rows.items()}
+def cards_figure(sizes: Mapping[str, int | None], *, required: int | None, smallest: str | None) -> Figure:
+    """Plot the batch size on each simulated card, below one another; the smallest on which the required size runs is dark."""
+    names = [name.removeprefix("sim:") for name in sizes]
+    known = [size or 0 for size in sizes.values()]
+    colours = dict.fromkeys(sizes, LIGHT)
+    if smallest is None:
+        colours = dict.fromkeys(sizes, DARK)
+    else:
+        colours[smallest] = DARK
     figure = new_figure(0.8 + 0.16 * len(sizes))
     axes = figure.subplots()
-    smallest = table.smallest()
-    colours = [DARK if name == smallest else LIGHT for name in table.rows] if smallest else DARK
-    axes.bar_label(axes.barh(list(sizes), list(sizes.values()), color=colours), fontsize=SMALL - 1, padding=2)
-    if table.required is not None:
-        axes.axvline(table.required, color="black", linewidth=0.8, linestyle=":")
-    axes.set_xlim(0, 1.15 * max(1, *sizes.values()))
+    axes.bar_label(axes.barh(names, known, color=[*colours.values()]), fontsize=SMALL - 1, padding=2)
+    label = "batch size"
+    if required is not None:
+        label += f"; dotted: {required}"
+        axes.axvline(required, color="black", linewidth=0.8, linestyle=":")
+    axes.set_xlim(0, 1.15 * max(1, *known))
     axes.set_ylim(len(sizes) - 0.5, -0.5)
     axes.tick_params(labelsize=SMALL)
-    axes.set_xlabel("batch size" if table.required is None else f"batch size; dotted: {table.required}", fontsize=SMALL)
+    axes.set_xlabel(label, fontsize=SMALL)
     return figure
 
 
-def _plain(result: ProbeResult) -> list[Trial]:
-    return [trial for trial in result.trials if trial.accumulation_steps == 1]
+def _without_accumulation(trials: Iterable[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.accumulation_steps == 1]
 
 
-def _draw_memory(axes: Any, result: ProbeResult) -> None:
-    trials = _plain(result)
-    capacity_bytes = max(result.available_bytes, result.budget_bytes)
-    unit, factor = byte_unit(capacity_bytes)
-
-    def points(name: str) -> list[tuple[float, float]]:
-        peaks = ((t.batch_size, getattr(t, name)) for t in trials if t.passed)
-        return sorted((size, peak / factor) for size, peak in peaks if peak is not None)
-
-    _scatter(axes, points("peak_reserved_bytes"), "s", LIGHT, "peak reserved")
-    _scatter(axes, points("peak_allocated_bytes"), "o", DARK, "peak allocated")
-    # What a failed size needed is unknown; it was more than its cap.
-    failed = [(t.batch_size, (t.cap_bytes or capacity_bytes) / factor) for t in trials if not t.passed]
+def _draw_peaks(axes: Any, trials: Iterable[Trial], capacity_bytes: int, factor: int) -> None:
+    reserved, allocated, failed = [], [], []
+    for trial in trials:
+        size = trial.batch_size
+        if not trial.passed:
+            # What a failed size needed is unknown; it was more than its cap.
+            failed.append((size, (trial.cap_bytes or capacity_bytes) / factor))
+            continue
+        if trial.peak_reserved_bytes is not None:
+            reserved.append((size, trial.peak_reserved_bytes / factor))
+        if trial.peak_allocated_bytes is not None:
+            allocated.append((size, trial.peak_allocated_bytes / factor))
+    _scatter(axes, sorted(reserved), "s", LIGHT, "peak reserved")
+    _scatter(axes, sorted(allocated), "o", DARK, "peak allocated")
     _scatter(axes, failed, "x", "black", "failed, at its limit")
-    for nbytes, style, name in ((capacity_bytes, "-", "available"), (result.budget_bytes, ":", "budget")):
-        if name == "available" or nbytes < capacity_bytes:
-            label = f"{name} {format_bytes(nbytes)}"
-            axes.axhline(nbytes / factor, color="black", linewidth=0.8, linestyle=style, label=label)
-    largest = max(trial.batch_size for trial in trials)
-    if result.fit is not None:
-        ends = [0, largest]
-        peaks = [(result.fit.fixed_bytes + result.fit.bytes_per_sample * size) / factor for size in ends]
-        label = f"line, not used (off by {100 * min(result.fit.max_relative_error, 10):.1f} %)"
-        axes.plot(ends, peaks, "--", color=GREY, linewidth=0.8, label=label)
-    axes.axvline(result.batch_size, color=GREY, linewidth=0.6)
-    axes.annotate(
-        f"batch {result.batch_size}", (result.batch_size, 0), xytext=(-2, 3), textcoords="offset points",
-        fontsize=SMALL, rotation=90, ha="right", va="bottom",
-    )  # fmt: skip
-    axes.set_xlim(0, largest * PADDING)
-    axes.set_ylim(0, capacity_bytes / factor * PADDING)
-    _label(axes, f"memory ({unit})")
-    axes.figure.legend(
-        *axes.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=SMALL - 1, frameon=False
-    )
+
+
+def _draw_limit(axes: Any, nbytes: int, factor: int, name: str, style: str) -> None:
+    label = f"{name} {format_bytes(nbytes)}"
+    axes.axhline(nbytes / factor, color="black", linewidth=0.8, linestyle=style, label=label)
+
+
+def _draw_line(axes: Any, fit: LinearFit, largest: int, factor: int) -> None:
+    ends = [fit.fixed_bytes / factor, (fit.fixed_bytes + fit.bytes_per_sample * largest) / factor]
+    label = f"line, not used (off by {100 * min(fit.max_relative_error, 10):.1f} %)"
+    axes.plot([0, largest], ends, "--", color=GREY, linewidth=0.8, label=label)
 
 
 def _draw_throughput(axes: Any, timed: Sequence[Trial]) -> None:
-    rates = {t.batch_size: t.samples_per_s or 0.0 for t in timed}  # the last trial of a size has the most steps
+    rates = {}
+    for trial in timed:
+        rates[trial.batch_size] = trial.samples_per_s or 0.0  # the last trial of a size has the most steps
+    best = max(rates.values())
     axes.plot(*zip(*sorted(rates.items()), strict=True), "o-", color=DARK, markersize=3, linewidth=0.8)
-    knee = min(size for size, speed in rates.items() if speed >= KNEE_SHARE * max(rates.values()))
+    knee = min(size for size, speed in rates.items() if speed >= KNEE_SHARE * best)
     axes.axvline(knee, color=GREY, linewidth=0.8, linestyle="--")
-    is_left = 2 * knee < axes.get_xlim()[1]  # otherwise the text would leave the figure
+    offset, side = 3, "left"
+    if 2 * knee >= axes.get_xlim()[1]:  # to the right of the line, the text would leave the figure
+        offset, side = -3, "right"
     axes.annotate(
-        f"knee: batch {knee}, {100 * KNEE_SHARE:.0f} % of the best", (knee, 0), xytext=(3 if is_left else -3, 3),
-        textcoords="offset points", fontsize=SMALL - 1, va="bottom", ha="left" if is_left else "right",
+        f"knee: batch {knee}, {100 * KNEE_SHARE:.0f} % of the best", (knee, 0), xytext=(offset, 3),
+        textcoords="offset points", fontsize=SMALL - 1, va="bottom", ha=side,
     )  # fmt: skip
-    axes.set_ylim(0, max(rates.values()) * PADDING)
+    axes.set_ylim(0, best * PADDING)
     _label(axes, "samples/s")
 
 
 def _bars(axes: Any, heights: Sequence[float | None], name: str) -> None:
-    known, is_crowded = [height or 0 for height in heights], len(heights) > FEW
+    known = [height or 0 for height in heights]
     bars = axes.bar(range(len(known)), known, color=DARK, width=0.6)
-    texts = ["-" if height is None else f"{height:.{12 if height < MILLION else 3}g}" for height in heights]
-    axes.bar_label(bars, texts, fontsize=SMALL - 1, rotation=90 if is_crowded else 0)
-    axes.set_ylim(0, max(known, default=1) * (1.3 if is_crowded else PADDING) or 1)
+    rotation, padding = 0, PADDING
+    if len(heights) > FEW:
+        rotation, padding = 90, 1.3  # room for numbers that stand on end
+    axes.bar_label(bars, [cell(height, _short) for height in heights], fontsize=SMALL - 1, rotation=rotation)
+    axes.set_ylim(0, max(known) * padding or 1)
     _label(axes, name)
 
 
+def _short(height: float) -> str:
+    digits = 12 if height < MILLION else 3
+    return f"{height:.{digits}g}"
+
+
 def _scatter(axes: Any, points: Sequence[tuple[float, float]], marker: str, colour: str, name: str) -> None:
-    if points:
-        filled = {} if marker == "x" else {"markerfacecolor": "none" if marker == "s" else colour}
-        axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=4, label=name, **filled)
+    if not points:
+        return
+    style = {}
+    if marker == "s":
+        style["markerfacecolor"] = "none"
+    axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=4, label=name, **style)
 
 
 def _label(axes: Any, name: str) -> None:

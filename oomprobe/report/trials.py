@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
 
 from oomprobe.ground.units import byte_unit, format_bytes, format_seconds
 from oomprobe.ground.words import WIDTH, clean, clip, count, rate, shortened
 from oomprobe.records.trials import SECOND_OPINIONS, Phase, Trial
-from oomprobe.report.blocks import Block, Row, Table, block_lines
+from oomprobe.report.blocks import Block, Row, Table, block_lines, cell, measured_columns
 
 TEXT_COLUMNS = ("phase", "verdict", "step name")  # all others hold numbers
 FEW = 12  # trials that a brief table has room for
@@ -30,85 +31,119 @@ def trials_block(
     trials = tuple(trials)
     if not trials:
         return Block("", "no trial was run")
-    kept = range(len(trials)) if mentioned is None else _deciding(trials, mentioned)
-    sizes = [size for t in trials for size in (t.peak_allocated_bytes, t.peak_reserved_bytes, t.cap_bytes) if size]
-    unit, factor = byte_unit(max(sizes, default=0))
-    columns = {head: cell for head, cell in _columns(factor).items() if any(cell(t) is not None for t in trials)}
-    rows, shown, failed = [], set[str](), set[int]()
-    for place, trial in enumerate(trials):
-        smallest = min(failed, default=trial.batch_size)
-        (failed.discard if trial.passed else failed.add)(trial.batch_size)
-        if place not in kept:
-            continue
-        failure = "" if trial.verdict in shown else _failure(trial)
-        above = trial.phase is Phase.BISECT and smallest < trial.batch_size and ABOVE_FAILURE not in shown
-        shown |= {trial.verdict, *([ABOVE_FAILURE] if above else [])}
-        answers = trial.batch_size == answer and trial.phase is Phase.CONFIRM
-        rows.append(
-            Row(
-                cells=[cell(trial) or "-" for cell in columns.values()],
-                remark="; ".join(
-                    part
-                    for part in (*_remarks(trial), ABOVE_FAILURE.format(size=smallest) if above else "", failure)
-                    if part
-                ),
-                kind="failed" if not trial.passed else "answer" if answers else "passed",
-            )
-        )
-    texts = {place for place, head in enumerate(columns) if head in TEXT_COLUMNS}
-    title = f"trials (memory in {unit}; '-': not measured, or no cap; each kind of error is shown once)"
-    foot = [LEFT_OUT.format(left_out=len(trials) - len(kept), all=len(trials))] if len(kept) < len(trials) else []
-    return Block(title, Table(heads=tuple(columns), rows=rows, texts=texts, foot=foot))
+    kept: Sequence[int] = range(len(trials))
+    if mentioned is not None:
+        kept = _deciding(trials, mentioned)
+    unit, heads, cells = _cells(trials)
+    rows = []
+    for place, remark in zip(kept, _remarks_once(trials, kept), strict=True):
+        rows.append(Row(cells=cells[place], remark=remark, kind=_kind(trials[place], answer)))
+    foot = []
+    if len(kept) < len(trials):
+        foot.append(LEFT_OUT.format(left_out=len(trials) - len(kept), all=len(trials)))
+    texts = {place for place, head in enumerate(heads) if head in TEXT_COLUMNS}
+    caption = f"memory in {unit}; '-': not measured, or no cap; each kind of error is shown once"
+    return Block("trials", Table(heads=heads, rows=rows, texts=texts, foot=foot), caption)
 
 
-def _deciding(trials: Sequence[Trial], mentioned: Container[int]) -> Sequence[int]:
+def _kind(trial: Trial, answer: int | None) -> str:
+    if not trial.passed:
+        return "failed"
+    if trial.batch_size == answer and trial.phase is Phase.CONFIRM:
+        return "answer"
+    return "passed"
+
+
+def _deciding(trials: Sequence[Trial], mentioned: Container[int]) -> list[int]:
     """Return the places of the trials that decide, and of others as far as there is room, the last that grew first.
 
     The first of each verdict, second opinions and all sizes that the report mentions decide. The look is the last that grew.
     """
-    places, seen, deciding = range(len(trials)), set[str](), list[int]()
+    seen = set[str]()
+    deciding, grown, rest = list[int](), list[int](), list[int]()
     for place, trial in enumerate(trials):
-        if trial.phase in SECOND_OPINIONS or trial.batch_size in mentioned or trial.verdict not in seen:
-            deciding.append(place)
+        is_first = trial.verdict not in seen
         seen.add(trial.verdict)
-    rest = sorted(set(places) - set(deciding), key=lambda place: (trials[place].phase is not Phase.GROW, -place))
-    return sorted([*deciding, *rest[: max(1, FEW - len(deciding))]])
+        if is_first or trial.phase in SECOND_OPINIONS or trial.batch_size in mentioned:
+            deciding.append(place)
+        elif trial.phase is Phase.GROW:
+            grown.append(place)
+        else:
+            rest.append(place)
+    room = max(1, FEW - len(deciding))
+    return sorted([*deciding, *[*reversed(grown), *reversed(rest)][:room]])
+
+
+def _cells(trials: Sequence[Trial]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+    """Return the unit of memory, the heads of the columns that a trial measured, and the cells of each trial."""
+    largest = 0
+    for trial in trials:
+        largest = max(largest, trial.peak_allocated_bytes or 0, trial.peak_reserved_bytes or 0, trial.cap_bytes or 0)
+    unit, factor = byte_unit(largest)
+    digits = 2 if factor > 1 else 0
+
+    def memory(nbytes: int) -> str:
+        return f"{nbytes / factor:.{digits}f}"
+
+    columns: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+        ("batch", "batch_size", str),
+        ("phase", "phase", str),
+        ("verdict", "verdict", str),
+        ("steps", "steps", str),
+        ("allocated", "peak_allocated_bytes", memory),
+        ("reserved", "peak_reserved_bytes", memory),
+        ("cap", "cap_bytes", memory),
+        ("time/step", "step_s", format_seconds),
+        ("samples/s", "samples_per_s", rate),
+        ("step name", "step_name", clean),
+    )
+    rows = []
+    for trial in trials:
+        cells = {head: cell(getattr(trial, name), write) for head, name, write in columns}
+        if trial.replayed:
+            cells["steps"] = "replay"
+        rows.append([*cells.values()])
+    return unit, *measured_columns([head for head, _, _ in columns], rows, always=4)
+
+
+def _remarks_once(trials: Sequence[Trial], kept: Sequence[int]) -> list[str]:
+    """Return the remarks on each trial that is kept; what explains several trials stands at the first of them."""
+    remarks, said, failed = [], set[str](), set[int]()
+    for place, trial in enumerate(trials):
+        smallest = min(failed, default=trial.batch_size)
+        if trial.passed:
+            failed.discard(trial.batch_size)
+        else:
+            failed.add(trial.batch_size)
+        if place not in kept:
+            continue
+        parts = _remarks(trial)
+        is_above = trial.phase is Phase.BISECT and smallest < trial.batch_size
+        if is_above and ABOVE_FAILURE not in said:
+            parts.append(ABOVE_FAILURE.format(size=smallest))
+            said.add(ABOVE_FAILURE)
+        if trial.verdict not in said:
+            parts += _failure(trial)
+            said.add(trial.verdict)
+        remarks.append("; ".join(parts))
+    return remarks
 
 
 def trial_line(trial: Trial) -> str:
     """Render one trial as one line for the progress log."""
-    peaks = [b for b in (trial.peak_allocated_bytes, trial.peak_reserved_bytes) if b is not None]
-    parts = (
-        f"batch {trial.batch_size}",
-        trial.verdict.value,
-        trial.phase.value,
-        None if trial.step_name is None else clean(trial.step_name),
-        f"peak {format_bytes(max(peaks))}" if peaks else None,
-        None if trial.cap_bytes is None else f"cap {format_bytes(trial.cap_bytes)}",
-        None if trial.samples_per_s is None else f"{rate(trial.samples_per_s)} samples/s",
-        "replayed" if trial.replayed else None,
-        *_remarks(trial),
-        _failure(trial),
-    )
-    return clip("  ".join(part for part in parts if part), WIDTH)
-
-
-def _columns(factor: int) -> dict[str, Callable[[Trial], str | None]]:
-    def memory(size_bytes: int | None) -> str | None:
-        return None if size_bytes is None else f"{size_bytes / factor:.{2 if factor > 1 else 0}f}"
-
-    return {
-        "batch": lambda t: str(t.batch_size),
-        "phase": lambda t: t.phase.value,
-        "verdict": lambda t: t.verdict.value,
-        "steps": lambda t: "replay" if t.replayed else str(t.steps),
-        "allocated": lambda t: memory(t.peak_allocated_bytes),
-        "reserved": lambda t: memory(t.peak_reserved_bytes),
-        "cap": lambda t: memory(t.cap_bytes),
-        "time/step": lambda t: None if t.step_s is None else format_seconds(t.step_s),
-        "samples/s": lambda t: None if t.samples_per_s is None else rate(t.samples_per_s),
-        "step name": lambda t: None if t.step_name is None else clean(t.step_name),
-    }
+    parts = [f"batch {trial.batch_size}", trial.verdict.value, trial.phase.value]
+    if trial.step_name:
+        parts.append(clean(trial.step_name))
+    peaks = [nbytes for nbytes in (trial.peak_allocated_bytes, trial.peak_reserved_bytes) if nbytes is not None]
+    if peaks:
+        parts.append(f"peak {format_bytes(max(peaks))}")
+    if trial.cap_bytes is not None:
+        parts.append(f"cap {format_bytes(trial.cap_bytes)}")
+    if trial.samples_per_s is not None:
+        parts.append(f"{rate(trial.samples_per_s)} samples/s")
+    if trial.replayed:
+        parts.append("replayed")
+    return clip("  ".join([*parts, *_remarks(trial), *_failure(trial)]), WIDTH)
 
 
 def _remarks(trial: Trial) -> list[str]:
@@ -122,6 +157,10 @@ def _remarks(trial: Trial) -> list[str]:
     return remarks
 
 
-def _failure(trial: Trial) -> str:
-    """Say where and why the trial failed."""
-    return ": ".join(part for part in (clean(trial.where or ""), clean(shortened(trial.error))) if part)
+def _failure(trial: Trial) -> list[str]:
+    """Say where and why the trial failed, if that is known."""
+    parts = [clean(trial.where or ""), clean(shortened(trial.error))]
+    known = [part for part in parts if part]
+    if not known:
+        return []
+    return [": ".join(known)]

@@ -10,7 +10,7 @@ from torch import nn
 
 import oomprobe
 from oomprobe.records.trials import Phase
-from oomprobe.rules.regression import grown, tolerance_of
+from oomprobe.results.regression import grown, tolerance_of
 
 GIB, MIB = 2**30, 2**20
 WIDTH, LENGTH, WORDS, BATCH = 128, 64, 1000, 128

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.breakdown import Breakdown
-from oomprobe.records.result import ProbeResult
+from oomprobe.results.result import ProbeResult
 
 # Options that decide about the answer.
 SEARCH = ("memory_fraction", "min_batch", "max_batch", "multiple_of", "global_batch")

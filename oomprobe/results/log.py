@@ -6,28 +6,27 @@ import logging
 from collections.abc import Iterable
 from typing import TypeVar
 
-from oomprobe.records.result import ProbeResult
-from oomprobe.records.table import ProbeTable
 from oomprobe.report.blocks import NOTES, Table, is_warning
-from oomprobe.report.table import report_of
+from oomprobe.results.base import Reported
 
 LOGGER = logging.getLogger("oomprobe")
 LOGGER.addHandler(logging.NullHandler())  # so that nothing is printed unless the program configures logging
-Found = TypeVar("Found", ProbeResult, ProbeTable)
+Record = TypeVar("Record", bound=Reported)
 
 
-def logged(found: Found) -> Found:
-    """Log the notes and the warning of a finished probe's report, and return what was found."""
-    report = report_of(found)
+def logged(record: Record) -> Record:
+    """Log the notes and the warning of a finished probe's report, and return what it found."""
+    report = record.report()
     for block in report.blocks:
         if block.title == NOTES and not isinstance(block.content, Table):
             log_notes(block.content)
     if report.warning:
         LOGGER.warning(report.warning)
-    return found
+    return record
 
 
 def log_notes(notes: Iterable[str]) -> None:
     """Log each note, a warning as such."""
     for note in notes:
-        LOGGER.log(logging.WARNING if is_warning(note) else logging.INFO, "%s", note)
+        level = logging.WARNING if is_warning(note) else logging.INFO
+        LOGGER.log(level, "%s", note)

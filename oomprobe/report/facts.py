@@ -1,0 +1,139 @@
+"""Sentences about what was measured: the ranks, the rates, the straight line, the plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from oomprobe.ground.units import format_bytes
+from oomprobe.ground.words import rate
+from oomprobe.records.fit import LinearFit
+from oomprobe.records.plan import PlanEntry
+from oomprobe.records.trials import RankTrial, Trial
+from oomprobe.report.blocks import Fact
+
+TIMING_NOISE = 0.05  # smallest spread assumed between the rates of repeated trials
+ALIKE = 0.01  # ranks count as alike if the shares of their memory that they reserve differ by no more than this
+SPILL_FACTOR = 2.0  # a size that is slower than a smaller one by more than this may be spilling memory to the host
+
+
+def ranks(trials: Sequence[RankTrial], limiting_rank: int | None, *, verbose: bool) -> list[Fact]:
+    """Say how much memory each rank took at the answer, and which one limits."""
+    if len(trials) < 2:
+        return []
+    limiting = next((trial for trial in trials if trial.rank == limiting_rank), trials[0])
+    others = [trial for trial in trials if trial is not limiting]
+    shares = [(trial.peak_reserved_bytes or 0) / max(1, trial.available_bytes or 0) for trial in trials]
+    if max(shares) - min(shares) <= ALIKE:
+        facts = [Fact(f"{len(trials)} ranks, all alike: {_of_available(limiting)}")]
+    else:
+        limit = f"rank {limiting.rank} of {len(trials)} limits: {_of_available(limiting)}"
+        facts = [Fact(f"{limit}; {_reserve(others)}")]
+    each = {trial.rank: _of_available(trial) for trial in trials}
+    if verbose and len(set(each.values())) > 1:
+        facts += [Fact(f"rank {rank}: {reserved}") for rank, reserved in each.items()]
+    return facts
+
+
+def _of_available(trial: RankTrial) -> str:
+    reserved, available = format_bytes(trial.peak_reserved_bytes or 0), format_bytes(trial.available_bytes or 0)
+    return f"{reserved} reserved of {available} available"
+
+
+def _reserve(others: Sequence[RankTrial]) -> str:
+    peaks = sorted(trial.peak_reserved_bytes or 0 for trial in others)
+    least, most = format_bytes(peaks[0]), format_bytes(peaks[-1])
+    if len(others) == 1:
+        return f"the other reserves {least}"
+    if least == most:
+        return f"the others reserve {least}"
+    return f"the others reserve {least} to {most}"
+
+
+def throughput(trials: Iterable[Trial], answer: int, *, per_rank: bool) -> list[Fact]:
+    """State the rate of the answer, and compare it with the smaller sizes by the spread of repeated trials."""
+    rates: dict[int, list[float]] = defaultdict(list)
+    for trial in trials:
+        if trial.passed and trial.accumulation_steps == 1 and trial.samples_per_s:
+            rates[trial.batch_size].append(trial.samples_per_s)
+    if answer not in rates:
+        return []
+    speed = rates[answer][-1]  # its confirmation, with the most steps
+    sentence = f"{rate(speed)} samples/s"
+    if per_rank:
+        sentence += " per rank"
+    smaller = {size: repeated[-1] for size, repeated in rates.items() if size < answer}
+    if not smaller:
+        return [Fact(sentence)]
+    noise = max(TIMING_NOISE, *(1 - min(repeated) / max(repeated) for repeated in rates.values()))
+    by_noise = f"the timing noise of {100 * noise:.0f} %"
+    fastest = max(smaller, key=smaller.__getitem__)
+    if smaller[fastest] * (1 - noise) > speed:
+        sentence += f"; batch {fastest} is faster, {rate(smaller[fastest])} samples/s, by more than {by_noise}"
+        if smaller[fastest] > SPILL_FACTOR * speed:
+            sentence += ". Memory may be spilling to the host"
+        return [Fact(sentence, (fastest,))]
+    as_fast = [size for size in smaller if smaller[size] >= (1 - noise) * speed]
+    if not as_fast:
+        return [Fact(f"{sentence}; every smaller size that ran is slower by more than {by_noise}")]
+    return [Fact(f"{sentence}; batch {min(as_fast)} is as fast, within {by_noise}", (min(as_fast),))]
+
+
+def linear_fit(
+    fit: LinearFit | None, trials: Iterable[Trial], answer: int, *, multiple_of: int, verbose: bool
+) -> list[Fact]:
+    """Say what the line would have answered, and how far the peaks are off it."""
+    if fit is None:
+        return [Fact("none: fewer than three sizes ran")]
+    prediction = Fact("no prediction: the line does not rise")
+    if fit.predicted_max_batch is not None:
+        prediction = _judged(fit.predicted_max_batch - fit.predicted_max_batch % multiple_of, trials, answer)
+    off = "more than 1000 %"
+    if fit.max_relative_error <= 10:
+        off = f"up to {100 * fit.max_relative_error:.1f} %"
+    facts = [Fact(f"{prediction.text}; the fit is off by {off}", prediction.sizes)]
+    if verbose:
+        coefficients = f"{format_bytes(fit.fixed_bytes)} fixed + {format_bytes(fit.bytes_per_sample)} per sample"
+        facts.append(Fact(f"{coefficients}, r2 {fit.r_squared:.4f}"))
+    return facts
+
+
+def _judged(predicted: int, trials: Iterable[Trial], answer: int) -> Fact:
+    """Compare a prediction with the trials; without a failure it is not too high, because max_batch may end a search."""
+    sentence = f"{predicted}, not used"
+    if predicted == answer:
+        return Fact(f"{sentence}: the same as the answer")
+    if predicted < answer:
+        return Fact(f"{sentence}: too low")
+    failed = set[int]()
+    for trial in trials:
+        if not trial.passed:
+            failed.add(trial.batch_size)
+        else:  # the last trial of each size counts
+            failed.discard(trial.batch_size)
+    too_high = [size for size in failed if answer < size <= predicted]
+    if not too_high:
+        return Fact(f"{sentence}: above the answer, where nothing failed")
+    return Fact(f"{sentence}: too high, batch {min(too_high)} failed", (min(too_high),))
+
+
+def plan(global_batch: int, world_size: int, entries: Iterable[PlanEntry]) -> list[Fact]:
+    """List the splits of a global batch."""
+    of_ranks, by_ranks = "", ""
+    if world_size > 1:
+        of_ranks, by_ranks = f" x {world_size} ranks", f" x {world_size}"
+    facts = [Fact(f"global batch {global_batch} = micro-batch x accumulation steps{of_ranks}")]
+    for entry in entries:
+        size = entry.micro_batch
+        product = f"{entry.global_batch} = {size} x {entry.accumulation_steps}{by_ranks}"
+        nearness = "exact" if entry.exact else "near"
+        facts.append(Fact(f"{product}, {nearness}; micro-batch {size}: {_what_ran(entry)}", (size,)))
+    return facts
+
+
+def _what_ran(entry: PlanEntry) -> str:
+    if entry.ran_accumulated:
+        return "ran, also with accumulation"
+    if entry.ran:
+        return "ran"
+    return "not run"

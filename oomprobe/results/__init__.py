@@ -1,0 +1,1 @@
+"""What a probe found: records that make reports of themselves."""

@@ -1,0 +1,66 @@
+"""What a result and a table have in common: both can be read as JSON, text, a page and a plot."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oomprobe.records.plain import written
+from oomprobe.report.blocks import Report, as_text
+from oomprobe.report.html import notebook, page
+from oomprobe.report.plot import saved
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Reported(ABC):
+    """A record that makes a report of itself; all that people read is made of that report."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def report(self, *, verbose: bool = False) -> Report:
+        """Return the report, of which the text, the page and the plot are made; a verbose one leaves nothing out."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON types; `from_dict` reads them back."""
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the record as JSON text, and write it to `path` if given."""
+        return written(json.dumps(self.to_dict(), indent=2) + "\n", path)
+
+    def to_html(self, path: str | Path) -> None:
+        """Write everything as one self-contained HTML file; of a table, with the report of each row.
+
+        Raises:
+            InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
+        """
+        written(page(self.report(verbose=True)), path)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw peak memory and throughput against batch size; of a table, the batch size for each value.
+
+        Args:
+            path: File to save the plot to; its suffix sets the format: ``.png``, ``.svg``, ``.pdf``. None: do not save.
+
+        Returns:
+            The figure, one column wide.
+
+        Raises:
+            InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
+        """
+        draw, *_ = self.report().pictures.values()
+        return saved(draw(), path)
+
+    def _repr_html_(self) -> str:
+        return notebook(self.report())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self.report().verdict}>"
+
+    def __str__(self) -> str:
+        return as_text(self.report())

@@ -1,0 +1,433 @@
+"""The result of a probe: the answer and its evidence as data, and what is said about them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+from oomprobe.ground.units import format_bytes, format_seconds
+from oomprobe.ground.words import clean, clip, count
+from oomprobe.records.breakdown import Breakdown
+from oomprobe.records.fit import LinearFit
+from oomprobe.records.plain import from_plain, reading
+from oomprobe.records.plan import PlanEntry, plan
+from oomprobe.records.trials import Phase, Trial, Verdict
+from oomprobe.report import facts
+from oomprobe.report.blocks import NOTES, VERDICT_WIDTH, Block, Fact, Facts, Report
+from oomprobe.report.breakdown import breakdown_blocks
+from oomprobe.report.plot import bracket_figure, memory_figure
+from oomprobe.report.trials import trials_block
+from oomprobe.results.base import Reported
+
+SCHEMA_VERSION = 1
+MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_s", "samples_per_s")  # of a trial, for a summary
+Flat = dict[str, int | float | str | bool | None]  # what trackers of experiments take
+WARNING = (
+    "WARNING: memory outside this process's allocator changed while probing. Another process, or a library in this one, "
+    "allocated or freed memory, so the number holds for that moment only. Probe again on an idle device."
+)
+_LIMITS = {
+    "memory": "memory",
+    "host_memory": "host memory",
+    "max_batch": "max_batch, not memory: nothing larger was tried",
+    "step": "the step, not memory: it splits large batches itself",
+    "size_limit": "a size limit that is not memory, such as 32-bit indexing",
+}
+_SAYS_NOTHING = (Verdict.CRASHED, Verdict.TIMED_OUT)  # of the size
+# How notes name the sizes that they are about.
+_SIZES_IN_NOTES = re.compile(r"(?:batch|between|and|,) (\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ProbeResult(Reported):
+    """The answer and all the evidence for it.
+
+    Attributes:
+        batch_size: The answer: it ran, at exactly this size, with the allocator capped at `budget_bytes`.
+        limit_batch_size: Largest size that ran at all (on a simulated device, or was replayed).
+        first_failing_batch_size: Smallest size that failed without the margin, or None.
+        limited_by: ``"memory"``, ``"host_memory"``, ``"max_batch"``, ``"size_limit"`` or ``"step"``: the step splits its
+            batch itself, so memory limits no size.
+        limiting_step: Name of the step that limits, when several were given.
+        trials: Every trial, in the order they ran.
+        fit: The straight line through (batch size, peak), a diagnostic; None with fewer than three points.
+        device: Name of the device.
+        budget_bytes: Cap on the allocator for the answer: `memory_fraction` of `available_bytes`.
+        available_bytes: Memory available to this process.
+        notes: What a careful reader should know about this number.
+        not_covered: What could need memory in training but was not part of the trials.
+        contaminated: Whether other processes may have changed the answer.
+        state_verified: Whether the restored state was compared bit for bit and equal.
+        environment: Versions and settings the number is valid for, and the date and the target of the probe.
+        estimates: What rules of thumb would have answered, by name. Never used.
+        options: The options of the call.
+        elapsed_s: Wall time of the probe.
+        in_steps_s: Part of `elapsed_s` spent inside the step.
+        breakdown: What held the memory at the answer; None if not requested.
+        world_size: Ranks that ran each trial. All batch sizes are per rank.
+        limiting_rank: The rank that limits, if there are several: which failed at the next size, or had the least memory left.
+        schema_version: Version of the JSON form.
+
+    Examples:
+        >>> import oomprobe, tempfile
+        >>> target = "oomprobe.demo:wide_mlp"
+        >>> result = oomprobe.probe_target(target, device="sim:1GiB", multiple_of=64, progress="off")
+        >>> result.batch_size, result.limited_by, result.confirmation.steps, result.was_replayed
+        (832, 'memory', 50, False)
+        >>> [(entry.micro_batch, entry.accumulation_steps) for entry in result.plan(1024) if entry.exact]
+        [(512, 2)]
+        >>> ProbeResult.from_dict(json.loads(result.to_json())) == ProbeResult.from_dict(result.to_dict())
+        True
+        >>> result.summary()["options/memory_fraction"]
+        0.9
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     result.to_html(f"{folder}/probe.html")
+        ...     figure = result.plot()
+        >>> result.report(verbose=True).verdict
+        'batch 832 fits in ...'
+    """
+
+    batch_size: int
+    limit_batch_size: int
+    first_failing_batch_size: int | None
+    limited_by: str
+    limiting_step: str | None = None
+    trials: tuple[Trial, ...]
+    fit: LinearFit | None = None
+    device: str
+    budget_bytes: int
+    available_bytes: int
+    notes: tuple[str, ...] = ()
+    not_covered: tuple[str, ...] = ()
+    contaminated: bool = False
+    state_verified: bool = False
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    estimates: Mapping[str, float | None] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+    in_steps_s: float = 0.0
+    breakdown: Breakdown | None = None
+    world_size: int = 1
+    limiting_rank: int | None = None
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def confirmation(self) -> Trial | None:
+        """The last trial of the answer, which confirmed it; None if `trials` has none."""
+        for trial in reversed(self.trials):
+            if trial.passed and trial.batch_size == self.batch_size and trial.accumulation_steps == 1:
+                return trial
+        return None
+
+    @property
+    def was_replayed(self) -> bool:
+        """Whether the answer was not run: in a table of simulated cards, what the step allocated on one is replayed on others."""
+        return self.confirmation is not None and self.confirmation.replayed
+
+    def plan(self, global_batch: int, world_size: int | None = None) -> tuple[PlanEntry, ...]:
+        """Return ways to reach a global batch with gradient accumulation, best first.
+
+        Args:
+            global_batch: Samples per optimizer step over all ranks, at least 1.
+            world_size: Ranks that share the global batch, at least 1; None: as many as ran the trials.
+
+        Returns:
+            Entries whose ``ran`` says whether this probe ran that micro-batch and it passed.
+
+        Raises:
+            InvalidArgumentError: a size is not a positive integer.
+        """
+        if world_size is None:
+            world_size = self.world_size
+        largest = self.batch_size
+        accumulated = [trial for trial in self.trials if trial.accumulation_steps > 1]
+        if not all(trial.passed for trial in accumulated):  # then trust only sizes that passed with accumulation
+            largest = max((trial.batch_size for trial in accumulated if trial.passed), default=1)
+        ran = set()
+        for trial in self.trials:
+            if trial.passed and not trial.replayed:
+                ran.add((trial.batch_size, trial.accumulation_steps))
+        return plan(
+            global_batch,
+            world_size=world_size,
+            max_micro_batch=largest,
+            min_micro_batch=self.options.get("min_batch", 1),
+            multiple_of=self.options.get("multiple_of", 1),
+            ran=ran,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON types; `from_dict` reads them back."""
+        return json.loads(json.dumps(asdict(self), default=str))  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ProbeResult:
+        """Return the result that `to_dict` wrote.
+
+        Raises:
+            InvalidArgumentError: the data has another schema version, or is not a result.
+        """
+        with reading("result", data, SCHEMA_VERSION):
+            return from_plain(cls, data)
+
+    def summary(self) -> Flat:
+        """Return the result as one flat mapping for a tracker of experiments.
+
+        It has the fields that are numbers or texts, all notes as one text, what was measured at the answer, and the environment and
+        the options, as ``"environment/torch"`` and ``"options/memory_fraction"``.
+        """
+        plain = self.to_dict()
+        plain["notes"] = "\n".join(self.notes)
+        for name in MEASURED:
+            plain[name] = getattr(self.confirmation, name, None)
+        for part in ("environment", "options"):
+            for name, value in plain[part].items():
+                plain[f"{part}/{name}"] = value
+        return {name: value for name, value in plain.items() if value is None or isinstance(value, int | float | str)}
+
+    def report(self, *, verbose: bool = False) -> Report:
+        """Return the report; a verbose one has all trials, details of the fit, the estimates, and all of what was not covered."""
+        sentences = facts_of(self, verbose=verbose)
+        mentioned = None if verbose else _mentioned(sentences, self.notes)
+        blocks = [trials_block(self.trials, self.batch_size, mentioned=mentioned), Block("", sentences)]
+        if self.breakdown is not None:
+            blocks += breakdown_blocks(self.breakdown)
+        blocks += [Block(NOTES, self.notes), not_covered_block(self, verbose=verbose)]
+        draw_memory = partial(
+            memory_figure,
+            self.trials,
+            answer=self.batch_size,
+            fit=self.fit,
+            budget_bytes=self.budget_bytes,
+            available_bytes=self.available_bytes,
+        )
+        return Report(
+            verdict=_verdict(self),
+            warning=WARNING if self.contaminated else "",
+            blocks=blocks,
+            pictures={
+                "peak memory and throughput against batch size": draw_memory,
+                "each trial in order, closing in on the answer": partial(bracket_figure, self.trials, self.batch_size),
+            },
+            appendix=appendix(self),
+        )
+
+
+# --- the report ---
+
+
+def _verdict(result: ProbeResult) -> str:
+    if _is_of_command(result) and not result.budget_bytes:
+        return f"batch {result.batch_size} ran; no process reported its memory"
+    if _counts_per_rank(result):
+        return within(result, f"batch {result.batch_size} per rank fits")
+    return within(result, f"batch {result.batch_size} fits")
+
+
+def within(result: ProbeResult, what: str) -> str:
+    """Return a verdict that says in which memory something fits."""
+    fraction = result.options.get("memory_fraction") or result.budget_bytes / max(1, result.available_bytes)
+    share = f"{100 * fraction:.3g} % of {format_bytes(result.available_bytes)} on "
+    verdict = f"{what} in {format_bytes(result.budget_bytes)} ({share}"
+    return f"{verdict}{clip(clean(result.device), max(8, VERDICT_WIDTH - 1 - len(verdict)))})"
+
+
+def _is_of_command(result: ProbeResult) -> bool:
+    return "command" in result.environment
+
+
+def _counts_per_rank(result: ProbeResult) -> bool:
+    """Return whether sizes are those of each rank; only a command's own author knows what its sizes count."""
+    return result.world_size > 1 and not _is_of_command(result)
+
+
+def not_covered_block(result: ProbeResult, *, verbose: bool) -> Block:
+    """List what the trials did not cover, or in one sentence, without the details after a bracket, colon or comma."""
+    if verbose or not result.not_covered:
+        return Block("not covered by the trials:", result.not_covered)
+    short = [re.split(r" \(|: |, ", item, maxsplit=1)[0] for item in result.not_covered]
+    return Block("", f"not covered: {'; '.join(short)}")
+
+
+def appendix(result: ProbeResult) -> list[Block]:
+    """Return what the page adds: where and when the probe ran, and its options."""
+    blocks = []
+    for title, part in (("environment", result.environment), ("options", result.options)):
+        given = {name: [Fact(_text(value))] for name, value in part.items() if value not in (None, {}, "")}
+        if part:
+            blocks.append(Block(title, given))
+    return blocks
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={item}" for name, item in value.items())
+    return str(value)
+
+
+def _mentioned(sentences: Facts, notes: tuple[str, ...]) -> set[int]:
+    """Return the batch sizes that facts or notes are about."""
+    sizes = set[int]()
+    for facts_of_label in sentences.values():
+        for fact in facts_of_label:
+            sizes.update(fact.sizes)
+    for note in notes:
+        sizes.update(map(int, _SIZES_IN_NOTES.findall(note)))
+    return sizes
+
+
+def facts_of(result: ProbeResult, *, verbose: bool) -> Facts:
+    """Return the sentences of the report under each label."""
+    sentences = {"command": _command(result)}
+    if _is_check(result):
+        sentences["checked"] = [_checked(result)]
+    else:
+        sentences["limited by"] = [_limit(result)]
+    if result.confirmation is not None:
+        sentences["ranks"] = facts.ranks(result.confirmation.ranks, result.limiting_rank, verbose=verbose)
+    sentences["holds for"] = [_holds_for(result)]
+    sentences["throughput"] = facts.throughput(result.trials, result.batch_size, per_rank=_counts_per_rank(result))
+    sentences["linear fit"] = facts.linear_fit(
+        result.fit,
+        result.trials,
+        result.batch_size,
+        multiple_of=result.options.get("multiple_of", 1),
+        verbose=verbose,
+    )
+    if verbose:
+        sentences["estimates"] = _estimates(result)
+    if global_batch := result.options.get("global_batch"):
+        world_size = result.options.get("world_size", result.world_size)
+        sentences["plan"] = facts.plan(global_batch, world_size, result.plan(global_batch, world_size))
+    sentences["state"] = [_state(result)]
+    sentences["time"] = [_time(result)]
+    return {label: some for label, some in sentences.items() if some}
+
+
+def _command(result: ProbeResult) -> list[Fact]:
+    if not result.environment.get("command"):
+        return []
+    lines = [Fact(result.environment["command"])]
+    if program := result.environment.get("program"):
+        lines.append(Fact(f"the steps of {program} were counted"))
+    return lines
+
+
+def _is_check(result: ProbeResult) -> bool:
+    """Return whether only one size was checked; a search would begin by growing."""
+    sizes = {trial.batch_size for trial in result.trials}
+    phases = {trial.phase for trial in result.trials}
+    return sizes == {result.batch_size} and phases.isdisjoint((Phase.GROW, Phase.BISECT))
+
+
+def _checked(result: ProbeResult) -> Fact:
+    sentence = f"batch {result.batch_size} was asked for, and ran"
+    if result.limiting_step is not None:
+        sentence += f"; step {result.limiting_step!r} takes the most memory"
+    return Fact(f"{sentence}; no other size was tried", (result.batch_size,))
+
+
+def _limit(result: ProbeResult) -> Fact:
+    """Say what limits the answer, how long it ran, and which sizes above it failed or ran."""
+    size = result.batch_size
+    sentence = _LIMITS.get(result.limited_by, result.limited_by)
+    if result.limiting_step is not None:
+        sentence += f", in step {result.limiting_step!r}"
+    sentence += f"; batch {size} ran"
+    if result.confirmation is not None and result.confirmation.steps:
+        kind = "optimizer step" if _is_of_command(result) else "call"
+        sentence += f" for {count(result.confirmation.steps, kind, f'{kind}s')}"
+    larger = [trial for trial in _telling(result) if trial.batch_size > size]
+    failed = min((trial for trial in larger if not trial.passed), key=lambda trial: trial.batch_size, default=None)
+    if failed is None:
+        return Fact(sentence, (size,))
+    sentence += f"; batch {failed.batch_size} failed"
+    if failed.replayed:
+        sentence += " a replay"
+    uncapped = _without_the_cap(result, failed)
+    if uncapped is None:
+        return Fact(sentence, (size, failed.batch_size))
+    budget = format_bytes(failed.cap_bytes or 0)
+    return Fact(
+        f"{sentence} under the budget ({budget}); without it, {uncapped.text}",
+        (size, failed.batch_size, *uncapped.sizes),
+    )
+
+
+def _telling(result: ProbeResult) -> Iterator[Trial]:
+    """Yield the trials that say whether their size fits."""
+    for trial in result.trials:
+        if trial.accumulation_steps == 1 and trial.verdict not in _SAYS_NOTHING:
+            yield trial
+
+
+def _without_the_cap(result: ProbeResult, failed: Trial) -> Fact | None:
+    """Say how the largest size that ran did so although a smaller one failed; None if it has no larger cap, or is smaller."""
+    largest, cap_bytes = result.limit_batch_size, failed.cap_bytes or math.inf
+    ran = []
+    for trial in _telling(result):
+        if trial.passed and trial.batch_size == largest and (trial.cap_bytes or math.inf) > cap_bytes:
+            ran.append(trial)
+    if largest < failed.batch_size or not ran:
+        return None
+    how = "passed a replay" if all(trial.replayed for trial in ran) else "ran"
+    next_size = result.first_failing_batch_size
+    if next_size is None or next_size <= largest:
+        return Fact(f"batch {largest} {how}", (largest,))
+    return Fact(f"batch {largest} {how} and {next_size} failed", (largest, next_size))
+
+
+def _holds_for(result: ProbeResult) -> Fact:
+    """Say in which processes, versions and settings the answer holds."""
+    environment = result.environment
+    is_of_ranks = result.world_size > 1
+    where = f"{result.world_size} fresh processes" if is_of_ranks else "a fresh process"
+    if "after" in environment:
+        where += f" after {environment['after']}"
+    if is_of_ranks:
+        where += ", one for each rank"
+    elif not environment.get("isolated"):
+        where += ", and this one in its state before the probe"
+    parts = [where]
+    versions = [f"{name} {environment[name]}" for name in ("torch", "cuda", "hip") if environment.get(name)]
+    if versions:
+        parts.append(", ".join(versions))
+    for name, value in environment.get("allocator_settings", {}).items():
+        parts.append(f"{name}={value}")
+    return Fact("; ".join(parts))
+
+
+def _estimates(result: ProbeResult) -> list[Fact]:
+    if not result.estimates:
+        return []
+    lines = [Fact(f"never used; {result.batch_size} was measured:")]
+    for name, size in result.estimates.items():
+        estimate = "none" if size is None else f"{size:.0f}"
+        lines.append(Fact(f"{name}: {estimate}"))
+    return lines
+
+
+def _state(result: ProbeResult) -> Fact:
+    if result.environment.get("isolated"):
+        return Fact("trials ran in separate processes: nothing in this process was changed")
+    if result.state_verified:
+        return Fact("restored and compared bit for bit: identical")
+    if any(note.startswith("not restored: ") for note in result.notes):
+        return Fact("restored and compared bit for bit, except what the notes name as not restored")
+    return Fact("not compared bit for bit: this result makes no claim about it")
+
+
+def _time(result: ProbeResult) -> Fact:
+    total = f"{format_seconds(result.elapsed_s)} for {count(len(result.trials), 'trial', 'trials')}"
+    if not result.elapsed_s > 0:
+        return Fact(total)
+    share = result.in_steps_s / result.elapsed_s
+    if _is_of_command(result):
+        each = format_seconds(result.elapsed_s / max(1, len(result.trials)))
+        return Fact(f"{total}, {each} each; {100 * (1 - share):.0f} % of it to start and end the command")
+    return Fact(f"{total}, {100 * share:.0f} % of it inside the step")

@@ -1,0 +1,409 @@
+"""The table of answers for the values of an axis as data, with its JSON and CSV forms, and what is said about it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oomprobe.ground.units import format_bytes, format_seconds
+from oomprobe.ground.words import clean, clip, count, rate
+from oomprobe.records.axis import CARDS, magnitude, text_of_value
+from oomprobe.records.plain import reading, written
+from oomprobe.records.trials import Trial, last_of
+from oomprobe.report.blocks import (
+    NOTES,
+    UNKNOWN,
+    VERDICT_WIDTH,
+    Block,
+    Fact,
+    Facts,
+    Report,
+    Row,
+    Table,
+    cell,
+    is_warning,
+    measured_columns,
+)
+from oomprobe.report.plot import cards_figure, values_figure
+from oomprobe.results.base import Reported
+from oomprobe.results.result import (
+    SCHEMA_VERSION,
+    WARNING,
+    Flat,
+    ProbeResult,
+    appendix,
+    facts_of,
+    not_covered_block,
+    within,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_SHARED = ("ranks", "holds for", "state")  # facts that are the same for all rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ProbeTable(Reported):
+    """The largest batch size for each value of one axis, such as each length of a sequence; or on each of several simulated cards.
+
+    Attributes:
+        axis: Name of the step's argument; of cards, ``"device"``.
+        rows: The result for each value, in the order of the search; None where even the smallest batch does not fit. Values
+            that a time limit cut off are missing.
+        mixed: The batch size for each value with which steps of all values took turns in one process, in random order, as in
+            training with a bucket for each value; empty if that was not tried or did not run.
+        mixed_failed: Whether steps of all values were to run in turn, and no sizes were found with which they do.
+        unfit: Why there is no result, for each value that has none.
+        required: Of cards: the batch size that must run.
+        notes: What concerns the table rather than one row.
+        elapsed_s: Wall time of all searches.
+        schema_version: Version of the JSON form.
+
+    Examples:
+        >>> import oomprobe, tempfile, torch
+        >>> def step(model, batch_size, length):
+        ...     model(torch.randn(batch_size, length, 256)).sum().backward()
+        >>> model, options = torch.nn.Linear(256, 256), {"multiple_of": 1024, "mixed": False, "progress": "off"}
+        >>> table = oomprobe.find_max_batches(model, step, {"length": [8, 16]}, device="sim:64MiB", **options)
+        >>> table.batch_sizes(), table.best(), table.product(8)
+        ({8: 2048, 16: 1024}, 8, 16384)
+        >>> for length, result in table.fitting():
+        ...     print(length, result.batch_size, result.limited_by)
+        8 2048 memory
+        16 1024 memory
+        >>> table.to_csv().splitlines()[1]
+        '8,2048,,16384,...'
+        >>> ProbeTable.from_dict(json.loads(table.to_json())) == ProbeTable.from_dict(table.to_dict())
+        True
+        >>> table.summary()["length=8/batch_size"]
+        2048
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     table.to_html(f"{folder}/lengths.html")
+        ...     figure = table.plot()
+        >>> table.report().verdict
+        '2 of 2 values of length fit in ...'
+    """
+
+    axis: str
+    rows: Mapping[Any, ProbeResult | None]
+    mixed: Mapping[Any, int] = field(default_factory=dict)
+    mixed_failed: bool = False
+    unfit: Mapping[Any, str] = field(default_factory=dict)
+    required: int | None = None
+    notes: tuple[str, ...] = ()
+    elapsed_s: float = 0.0
+    schema_version: int = SCHEMA_VERSION
+
+    def batch_sizes(self) -> dict[Any, int]:
+        """Return the batch size for each value that fits, alone; training that meets all of them needs `mixed`."""
+        return {value: result.batch_size for value, result in self.fitting()}
+
+    def fitting(self) -> Iterator[tuple[Any, ProbeResult]]:
+        """Yield the values that fit, with their results."""
+        for value, result in self.rows.items():
+            if result is not None:
+                yield value, result
+
+    def product(self, value: object) -> float | None:
+        """Return a value times its batch size, such as the tokens of a batch; None if it does not fit or is no number."""
+        result, size = self.rows[value], magnitude(value)
+        if result is None or size is None:
+            return None
+        return size * result.batch_size
+
+    def best(self) -> Any:
+        """Return the value with the largest product of value and batch size; None without any."""
+        products = {}
+        for value in self.rows:
+            product = self.product(value)
+            if product is not None:
+                products[value] = product
+        return max(products, key=products.__getitem__, default=None)
+
+    def smallest(self) -> Any:
+        """Return the card with the least memory on which the `required` batch size runs; None without any.
+
+        Examples:
+            >>> import oomprobe
+            >>> cards, options = {"device": ["sim:1GiB", "sim:2GiB"]}, {"multiple_of": 256, "progress": "off"}
+            >>> oomprobe.probe_target("oomprobe.demo:wide_mlp", over=cards, require=512, **options).smallest()
+            'sim:1GiB'
+        """
+        if self.required is None:
+            return None
+        able = {name: card.available_bytes for name, card in self.fitting() if card.batch_size >= self.required}
+        return min(able, key=able.__getitem__, default=None)
+
+    def summary(self) -> Flat:
+        """Return the batch sizes as one flat mapping for a tracker of experiments, such as ``"length=512/batch_size"``."""
+        flat: Flat = {"notes": "\n".join(self.notes), "elapsed_s": self.elapsed_s}
+        sizes = self.batch_sizes()
+        for value in self.rows:
+            name = f"{self.axis}={text_of_value(value)}"
+            flat[f"{name}/batch_size"] = sizes.get(value)
+            flat[f"{name}/mixed_batch_size"] = self.mixed.get(value)
+        return flat
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as JSON types; `from_dict` reads them back, except values other than numbers, texts and tuples."""
+        rows = []
+        for value, result in self.rows.items():
+            rows.append(
+                {
+                    "value": json.loads(json.dumps(value, default=str)),
+                    "batch_size": None if result is None else result.batch_size,
+                    "mixed_batch_size": self.mixed.get(value),
+                    "unfit": self.unfit.get(value),
+                    "result": None if result is None else result.to_dict(),
+                }
+            )
+        return {
+            "schema_version": self.schema_version,
+            "axis": self.axis,
+            "required": self.required,
+            "rows": rows,
+            "mixed_failed": self.mixed_failed,
+            "notes": list(self.notes),
+            "elapsed_s": self.elapsed_s,
+        }
+
+    def to_csv(self, path: str | Path | None = None) -> str:
+        """Return one line for each value as CSV text, with a head, and write it to `path` if given."""
+        stream = io.StringIO()
+        lines = csv.writer(stream, lineterminator="\n")
+        measured = ("peak_allocated_bytes", "peak_reserved_bytes", "budget_bytes", "samples_per_s")
+        sizes = ("batch_size", "mixed_batch_size", f"batch_size_x_{self.axis}")
+        lines.writerow([self.axis, *sizes, *measured, "limited_by"])
+        for value, result in self.rows.items():
+            cells: list[object] = [text_of_value(value)]
+            if result is not None:
+                answer = last_of(result.trials, result.batch_size)
+                cells += [result.batch_size, self.mixed.get(value), self.product(value)]
+                cells += [answer.peak_allocated_bytes, answer.peak_reserved_bytes]
+                cells += [result.budget_bytes, answer.samples_per_s, result.limited_by]
+            lines.writerow(cells)
+        return written(stream.getvalue(), path)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ProbeTable:
+        """Return the table that `to_dict` wrote.
+
+        Raises:
+            InvalidArgumentError: the data has another schema version, or is not a table.
+        """
+        with reading("table", data, SCHEMA_VERSION):
+            rows, mixed, unfit = {}, {}, {}
+            for row in data["rows"]:
+                value = _value(row["value"])
+                rows[value] = None if row["result"] is None else ProbeResult.from_dict(row["result"])
+                if row["mixed_batch_size"]:
+                    mixed[value] = row["mixed_batch_size"]
+                if row["unfit"] is not None:
+                    unfit[value] = row["unfit"]
+            return cls(
+                axis=data["axis"],
+                rows=rows,
+                mixed=mixed,
+                mixed_failed=data.get("mixed_failed", False),
+                unfit=unfit,
+                required=data.get("required"),
+                notes=tuple(data["notes"]),
+                elapsed_s=data["elapsed_s"],
+            )
+
+    def report(self, *, verbose: bool = False) -> Report:
+        """Return the report; a verbose one contains that of each row."""
+        results, parts = [], {}
+        for value, result in self.fitting():
+            results.append(result)
+            if verbose:
+                parts[f"{self.axis}={text_of_value(value)}"] = result.report(verbose=True)
+        is_contaminated = any(result.contaminated for result in results)
+        blocks = [Block("", _rows(self)), Block("", _facts(self)), Block(NOTES, _notes(self))]
+        if results and not verbose:
+            blocks.append(not_covered_block(results[-1], verbose=False))
+        return Report(
+            verdict=clip(_verdict(self), VERDICT_WIDTH),
+            warning=WARNING if is_contaminated else "",
+            blocks=blocks,
+            parts=parts,
+            pictures={f"batch size for each {self.axis}": partial(_figure, self)},
+            appendix=appendix(results[-1]) if results else [],
+        )
+
+
+def _value(value: Any) -> Hashable:
+    """Return a value of the axis as it was before JSON made a list of a tuple."""
+    if isinstance(value, list):
+        return tuple(map(_value, value))
+    return value  # type: ignore[no-any-return]
+
+
+# --- the report ---
+
+
+def _figure(table: ProbeTable) -> Figure:
+    sizes = {value: table.batch_sizes().get(value) for value in table.rows}
+    if table.axis == CARDS:
+        return cards_figure(sizes, required=table.required, smallest=table.smallest())
+    return values_figure(table.axis, sizes, [table.product(value) for value in table.rows])
+
+
+def _verdict(table: ProbeTable) -> str:
+    if table.axis == CARDS:
+        return _verdict_of_cards(table)
+    results = [result for _, result in table.fitting()]
+    verdict = f"{len(results)} of {count(len(table.rows), 'value', 'values')} of {clean(table.axis)} fit"
+    if not results:
+        return verdict
+    return within(results[-1], verdict)
+
+
+def _verdict_of_cards(table: ProbeTable) -> str:
+    """Name the smallest card on which the required size runs or, if none is required, the range of answers."""
+    cards, required, sizes = count(len(table.rows), "card", "cards"), table.required, table.batch_sizes()
+    if required is not None:
+        able = [size for size in sizes.values() if size >= required]
+        verdict = f"batch {required} runs on {len(able)} of {cards}"
+        if not able:
+            return verdict
+        return f"{verdict}; the smallest is {table.smallest()}"
+    verdict = f"the step fits on {len(sizes)} of {cards}"
+    if not sizes:
+        return verdict
+    least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    return f"{verdict}: from {sizes[least]} ({least}) to {sizes[most]} ({most})"
+
+
+def _facts(table: ProbeTable) -> Facts:
+    """Return the facts that all rows share, and the time of all."""
+    trials, facts = list[Trial](), dict[str, Sequence[Fact]]()
+    for _, result in table.fitting():
+        trials += result.trials
+        facts = {**facts_of(result, verbose=False)}
+    shared = {label: facts[label][:1] for label in _SHARED if label in facts}
+    calls = count(sum(trial.steps for trial in trials), "call", "calls")
+    took = f"the rows took {count(len(trials), 'trial', 'trials')} and {calls}"
+    return {**shared, "time": [Fact(f"{format_seconds(table.elapsed_s)}; {took}")]}
+
+
+def _notes(table: ProbeTable) -> list[str]:
+    """Return the notes of the table, and each of the rows' notes once, with the values of its rows unless it is all of them.
+
+    Of cards, only warnings are told with their rows: each card has other figures.
+    """
+    rows_of: dict[str, list[str]] = defaultdict(list)
+    rows = list(table.fitting())
+    for value, result in rows:
+        for note in result.notes:
+            rows_of[note].append(text_of_value(value))
+    shared, of_some_rows = [], []
+    for note, values in rows_of.items():
+        if len(values) == len(rows):
+            shared.append(note)
+        elif table.axis != CARDS or is_warning(note):
+            of_some_rows.append(f"{table.axis}={', '.join(values)}: {note}")
+    return [*table.notes, *shared, *of_some_rows]
+
+
+def _rows(table: ProbeTable) -> Table:
+    """Return the cells of each value."""
+    if table.axis == CARDS:
+        return _rows_of_cards(table)
+    axis, best = clean(table.axis), table.best()
+    is_of_ranks = any(result.world_size > 1 for _, result in table.fitting())
+    batch = "batch per rank" if is_of_ranks else "batch"
+    largest = None if best is None else table.product(best)
+    heads, cells = measured_columns(
+        [axis, batch, "mixed", f"batch x {axis}", "reserved", "of budget", "samples/s"],
+        [_cells(table, value) for value in table.rows],
+        always=2,
+    )
+    rows = []
+    for value, row in zip(table.rows, cells, strict=True):
+        is_best = largest is not None and table.product(value) == largest
+        rows.append(_row(table, value, row, is_answer=is_best))
+    foot = []
+    if best is not None:
+        foot.append(f"* largest batch x {axis}: {largest:.12g}")
+    if table.mixed and table.mixed == table.batch_sizes():
+        foot.append(f"training that meets all values of {axis} in one process runs with these batch sizes too")
+    elif table.mixed:
+        foot.append("mixed: batch sizes for training that meets all values in one process")
+    return Table(heads=heads, rows=rows, marks=True, clips=False, foot=foot)
+
+
+def _row(table: ProbeTable, value: Any, cells: Sequence[str], *, is_answer: bool) -> Row:
+    kind = "answer" if is_answer else "passed"
+    if table.rows[value] is None:
+        kind = "failed"
+    return Row(cells=cells, remark=clean(table.unfit.get(value, "")), kind=kind)
+
+
+def _cells(table: ProbeTable, value: Any) -> list[str]:
+    name, result = clean(text_of_value(value)), table.rows[value]
+    if result is None:
+        return [name, *[UNKNOWN] * 6]
+    answer = last_of(result.trials, result.batch_size)
+    mixed, share = table.mixed.get(value), None
+    if table.mixed == table.batch_sizes():
+        mixed = None  # what follows the table says that the sizes are the same
+    if answer.peak_reserved_bytes is not None and result.budget_bytes:
+        share = answer.peak_reserved_bytes / result.budget_bytes
+    return [
+        name,
+        str(result.batch_size),
+        cell(mixed),
+        cell(table.product(value), "{:.12g}".format),
+        cell(answer.peak_reserved_bytes, format_bytes),
+        cell(share, _percent),
+        cell(answer.samples_per_s, rate),
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _rows_of_cards(table: ProbeTable) -> Table:
+    heads = ["card", "batch", "memory", "reserved", "of memory", "answer"]
+    smallest, required = table.smallest(), table.required
+    rows, has_replays = [], False
+    for name, result in table.rows.items():
+        if result is None:
+            cells, runs = [name, *[UNKNOWN] * 5], "no"
+        else:
+            has_replays = has_replays or result.was_replayed
+            cells = _cells_of_card(name, result)
+            runs = "yes" if result.batch_size >= (required or 0) else "no"
+        if required is not None:
+            cells.insert(-1, runs)
+        rows.append(_row(table, name, cells, is_answer=name == smallest))
+    if required is not None:
+        heads.insert(-1, f"runs {required}")
+    foot = []
+    if smallest is not None:
+        foot.append(f"* the smallest card that runs batch {required}")
+    if has_replays:
+        foot.append("replay: the step ran on a larger card of the kind, and its allocations were replayed on this one")
+    return Table(heads=heads, rows=rows, texts={0, len(heads) - 1}, marks=True, clips=False, foot=foot)
+
+
+def _cells_of_card(name: str, result: ProbeResult) -> list[str]:
+    peak_bytes = last_of(result.trials, result.batch_size).peak_reserved_bytes or 0
+    return [
+        name,
+        str(result.batch_size),
+        format_bytes(result.available_bytes),
+        format_bytes(peak_bytes),
+        _percent(peak_bytes / result.available_bytes),
+        "replay" if result.was_replayed else "ran",
+    ]
