@@ -17,16 +17,7 @@ from oomprobe.errors import FramesHidden, InvalidArgumentError
 from oomprobe.probing.cards import search_cards
 from oomprobe.probing.finish import finish
 from oomprobe.probing.opening import open_command, open_model, open_target
-from oomprobe.probing.order import (
-    CheckOptions,
-    CommandCheckOptions,
-    CommandOptions,
-    Order,
-    SearchOptions,
-    TableOptions,
-    TargetOptions,
-    TargetTableOptions,
-)
+from oomprobe.probing.order import CheckOptions, Order, SearchOptions
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
@@ -153,7 +144,7 @@ def find_max_batches(
     try_larger: bool = False,
     mixed: bool = True,
     require: int | None = None,
-    **options: Unpack[TableOptions],
+    **options: Unpack[SearchOptions],
 ) -> ProbeTable:
     """Find the largest batch size for each value of one argument of the step, such as each length of a sequence, or on each card.
 
@@ -230,13 +221,26 @@ def check(model: torch.nn.Module, step_fn: Steps, batch_size: int, **options: Un
 
 @overload
 def probe_target(
-    target: str | Callable[[], Any], *, over: None = None, **options: Unpack[TargetOptions]
+    target: str | Callable[[], Any],
+    *,
+    over: None = None,
+    isolate: bool = ...,
+    nproc_per_node: int | Literal["gpu"] | None = ...,
+    **options: Unpack[SearchOptions],
 ) -> ProbeResult: ...
 
 
 @overload
 def probe_target(
-    target: str | Callable[[], Any], *, over: Mapping[str, Iterable[Any]], **options: Unpack[TargetTableOptions]
+    target: str | Callable[[], Any],
+    *,
+    over: Mapping[str, Iterable[Any]],
+    try_larger: bool = ...,
+    mixed: bool = ...,
+    require: int | None = ...,
+    isolate: bool = ...,
+    nproc_per_node: int | Literal["gpu"] | None = ...,
+    **options: Unpack[SearchOptions],
 ) -> ProbeTable: ...
 
 
@@ -326,7 +330,7 @@ def check_target(
 
 
 def probe_command(
-    command: Sequence[str], *, passes_after_s: float | None = None, **options: Unpack[CommandOptions]
+    command: Sequence[str], *, passes_after_s: float | None = None, **options: Unpack[SearchOptions]
 ) -> ProbeResult:
     """Find the largest batch size with which a command runs, whatever launches it (Linux only).
 
@@ -368,7 +372,7 @@ def check_command(
     batch_size: int,
     *,
     passes_after_s: float | None = None,
-    **options: Unpack[CommandCheckOptions],
+    **options: Unpack[CheckOptions],
 ) -> ProbeResult:
     """Check that a command runs with one size; see `probe_command` and `check` for arguments and errors.
 

@@ -81,8 +81,6 @@ def test_options_are_stated_once():
     assert {name: signature[name].default for name in fields} == {name: one.default for name, one in fields.items()}
     assert order.SearchOptions.__optional_keys__ == searches
     assert order.CheckOptions.__optional_keys__ == checks
-    assert order.CommandOptions.__optional_keys__ == searches - {"device", "preserve", "breakdown"}
-    assert order.CommandCheckOptions.__optional_keys__ == checks - {"device", "preserve", "breakdown"}
     assert {name: order.SearchOptions.__annotations__[name].__forward_arg__ for name in fields} == {
         name: signature[name].annotation for name in fields
     }

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
-import torch
-
-from oomprobe.devices import Device
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import Options
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.report.progress import Progress
 
 
-class CommandCheckOptions(TypedDict, total=False):
-    """The options of `oomprobe.check_command`; `oomprobe.find_max_batch` says what each means, here and below."""
+class CheckOptions(TypedDict, total=False):
+    """The options of a check: those that `Options` marks so, and all that are no numbers; `find_max_batch` says what each means."""
 
+    device: Any  # as `find_max_batch` takes it; of a table of cards, a list of names
     memory_fraction: float
     confirm_steps: int
+    preserve: Iterable[Any]
     time_limit_s: float | None
+    breakdown: bool
     progress: Progress
 
 
-class CommandOptions(CommandCheckOptions, total=False):
-    """The options of `oomprobe.probe_command`."""
+class SearchOptions(CheckOptions, total=False):
+    """The options of `find_max_batch`. A command refuses those that need its processes to be ours."""
 
     min_batch: int
     max_batch: int | None
@@ -35,47 +35,6 @@ class CommandOptions(CommandCheckOptions, total=False):
     global_batch: int | None
     resolution: float
     trial_time_limit_s: float | None
-
-
-OneDevice = str | torch.device | Device | None
-
-
-class _ModelOptions(TypedDict, total=False):
-    preserve: Iterable[Any]
-    breakdown: bool
-
-
-class CheckOptions(CommandCheckOptions, _ModelOptions, total=False):
-    """The options of `oomprobe.check`."""
-
-    device: OneDevice
-
-
-class SearchOptions(CommandOptions, _ModelOptions, total=False):
-    """The options of `oomprobe.find_max_batch`."""
-
-    device: OneDevice
-
-
-class TableOptions(CommandOptions, _ModelOptions, total=False):
-    """The options of `oomprobe.find_max_batches`."""
-
-    device: OneDevice | Sequence[str]
-
-
-class TargetOptions(SearchOptions, total=False):
-    """The options of `oomprobe.probe_target`."""
-
-    isolate: bool
-    nproc_per_node: int | Literal["gpu"] | None
-
-
-class TargetTableOptions(TargetOptions, total=False):
-    """The options of `oomprobe.probe_target` with `over`."""
-
-    try_larger: bool
-    mixed: bool
-    require: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
