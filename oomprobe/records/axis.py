@@ -49,13 +49,18 @@ class Axis:
 
     def arguments(self, row: int) -> dict[str, Any]:
         """Return the keyword arguments of the step in a row."""
-        return {self.name: self.values[row]} if self.name else {}
+        if not self.name:
+            return {}
+        return {self.name: self.values[row]}
 
     def label(self, row: int) -> str:
         """Name a row, as in ``length=512``; without an axis, return an empty text."""
+        if not self.name:
+            return ""
         value = self.values[row]
-        text = repr(value) if isinstance(value, str) else text_of_value(value)
-        return f"{self.name}={text}" if self.name else ""
+        if isinstance(value, str):
+            return f"{self.name}={value!r}"
+        return f"{self.name}={text_of_value(value)}"
 
 
 NO_AXIS = Axis()
@@ -63,15 +68,20 @@ CARDS = "device"  # the axis of a table of simulated cards, which no step takes
 
 
 def _checked(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
-    # Scalars of numpy and torch become numbers.
-    plain = tuple(value.item() if getattr(value, "ndim", None) == 0 else value for value in values)
-    if unhashable := [value for value in plain if value.__hash__ is None]:
-        raise InvalidArgumentError(
-            f"a value of {name} cannot be a key of the table: write {unhashable[0]!r} as a tuple"
-        )
+    plain = tuple(map(_plain, values))
+    for value in plain:
+        if value.__hash__ is None:
+            raise InvalidArgumentError(f"a value of {name} cannot be a key of the table: write {value!r} as a tuple")
     if not plain or len(set(plain)) < len(plain):
         raise InvalidArgumentError(f"{name} must have at least one value, and each only once, not {list(plain)!r}")
     return plain
+
+
+def _plain(value: Any) -> Any:
+    """Return the number that a scalar of numpy or torch holds; any other value as it is."""
+    if getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
 
 
 def text_of_value(value: object) -> str:
@@ -81,7 +91,13 @@ def text_of_value(value: object) -> str:
         >>> text_of_value(512), text_of_value((640, 480)), text_of_value("short")
         ('512', '640x480', 'short')
     """
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return "x".join(map(str, _sides(value)))
+
+
+def _sides(value: object) -> tuple[Any, ...]:
+    if isinstance(value, tuple):
+        return value
+    return (value,)
 
 
 def magnitude(value: object) -> float | None:
@@ -91,20 +107,24 @@ def magnitude(value: object) -> float | None:
         >>> magnitude(512), magnitude((640, 480)), magnitude("short")
         (512, 307200, None)
     """
-    sides = value if isinstance(value, tuple) else (value,)
-    if not sides or not all(type(side) in (int, float) and side > 0 for side in sides):
-        return None
-    return math.prod(sides)
+    sides = _sides(value)
+    for side in sides:
+        if type(side) not in (int, float) or side <= 0:
+            return None
+    product: float = math.prod(sides)
+    return product if sides else None
 
 
-def is_larger(value: object, other: object) -> bool:
+def is_larger(value: object, smaller: object) -> bool:
     """Return whether a value is larger than another; a tuple must be at least as large in every place.
 
     Examples:
         >>> is_larger(1024, 512), is_larger((640, 960), (640, 480)), is_larger((320, 960), (640, 480)), is_larger("b", "a")
         (True, True, False, False)
     """
-    sides, others = (one if isinstance(one, tuple) else (one,) for one in (value, other))
-    if value == other or len(sides) != len(others) or magnitude(value) is None or magnitude(other) is None:
+    sides, least = _sides(value), _sides(smaller)
+    if value == smaller or len(sides) != len(least):
         return False
-    return all(side >= least for side, least in zip(sides, others, strict=True))
+    if magnitude(value) is None or magnitude(smaller) is None:
+        return False
+    return all(side >= limit for side, limit in zip(sides, least, strict=True))

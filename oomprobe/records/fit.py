@@ -44,21 +44,28 @@ def fit_line(points: Iterable[tuple[int, int]], budget_bytes: int) -> LinearFit 
         (100.0, 10.0, 100)
     """
     pairs = sorted(set(points))
-    if len({size for size, _ in pairs}) < 3:
+    sizes, peaks = [size for size, _ in pairs], [peak for _, peak in pairs]
+    if len(set(sizes)) < 3:
         return None
     # Exact fractions, because a rounded slope would move the size at which the line reaches the budget.
-    mean_size = Fraction(sum(size for size, _ in pairs), len(pairs))
-    mean_peak = Fraction(sum(peak for _, peak in pairs), len(pairs))
-    covariance = sum((size - mean_size) * (peak - mean_peak) for size, peak in pairs)
-    slope = covariance / sum((size - mean_size) ** 2 for size, _ in pairs)
+    mean_size, mean_peak = Fraction(sum(sizes), len(pairs)), Fraction(sum(peaks), len(pairs))
+    covariance = variance = spread = Fraction(0)
+    for size, peak in pairs:
+        covariance += (size - mean_size) * (peak - mean_peak)
+        variance += (size - mean_size) ** 2
+        spread += (peak - mean_peak) ** 2
+    slope = covariance / variance
     fixed = mean_peak - slope * mean_size
-    residuals = [peak - fixed - slope * size for size, peak in pairs]
-    spread = sum((peak - mean_peak) ** 2 for _, peak in pairs)
+    unexplained = largest_error = Fraction(0)
+    for size, peak in pairs:
+        residual = abs(peak - fixed - slope * size)
+        unexplained += residual**2
+        largest_error = max(largest_error, residual / max(peak, 1))
     return LinearFit(
         fixed_bytes=float(fixed),
         bytes_per_sample=float(slope),
-        r_squared=float(1 - sum(r**2 for r in residuals) / spread) if spread else 1.0,
-        max_relative_error=float(max(abs(r) / max(peak, 1) for r, (_, peak) in zip(residuals, pairs, strict=True))),
+        r_squared=float(1 - unexplained / spread) if spread else 1.0,
+        max_relative_error=float(largest_error),
         predicted_max_batch=max(0, math.floor((budget_bytes - fixed) / slope)) if slope > 0 else None,
     )
 
@@ -71,6 +78,9 @@ def estimates(points: Iterable[tuple[int, int]], *, budget_bytes: int) -> dict[s
         {'straight line through the smallest sizes': 100, 'straight line through all peaks': 107}
     """
     every = list(points)
-    smallest = [point for point in every if point[0] <= SMALLEST]
-    lines = {"the smallest sizes": fit_line(smallest, budget_bytes), "all peaks": fit_line(every, budget_bytes)}
-    return {f"straight line through {name}": line.predicted_max_batch if line else None for name, line in lines.items()}
+    smallest = [(size, peak) for size, peak in every if size <= SMALLEST]
+    answers: dict[str, float | None] = {}
+    for name, some in (("the smallest sizes", smallest), ("all peaks", every)):
+        line = fit_line(some, budget_bytes)
+        answers[f"straight line through {name}"] = None if line is None else line.predicted_max_batch
+    return answers

@@ -97,7 +97,8 @@ class Options:
     def __post_init__(self) -> None:
         for option in fields(self):
             value, judge = getattr(self, option.name), option.metadata["judge"]
-            if judge is not None and (value is not None or option.default is not None):
+            is_default = value is None and option.default is None
+            if judge is not None and not is_default:
                 judge(option.name, value)
         low, high, start = self.min_batch, self.max_batch, self.start_batch
         limits = f"between min_batch={low} and max_batch={high}"
@@ -118,18 +119,27 @@ class Options:
             InvalidArgumentError: one of those given is about a search.
         """
         check_size("batch_size", batch_size)
-        if ignored := [one.name for one in fields(cls) if one.name in given and not one.metadata["in_checks"]]:
+        ignored = []
+        for option in fields(cls):
+            if option.name in given and not option.metadata["in_checks"]:
+                ignored.append(option.name)
+        if ignored:
             raise InvalidArgumentError(f"a check runs one size and no search, so it would ignore {', '.join(ignored)}")
         return cls(**given, min_batch=batch_size, max_batch=batch_size)
 
     def within(self, max_batch: int | None) -> Options:
         """Return the options with sizes up to `max_batch`, that of the data; None: as they are."""
-        if max_batch is None or (self.max_batch is not None and self.max_batch <= max_batch):
+        if max_batch is None:
             return self
-        if self.sizes.first > max_batch or (self.start_batch or 0) > max_batch:
-            sizes = {name: getattr(self, name) for name in ("min_batch", "start_batch", "multiple_of")}
-            asked = ", ".join(f"{name}={size}" for name, size in sizes.items() if size not in (None, 1))
-            raise InvalidArgumentError(f"the data set has {max_batch} examples, too few for {asked}")
+        if self.max_batch is not None and self.max_batch <= max_batch:
+            return self
+        smallest = max(self.sizes.first, self.start_batch or 0)
+        if smallest > max_batch:
+            asked = []
+            for name in ("min_batch", "start_batch", "multiple_of"):
+                if getattr(self, name) not in (None, 1):
+                    asked.append(f"{name}={getattr(self, name)}")
+            raise InvalidArgumentError(f"the data set has {max_batch} examples, too few for {', '.join(asked)}")
         return replace(self, max_batch=max_batch)
 
     @property
@@ -143,11 +153,14 @@ def named_steps(step_fn: object, axis: Axis = NO_AXIS) -> dict[str, Step]:
     given: Mapping[Any, Any] = step_fn if isinstance(step_fn, Mapping) else {"step": step_fn}
     if not given:
         raise InvalidArgumentError("step_fn is an empty mapping: give at least one step, {'train': step_fn}")
-    steps = {name: step if isinstance(step, Step) else Step(run=step) for name, step in given.items()}
-    for name, step in steps.items():
+    steps = {}
+    for name, step in given.items():
         if not isinstance(name, str):
             raise InvalidArgumentError(f"names of steps must be strings, not {name!r}")
+        if not isinstance(step, Step):
+            step = Step(run=step)
         _check_step(name, step.run, axis)
+        steps[name] = step
     return steps
 
 
@@ -165,7 +178,7 @@ def _check_step(name: str, step: object, axis: Axis) -> None:
         signature = inspect.signature(step)
     except (TypeError, ValueError):  # a callable implemented in C
         return
-    arguments = f"(model, batch_size{axis.name and ', '}{axis.name})"
+    arguments = f"({', '.join(['model', 'batch_size', *axis.arguments(0)])})"
     first, second = [*map(str.lower, signature.parameters), "", ""][:2]
     if first in SIZE_NAMES and second in MODEL_NAMES:
         raise InvalidArgumentError(f"{name}{signature} is called with {arguments}: swap its first two parameters")
@@ -181,13 +194,14 @@ def check_model(model: object) -> torch.nn.Module:
     """Raise InvalidArgumentError unless `model` is a module whose parameters have their shapes."""
     import torch
 
-    if isinstance(model, torch.nn.Module):
-        lazy = next((name for name, one in model.named_parameters() if torch.nn.parameter.is_lazy(one)), None)
-        if lazy is None:
-            return model
-        raise InvalidArgumentError(
-            f"the parameter {lazy} of a lazy module has no shape yet: call the model once with a small batch before the probe, as "
-            "you must before you make the optimizer"
-        )
-    kind = f"the class {model.__name__}: make an instance" if isinstance(model, type) else type(model).__name__
-    raise InvalidArgumentError(f"model must be a torch.nn.Module, not {kind}")
+    if isinstance(model, type):
+        raise InvalidArgumentError(f"model must be a torch.nn.Module, not the class {model.__name__}: make an instance")
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise InvalidArgumentError(
+                f"the parameter {name} of a lazy module has no shape yet: call the model once with a small batch before the "
+                "probe, as you must before you make the optimizer"
+            )
+    return model

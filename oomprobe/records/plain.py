@@ -28,23 +28,33 @@ def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
         >>> from_plain(ModuleMemory, {"name": "a", "kind": "b", "count": 1, "activation_bytes": 2, "invented_later": 3})
         ModuleMemory(name='a', kind='b', count=1, activation_bytes=2, parameter_bytes=0)
     """
-    return cls(**{name: _read(kind, data[name]) for name, kind in get_type_hints(cls).items() if name in data})
+    given = {}
+    for name, kind in get_type_hints(cls).items():
+        if name in data:
+            given[name] = _read(kind, data[name])
+    return cls(**given)
 
 
 def _read(kind: Any, value: Any) -> Any:
     """Return a value as its annotation wants it; a number, a text, or anything that is annotated otherwise stays as it is."""
     outer, inner = get_origin(kind), get_args(kind)
     if outer is UnionType and NoneType in inner:
-        return None if value is None else _read(inner[0], value)
+        if value is None:
+            return None
+        return _read(inner[0], value)
     if outer is tuple and inner[-1] is not ...:
-        return tuple(_read(kind, one) for kind, one in zip(inner, value, strict=True))
+        return tuple(_read(kind, item) for kind, item in zip(inner, value, strict=True))
     if outer in (tuple, Sequence):
-        return tuple(_read(inner[0], one) for one in value)
+        return tuple(_read(inner[0], item) for item in value)
     if outer is Mapping:
-        return {key: _read(inner[1], one) for key, one in dict(value).items()}
-    if is_dataclass(kind) and isinstance(kind, type):
+        return {key: _read(inner[1], item) for key, item in dict(value).items()}
+    if not isinstance(kind, type):
+        return value
+    if is_dataclass(kind):
         return from_plain(kind, value)
-    return kind(value) if isinstance(kind, type) and issubclass(kind, StrEnum) else value
+    if issubclass(kind, StrEnum):
+        return kind(value)
+    return value
 
 
 def written(text: str, path: str | Path | None) -> str:
@@ -57,10 +67,12 @@ def written(text: str, path: str | Path | None) -> str:
 @contextmanager
 def reading(what: str, data: object, version: int) -> Iterator[None]:
     """Refuse data of another schema version, or that cannot be read."""
-    found = data.get("schema_version") if isinstance(data, Mapping) else None
-    if found != version:
+    written_with = None
+    if isinstance(data, Mapping):
+        written_with = data.get("schema_version")
+    if written_with != version:
         raise InvalidArgumentError(
-            f"this {what} has schema_version {found!r}; this oomprobe reads {version}: run the probe again, or read it with "
+            f"this {what} has schema_version {written_with!r}; this oomprobe reads {version}: run the probe again, or read it with "
             "the oomprobe that wrote it"
         )
     try:

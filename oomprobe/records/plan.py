@@ -69,22 +69,29 @@ def plan(
     splits = _near_splits(global_batch, world_size, fitting)
     exact = _exact_split(global_batch, world_size, fitting)
     if exact is not None:
-        near = [split for split in splits if split != exact]
-        large = exact[0] / min(max_micro_batch, global_batch // world_size) >= GOOD_SHARE
-        good = large and not (near and _one_by_one(exact))
-        splits = [exact, *near] if good else [*near, exact]
-    return tuple(
-        PlanEntry(
-            micro_batch=micro,
-            accumulation_steps=steps,
-            world_size=world_size,
-            global_batch=micro * steps * world_size,
-            exact=micro * steps * world_size == global_batch,
-            ran=any(micro == size for size, _ in ran),
-            ran_accumulated=any(micro == size and accumulated > 1 for size, accumulated in ran),
+        if exact in splits:
+            splits.remove(exact)
+        is_large = exact[0] / min(max_micro_batch, global_batch // world_size) >= GOOD_SHARE
+        if is_large and not (splits and _one_by_one(exact)):
+            splits.insert(0, exact)
+        else:
+            splits.append(exact)
+    sizes, accumulated_sizes = {size for size, _ in ran}, {size for size, steps in ran if steps > 1}
+    entries = []
+    for micro, steps in splits:
+        reached = micro * steps * world_size
+        entries.append(
+            PlanEntry(
+                micro_batch=micro,
+                accumulation_steps=steps,
+                world_size=world_size,
+                global_batch=reached,
+                exact=reached == global_batch,
+                ran=micro in sizes,
+                ran_accumulated=micro in accumulated_sizes,
+            )
         )
-        for micro, steps in splits
-    )
+    return tuple(entries)
 
 
 def _exact_split(global_batch: int, world_size: int, fitting: range) -> tuple[int, int] | None:
@@ -92,15 +99,21 @@ def _exact_split(global_batch: int, world_size: int, fitting: range) -> tuple[in
     share, left = divmod(global_batch, world_size)
     if left:
         return None
-    divisors = {d for low in range(1, math.isqrt(share) + 1) if share % low == 0 for d in (low, share // low)}
-    micro = max((d for d in divisors if d in fitting), default=None)
-    return None if micro is None else (micro, share // micro)
+    divisors = []
+    for low in range(1, math.isqrt(share) + 1):
+        if share % low == 0:
+            divisors += [low, share // low]
+    micro = max((divisor for divisor in divisors if divisor in fitting), default=None)
+    if micro is None:
+        return None
+    return micro, share // micro
 
 
 def _near_splits(global_batch: int, world_size: int, fitting: range) -> list[tuple[int, int]]:
     """Return the micro-batches around an even split with the fewest accumulation steps, nearest global batch first.
 
-    If neither is in `fitting`, use its largest micro-batch with one step less, and its smallest with as many.
+    If neither is in `fitting`, use its largest micro-batch with one step less, and its smallest with as many. Single samples
+    are accumulated only if nothing else is left.
     """
     if not fitting:
         return []
@@ -108,9 +121,12 @@ def _near_splits(global_batch: int, world_size: int, fitting: range) -> list[tup
     steps = max(1, -(-global_batch // (largest * world_size)))
     below = global_batch // (steps * world_size * multiple_of) * multiple_of
     splits = [(micro, steps) for micro in (below, below + multiple_of) if micro in fitting]
-    splits = splits or [(largest, steps - 1)] * (steps > 1) + [(first, steps)]
-    splits = [split for split in splits if not _one_by_one(split)] or splits
-    return sorted(splits, key=lambda split: (abs(split[0] * split[1] * world_size - global_batch), split))
+    if not splits:
+        splits.append((first, steps))
+        if steps > 1:
+            splits.append((largest, steps - 1))
+    several = [split for split in splits if not _one_by_one(split)]
+    return sorted(several or splits, key=lambda split: (abs(split[0] * split[1] * world_size - global_batch), split))
 
 
 def _one_by_one(split: tuple[int, int]) -> bool:

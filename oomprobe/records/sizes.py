@@ -28,14 +28,16 @@ class Sizes:
 
     def up(self, size: int, distance: int) -> int:
         """Return ``size + distance``, but at most `last`."""
-        return size + distance if self.last is None else min(size + distance, self.last)
+        return self._at_most_last(size + distance)
 
     def nearest(self, size: int) -> int:
         """Return the size nearest to a number, from below unless that is less than `first`."""
-        return max(
-            self.first,
-            size // self.step * self.step if self.last is None else min(size // self.step * self.step, self.last),
-        )
+        return max(self.first, self._at_most_last(size // self.step * self.step))
+
+    def _at_most_last(self, size: int) -> int:
+        if self.last is None:
+            return size
+        return min(size, self.last)
 
     def down(self, size: int, divisor: int) -> int:
         """Return ``size / divisor``, rounded down to a size, but at least `first`."""
@@ -48,7 +50,9 @@ class Sizes:
         """
         low = self.first - self.step if good is None else good
         count = (bad - low) // self.step
-        steps = max(1, int(place * count)) if count > 1 else 0
+        if count <= 1:
+            return None
+        steps = int(place * count)
         if geometric and low > 0 and bad > 2 * low:
-            steps = max(1, (math.isqrt(low * bad) - low) // self.step)
-        return low + steps * self.step if steps else None
+            steps = (math.isqrt(low * bad) - low) // self.step
+        return low + max(1, steps) * self.step

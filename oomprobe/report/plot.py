@@ -52,7 +52,7 @@ def saved(figure: Figure, path: str | Path | None) -> Figure:
 
 
 def memory_figure(
-    trials: Iterable[Trial], *, answer: int, fit: LinearFit | None, budget_bytes: int, available_bytes: int
+    trials: Iterable[Trial], answer: int, fit: LinearFit | None, budget_bytes: int, available_bytes: int
 ) -> Figure:
     """Plot peaks against batch size with budget and available memory, and throughput below if it was measured."""
     single = _without_accumulation(trials)

@@ -35,9 +35,8 @@ def _ignore(*arguments: object) -> None:
 class Reporter:
     """Callbacks for the progress of a probe."""
 
-    opened: Callable[[str, Options, bool], object] = (
-        _ignore  # with the device and whether it is simulated, before the first trial
-    )
+    # Before the first trial, with the device and whether it is simulated.
+    opened: Callable[[str, Options, bool], object] = _ignore
     row: Callable[[str], object] = _ignore  # before each row of a table, with its name
     started: Callable[[int, Phase], object] = _ignore  # before each trial
     finished: Callable[[Trial], object] = _ignore  # with each trial that ended, passed or not
@@ -55,15 +54,14 @@ def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic)
         return Reporter(finished=progress)
     if progress == "off":
         return Reporter()
-    screen = _screen() if progress == "auto" else None
-    if screen is not None:
+    if progress not in ("auto", "plain"):
+        raise InvalidArgumentError(f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}")
+    if progress == "auto" and (screen := _screen()):
         show, close = screen
         line = _StatusLine(show, clock)
         return Reporter(opened=line.opened, row=line.row, started=line.started, finished=line.finished, close=close)
-    if progress in ("auto", "plain"):
-        log = _Log()
-        return Reporter(opened=log.opened, row=log.row, started=log.started, finished=log.finished, close=log.close)
-    raise InvalidArgumentError(f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}")
+    log = _Log()
+    return Reporter(opened=log.opened, row=log.row, started=log.started, finished=log.finished, close=log.close)
 
 
 class _Log:
@@ -86,11 +84,14 @@ class _Log:
             _write(f"batch {batch_size} ... ")
 
     def finished(self, trial: Trial) -> None:
-        line = trial_line(trial).removeprefix(f"batch {trial.batch_size}  " * self._is_open)
+        line = trial_line(trial)
+        if self._is_open:
+            line = line.removeprefix(f"batch {trial.batch_size}  ")
         self._is_open = False
         # Set for logs that show colours, such as CI's.
         if os.environ.get("FORCE_COLOR") and not os.environ.get("NO_COLOR"):
-            line = f"{_GREEN if trial.passed else _RED}{line}{_NORMAL}"
+            colour = _GREEN if trial.passed else _RED
+            line = f"{colour}{line}{_NORMAL}"
         _write(line + "\n")
 
     def close(self) -> None:
@@ -125,22 +126,29 @@ class _StatusLine:
         self._update(f"{trial.phase}  batch {trial.batch_size} {trial.verdict}", trial.phase)
 
     def _update(self, doing: str, phase: Phase) -> None:
-        # A size that ran without a cap may fail under it, so the last verdict on each size counts.
-        passed = {trial.batch_size: trial.passed for trial in self._trials}
-        failing = min((size for size in passed if not passed[size]), default=None)
-        good = max((size for size in passed if passed[size] and size < (failing or math.inf)), default=None)
+        good, failing = self._bracket()
         elapsed_s = int(self._clock() - self._start_s)
-        parts = [
-            f"oomprobe: {self._row}{doing}",
-            f"last good {good or '--'}, first failing {failing or '--'}",
-            format_seconds(elapsed_s) if elapsed_s else "0 s",
-        ]
-        if good and failing and phase == "bisect":
+        elapsed = format_seconds(elapsed_s) if elapsed_s else "0 s"
+        parts = [f"oomprobe: {self._row}{doing}", f"last good {good or '--'}, first failing {failing or '--'}", elapsed]
+        if good and failing and phase == Phase.BISECT:
             steps = (failing - good) / max(self._step, self._resolution * good)
             left = math.ceil(math.log2(max(1, steps))) + LAST_TRIALS
             left_s = left * elapsed_s / max(1, len(self._trials))
-            parts.append(f"about {left} trials left" + (f", {format_seconds(round(left_s))}" if left_s >= 1 else ""))
+            parts.append(f"about {left} trials left")
+            if left_s >= 1:
+                parts[-1] += f", {format_seconds(round(left_s))}"
         self._show(" | ".join(parts), self._trials)
+
+    def _bracket(self) -> tuple[int | None, int | None]:
+        """Return the largest size that passed below all that failed, and the smallest that failed."""
+        # A size that ran without a cap may fail under it, so the last verdict on each size counts.
+        passed = {trial.batch_size: trial.passed for trial in self._trials}
+        good = None
+        for size in sorted(passed):
+            if not passed[size]:
+                return good, size
+            good = size
+        return good, None
 
 
 def _show_line(line: str, trials: Sequence[Trial]) -> None:

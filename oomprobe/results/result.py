@@ -199,12 +199,7 @@ class ProbeResult(Reported):
             blocks += breakdown_blocks(self.breakdown)
         blocks += [Block(NOTES, self.notes), not_covered_block(self, verbose=verbose)]
         draw_memory = partial(
-            memory_figure,
-            self.trials,
-            answer=self.batch_size,
-            fit=self.fit,
-            budget_bytes=self.budget_bytes,
-            available_bytes=self.available_bytes,
+            memory_figure, self.trials, self.batch_size, self.fit, self.budget_bytes, self.available_bytes
         )
         return Report(
             verdict=_verdict(self),
@@ -292,12 +287,9 @@ def facts_of(result: ProbeResult, *, verbose: bool) -> Facts:
         sentences["ranks"] = facts.ranks(result.confirmation.ranks, result.limiting_rank, verbose=verbose)
     sentences["holds for"] = [_holds_for(result)]
     sentences["throughput"] = facts.throughput(result.trials, result.batch_size, per_rank=_counts_per_rank(result))
+    multiple_of = result.options.get("multiple_of", 1)
     sentences["linear fit"] = facts.linear_fit(
-        result.fit,
-        result.trials,
-        result.batch_size,
-        multiple_of=result.options.get("multiple_of", 1),
-        verbose=verbose,
+        result.fit, result.trials, result.batch_size, multiple_of=multiple_of, verbose=verbose
     )
     if verbose:
         sentences["estimates"] = _estimates(result)
