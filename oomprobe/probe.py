@@ -132,8 +132,8 @@ def find_max_batch(
         )
         order = Order(options=options, device=device, preserve=preserve, progress=progress)
         with open_model(order, model, step_fn) as session:  # `_answer` would be one more frame above the step
-            found = finish(session, session.find())
-        return logged(result_of(session, found))
+            answer = finish(session, session.find())
+        return logged(result_of(session, answer))
 
 
 def find_max_batches(
@@ -407,8 +407,8 @@ def _answer(
 ) -> ProbeResult:
     """Search, or check one size."""
     with opened as session:
-        found = finish(session, session.find() if batch_size is None else session.confirm_only(batch_size))
-    return logged(result_of(session, found, target))
+        answer = finish(session, session.find() if batch_size is None else session.confirm_only(batch_size))
+    return logged(result_of(session, answer, target))
 
 
 def _table(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import rate
@@ -65,18 +65,26 @@ def throughput(trials: Iterable[Trial], answer: int, *, per_rank: bool) -> list[
     smaller = {size: repeated[-1] for size, repeated in rates.items() if size < answer}
     if not smaller:
         return [Fact(sentence)]
-    noise = max(TIMING_NOISE, *(1 - min(repeated) / max(repeated) for repeated in rates.values()))
+    noise = TIMING_NOISE
+    for repeated in rates.values():
+        noise = max(noise, 1 - min(repeated) / max(repeated))
+    compared = _compared(smaller, speed, noise)
+    return [Fact(f"{sentence}; {compared.text}", compared.sizes)]
+
+
+def _compared(smaller: Mapping[int, float], speed: float, noise: float) -> Fact:
+    """Compare the rates of smaller sizes with that of the answer."""
     by_noise = f"the timing noise of {100 * noise:.0f} %"
     fastest = max(smaller, key=smaller.__getitem__)
     if smaller[fastest] * (1 - noise) > speed:
-        sentence += f"; batch {fastest} is faster, {rate(smaller[fastest])} samples/s, by more than {by_noise}"
+        sentence = f"batch {fastest} is faster, {rate(smaller[fastest])} samples/s, by more than {by_noise}"
         if smaller[fastest] > SPILL_FACTOR * speed:
             sentence += ". Memory may be spilling to the host"
-        return [Fact(sentence, (fastest,))]
+        return Fact(sentence, (fastest,))
     as_fast = [size for size in smaller if smaller[size] >= (1 - noise) * speed]
     if not as_fast:
-        return [Fact(f"{sentence}; every smaller size that ran is slower by more than {by_noise}")]
-    return [Fact(f"{sentence}; batch {min(as_fast)} is as fast, within {by_noise}", (min(as_fast),))]
+        return Fact(f"every smaller size that ran is slower by more than {by_noise}")
+    return Fact(f"batch {min(as_fast)} is as fast, within {by_noise}", (min(as_fast),))
 
 
 def linear_fit(
