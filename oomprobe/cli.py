@@ -25,7 +25,7 @@ from oomprobe.ground.version import __version__
 from oomprobe.ground.words import did_you_mean
 from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.options import Options
-from oomprobe.report.blocks import as_text, is_warning
+from oomprobe.report.blocks import as_text
 from oomprobe.report.plot import new_figure
 from oomprobe.report.trials import trials_table
 from oomprobe.results.result import ProbeResult
@@ -120,7 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
         elif quiet and not contaminated:
             write(stdout, _numbers(probed))
     if quiet:
-        said = [note for result in results for note in result.notes if is_warning(note)]
+        said = [note.text for result in results for note in result.noted() if note.warns]
         said += [CONTAMINATED] if contaminated else probed.notes if isinstance(probed, ProbeTable) else []
         for note in dict.fromkeys(said):
             tell(f"oomprobe: {note}")

@@ -5,6 +5,7 @@ import dataclasses
 from hypothesis import strategies as st
 
 from oomprobe.records.fit import LinearFit
+from oomprobe.records.notes import NoteKind
 from oomprobe.records.trials import Phase, RankTrial, Trial, Verdict
 from oomprobe.results.result import SCHEMA_VERSION, ProbeResult
 
@@ -25,6 +26,8 @@ BY_TYPE = {
     "Verdict": st.sampled_from(Verdict),
     "Phase": st.sampled_from(Phase),
     "tuple[str, ...]": st.lists(words, max_size=3).map(tuple),
+    "tuple[int, ...]": st.lists(counts, max_size=3).map(tuple),
+    "Mapping[str, NoteKind]": st.dictionaries(words, st.sampled_from(NoteKind), max_size=3),
     "Mapping[str, Any]": st.dictionaries(words, maybe(words), max_size=3),
     "Mapping[str, float | None]": st.dictionaries(words, maybe(floats), max_size=3),
 }

@@ -9,7 +9,6 @@ import torch
 from helpers import a_result
 
 import oomprobe
-from oomprobe.report.blocks import is_warning
 from oomprobe.results.log import logged
 from oomprobe.results.result import WARNING
 from oomprobe.results.table import ProbeTable
@@ -61,22 +60,8 @@ def test_a_contaminated_answer_is_a_warning(caplog, contaminated):
         assert ((logging.WARNING, WARNING) in levels(caplog)) == contaminated
 
 
-@pytest.mark.parametrize(
-    ("note", "warns"),
-    [
-        ("leak: 1 MiB was not freed", True),
-        ("length=8, 16: not restored: data", True),
-        ("THE MODEL IS ON THE CPU, but", True),
-        ("the step varies: batch 8 ended", True),
-        ("repeats: within 9 calls", False),
-        ("the plan was not run to completion (leaks)", False),
-    ],
-)
-def test_what_is_a_warning(note, warns):
-    assert is_warning(note) == warns
-
-
 def test_without_logging_configured_nothing_is_printed():
-    code = "from oomprobe.results.log import log_notes; log_notes(['weak: no optimizer stepped'])"
+    imports = "from oomprobe.records.notes import warning; from oomprobe.results.log import log_notes"
+    code = f"{imports}; log_notes([warning('no optimizer stepped')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")

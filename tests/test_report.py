@@ -1,5 +1,4 @@
 import re
-from dataclasses import replace
 
 import pytest
 from example_results import EXAMPLES, gpu
@@ -8,6 +7,7 @@ from helpers import text_of as report
 from hypothesis import given
 from strategies import results
 
+from oomprobe.records.notes import warning
 from oomprobe.report.trials import FEW
 
 VERDICT = re.compile(r"^verdict: batch (\d+)", re.MULTILINE)
@@ -58,8 +58,7 @@ def test_any_result_has_a_report_with_one_verdict(result):
 
 
 def test_a_brief_report_has_the_trials_that_it_mentions():
-    size, note = 96, "leak: 5.00 MiB was not freed after batch {size}, even by garbage collection"
-    result = replace(gpu(), notes=(note.format(size=size),))
+    result = gpu().with_notes([warning("leak: 5.00 MiB was not freed after batch 96, even by garbage collection", 96)])
     assert "\n     96  bisect   fits " not in report(gpu())
     assert "\n     96  bisect   fits " in report(result)
     assert "\n  ... 4 of 16 trials left out; all are in result.trials" in report(gpu())

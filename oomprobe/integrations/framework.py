@@ -18,6 +18,8 @@ from oomprobe.devices.choose import model_device
 from oomprobe.errors import DeviceLostError, OomProbeError, check_size
 from oomprobe.probe import find_max_batch
 from oomprobe.probing.order import SearchOptions
+from oomprobe.probing.summary import LONGEST
+from oomprobe.records.notes import remark
 from oomprobe.records.options import Options, Step
 from oomprobe.results.log import log_notes
 from oomprobe.results.result import ProbeResult
@@ -88,7 +90,7 @@ class Loop(Protocol):
     """A framework's training loop. `probe` probes it live; a target's ``build()`` returns its model and its steps."""
 
     model: torch.nn.Module
-    covered: tuple[str, ...]  # what its trials do, by the first words of the item in `ProbeResult.not_covered`
+    covered: tuple[str, ...]  # items of `ProbeResult.not_covered` that its trials do
 
     @property
     def scanned(self) -> Sequence[tuple[str, LargestFirst]]:
@@ -109,14 +111,13 @@ def probe(loop: Loop, options: SearchOptions) -> ProbeResult:
     result = find_max_batch(loop.model, loop.steps(), **options)
     largest = [one for _, one in loop.scanned]
     has_largest = bool(largest) and all(one.has_largest(result.batch_size) for one in largest)
-    covered = (*loop.covered, *(["longest sequence"] if has_largest else []))
-    not_covered = [item for item in result.not_covered if not item.startswith(covered)]
+    covered = (*loop.covered, LONGEST) if has_largest else loop.covered
+    not_covered = [item for item in result.not_covered if item not in covered]
     notes = [note for what, one in loop.scanned for note in one.notes(what)]
     notes += loop.notes(result)
-    log_notes(notes)
+    log_notes(map(remark, notes))
     return replace(
-        result,
-        notes=(*result.notes, *notes),
+        result.with_notes(after=map(remark, notes)),
         not_covered=(*not_covered, *loop.not_covered()),
     )
 

@@ -27,6 +27,7 @@ from oomprobe.devices import Device, choose_device
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
 from oomprobe.integrations import framework
 from oomprobe.probing.order import SearchOptions
+from oomprobe.probing.summary import LAST_BATCH, NO_EVALUATION
 from oomprobe.records.options import Step, check_seconds
 from oomprobe.results.result import ProbeResult
 from oomprobe.runners.ranks_here import refuse_ranks
@@ -188,7 +189,7 @@ class Fit:
         self.data = Data(self.pl, trainer, self.owners, loaders, name)
         self.validates = EVAL in self.data.makers
         self.accumulates = trainer.accumulate_grad_batches > 1
-        self.covered = ("evaluation between epochs",) * self.validates + ("smaller last batch",)
+        self.covered: tuple[str, ...] = (NO_EVALUATION, LAST_BATCH) if self.validates else (LAST_BATCH,)
         self.teardowns: list[Callable[[], object]] = []
         # Of the current call: its training batches, whether a smaller last one is among them, the steps of each optimizer by id,
         # and how many optimizers have not stepped.

@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -27,6 +26,8 @@ from oomprobe.integrations import framework
 from oomprobe.integrations.accelerate import unchanged
 from oomprobe.probe import check
 from oomprobe.probing.order import SearchOptions
+from oomprobe.probing.summary import LAST_BATCH
+from oomprobe.records.notes import remark
 from oomprobe.records.options import Step
 from oomprobe.records.plan import PlanEntry, plan
 from oomprobe.results.log import log_notes
@@ -119,9 +120,10 @@ def find_max_batch(
     if split is not None:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
         trainer._train_batch_size = args.train_batch_size  # the Trainer copies it when it is created
-    added = [note] if note else []
-    log_notes(added)
-    return replace(result, notes=(*result.notes, *added))
+    if not note:
+        return result
+    log_notes([remark(note)])
+    return result.with_notes(after=[remark(note)])
 
 
 def model_and_step(trainer: Any, *, scan_s: float = 30.0) -> tuple[torch.nn.Module, dict[str, Step]]:
@@ -216,7 +218,7 @@ def _copied(trainer: Any, *, simulated: bool) -> Any:
 class _Loop:
     """The training loop of a copied Trainer, on the longest examples: a `Loop` of `framework`."""
 
-    covered: tuple[str, ...] = ("smaller last batch",)
+    covered: tuple[str, ...] = (LAST_BATCH,)
 
     def __init__(self, trainer: Any, scan_s: float, *, simulated: bool = False) -> None:
         """Copy the Trainer, and scan its data."""

@@ -22,6 +22,7 @@ from oomprobe.devices import Device, choose_device
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
 from oomprobe.integrations import framework
 from oomprobe.probing.order import SearchOptions
+from oomprobe.probing.summary import LAST_BATCH
 from oomprobe.records.options import Step
 from oomprobe.results.result import ProbeResult
 
@@ -139,7 +140,7 @@ class Training:
     ) -> None:
         """Copy the model, and make its loss and optimizer."""
         self.device, self.imgsz, self.objects, self.dataset_size = device.torch_device, imgsz, objects, dataset_size
-        self.covered = ("smaller last batch",) * (dataset_size > 0)
+        self.covered: tuple[str, ...] = (LAST_BATCH,) if dataset_size > 0 else ()
         self.dtype = None if self.device.type in ("cpu", "mps") else dtype  # the trainer disables autocast there
         with framework.quiet_loggers("ultralytics"):  # else it would log an optimizer that only the trials use
             self.model = copy.deepcopy(model).float().train()

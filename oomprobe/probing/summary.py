@@ -46,9 +46,11 @@ KEPT = "leak: each step at batch {size} keeps {kept}, so the free memory lasts f
 NOT_RESTORED = "state that is not restored: positions of iterators and data loaders, attributes of library objects"
 OTHER_RANKS = "other ranks: DDP buckets, NCCL buffers, sharding"
 OTHER_MACHINES = "ranks on other machines: NCCL takes memory for each connection, and FSDP shards over more ranks"
+LONGEST = "longest sequence or largest sample, unless the step makes such batches"
+LAST_BATCH = "smaller last batch of an epoch, which splits cached blocks: drop_last=True leaves it out"
 NOT_COVERED = (
-    "longest sequence or largest sample, unless the step makes such batches",
-    "smaller last batch of an epoch, which splits cached blocks: drop_last=True leaves it out",
+    LONGEST,
+    LAST_BATCH,
     OTHER_RANKS,
     "data loader workers and their host memory",
 )
@@ -90,7 +92,6 @@ def result_of(session: Session, found: Found, target: str | None = None) -> Prob
         device=session.device.name,
         budget_bytes=session.budget.total_bytes,
         available_bytes=session.budget.available_bytes,
-        notes=tuple(note.text for note in _notes(session, found, answer)),
         not_covered=tuple(_not_covered(session)),
         contaminated=session.neighbours.contaminated,
         state_verified=session.state_verified,
@@ -102,7 +103,7 @@ def result_of(session: Session, found: Found, target: str | None = None) -> Prob
         breakdown=session.breakdown,
         world_size=session.runner.facts.world_size,
         limiting_rank=(deciding or answer).limiting_rank,
-    )
+    ).with_notes(_notes(session, found, answer))
 
 
 def _limited_by(session: Session, deciding: Trial | None) -> str:

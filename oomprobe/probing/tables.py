@@ -54,10 +54,7 @@ class Rows:
         if opened := self._opened:
             verified = opened.state_verified
             rows = {
-                value: result
-                and replace(
-                    result, notes=(*(note.text for note in opened.notes), *result.notes), state_verified=verified
-                )
+                value: result and replace(result.with_notes(before=opened.notes), state_verified=verified)
                 for value, result in rows.items()
             }
         return ProbeTable(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,13 +16,6 @@ VERDICT = "verdict: "  # begins the first line of a report
 VERDICT_WIDTH = WIDTH - len(VERDICT)  # columns for the verdict itself
 LABEL_WIDTH = 14  # of facts
 UNKNOWN = "-"  # the cell of a value that was not measured
-# A note of a table may begin with the rows that it is about.
-_WARNING = re.compile(r"(?:^|: )(?:weak|leak|marginal|not restored): |^the step varies|^THE MODEL")
-
-
-def is_warning(note: str) -> bool:
-    """Return whether a note says that the answer may not hold."""
-    return _WARNING.search(note) is not None
 
 
 @dataclass(frozen=True, slots=True)

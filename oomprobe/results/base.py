@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oomprobe.records.notes import Note
 from oomprobe.records.plain import written
 from oomprobe.report.blocks import Report, as_text
 from oomprobe.report.html import notebook, page
@@ -24,6 +26,10 @@ class Reported(ABC):
     @abstractmethod
     def report(self, *, verbose: bool = False) -> Report:
         """Return the report, of which the text, the page and the plot are made; a verbose one leaves nothing out."""
+
+    @abstractmethod
+    def noted(self) -> Sequence[Note]:
+        """Return the notes of the report, each with what it means for the answer."""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from typing import TypeVar
 
-from oomprobe.report.blocks import NOTES, Table, is_warning
+from oomprobe.records.notes import Note
 from oomprobe.results.base import Reported
 
 LOGGER = logging.getLogger("oomprobe")
@@ -16,17 +16,14 @@ Record = TypeVar("Record", bound=Reported)
 
 def logged(record: Record) -> Record:
     """Log the notes and the warning of a finished probe's report, and return what it found."""
-    report = record.report()
-    for block in report.blocks:
-        if block.title == NOTES and not isinstance(block.content, Table):
-            log_notes(block.content)
-    if report.warning:
-        LOGGER.warning(report.warning)
+    log_notes(record.noted())
+    warning = record.report().warning
+    if warning:
+        LOGGER.warning(warning)
     return record
 
 
-def log_notes(notes: Iterable[str]) -> None:
+def log_notes(notes: Iterable[Note]) -> None:
     """Log each note, a warning as such."""
     for note in notes:
-        level = logging.WARNING if is_warning(note) else logging.INFO
-        LOGGER.log(level, "%s", note)
+        LOGGER.log(logging.WARNING if note.warns else logging.INFO, "%s", note.text)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, clip, count
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.fit import LinearFit
+from oomprobe.records.notes import Note, NoteKind
 from oomprobe.records.plain import from_plain, reading
 from oomprobe.records.plan import PlanEntry, plan
 from oomprobe.records.trials import Phase, Trial, Verdict
@@ -39,8 +40,6 @@ _LIMITS = {
     "size_limit": "a size limit that is not memory, such as 32-bit indexing",
 }
 _SAYS_NOTHING = (Verdict.CRASHED, Verdict.TIMED_OUT)  # of the size
-# How notes name the sizes that they are about.
-_SIZES_IN_NOTES = re.compile(r"(?:batch|between|and|,) (\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -60,6 +59,8 @@ class ProbeResult(Reported):
         budget_bytes: Cap on the allocator for the answer: `memory_fraction` of `available_bytes`.
         available_bytes: Memory available to this process.
         notes: What a careful reader should know about this number.
+        note_kinds: Of the notes that say that the answer may not hold, what they mean.
+        noted_sizes: The batch sizes that notes are about.
         not_covered: What could need memory in training but was not part of the trials.
         contaminated: Whether other processes may have changed the answer.
         state_verified: Whether the restored state was compared bit for bit and equal.
@@ -103,6 +104,8 @@ class ProbeResult(Reported):
     budget_bytes: int
     available_bytes: int
     notes: tuple[str, ...] = ()
+    note_kinds: Mapping[str, NoteKind] = field(default_factory=dict)
+    noted_sizes: tuple[int, ...] = ()
     not_covered: tuple[str, ...] = ()
     contaminated: bool = False
     state_verified: bool = False
@@ -190,10 +193,24 @@ class ProbeResult(Reported):
                 plain[f"{part}/{name}"] = value
         return {name: value for name, value in plain.items() if value is None or isinstance(value, int | float | str)}
 
+    def noted(self) -> list[Note]:
+        """Return the notes, each with what it means for the answer."""
+        return [Note(text=text, kind=self.note_kinds.get(text, NoteKind.REMARK)) for text in self.notes]
+
+    def with_notes(self, before: Iterable[Note] = (), after: Iterable[Note] = ()) -> ProbeResult:
+        """Return this result with further notes, before and after its own."""
+        notes = [*before, *self.noted(), *after]
+        return replace(
+            self,
+            notes=tuple(note.text for note in notes),
+            note_kinds={note.text: note.kind for note in notes if note.warns},
+            noted_sizes=tuple(dict.fromkeys([*self.noted_sizes, *(size for note in notes for size in note.sizes)])),
+        )
+
     def report(self, *, verbose: bool = False) -> Report:
         """Return the report; a verbose one has all trials, details of the fit, the estimates, and all of what was not covered."""
         sentences = facts_of(self, verbose=verbose)
-        mentioned = None if verbose else _mentioned(sentences, self.notes)
+        mentioned = None if verbose else _mentioned(sentences) | {*self.noted_sizes}
         blocks = [trials_block(self.trials, self.batch_size, mentioned=mentioned), Block("", sentences)]
         if self.breakdown is not None:
             blocks += breakdown_blocks(self.breakdown)
@@ -265,14 +282,12 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _mentioned(sentences: Facts, notes: tuple[str, ...]) -> set[int]:
-    """Return the batch sizes that facts or notes are about."""
+def _mentioned(sentences: Facts) -> set[int]:
+    """Return the batch sizes that facts are about."""
     sizes = set[int]()
     for facts_of_label in sentences.values():
         for fact in facts_of_label:
             sizes.update(fact.sizes)
-    for note in notes:
-        sizes.update(map(int, _SIZES_IN_NOTES.findall(note)))
     return sizes
 
 
@@ -409,7 +424,7 @@ def _state(result: ProbeResult) -> Fact:
         return Fact("trials ran in separate processes: nothing in this process was changed")
     if result.state_verified:
         return Fact("restored and compared bit for bit: identical")
-    if any(note.startswith("not restored: ") for note in result.notes):
+    if NoteKind.NOT_RESTORED in result.note_kinds.values():
         return Fact("restored and compared bit for bit, except what the notes name as not restored")
     return Fact("not compared bit for bit: this result makes no claim about it")
 

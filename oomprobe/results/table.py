@@ -7,7 +7,7 @@ import io
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, clip, count, rate
 from oomprobe.records.axis import CARDS, magnitude, text_of_value
+from oomprobe.records.notes import Note, remark
 from oomprobe.records.plain import reading, written
 from oomprobe.records.trials import Trial, last_of
 from oomprobe.report.blocks import (
@@ -28,7 +29,6 @@ from oomprobe.report.blocks import (
     Row,
     Table,
     cell,
-    is_warning,
     measured_columns,
 )
 from oomprobe.report.plot import cards_figure, values_figure
@@ -219,6 +219,24 @@ class ProbeTable(Reported):
                 elapsed_s=data["elapsed_s"],
             )
 
+    def noted(self) -> list[Note]:
+        """Return the notes of the table, and each of the rows' notes once, with the values of its rows unless it is all of them.
+
+        Of cards, only warnings are told with their rows: each card has other figures.
+        """
+        rows_of: dict[Note, list[str]] = defaultdict(list)
+        rows = list(self.fitting())
+        for value, result in rows:
+            for note in result.noted():
+                rows_of[note].append(text_of_value(value))
+        shared, of_some_rows = [], []
+        for note, values in rows_of.items():
+            if len(values) == len(rows):
+                shared.append(note)
+            elif self.axis != CARDS or note.warns:
+                of_some_rows.append(replace(note, text=f"{self.axis}={', '.join(values)}: {note.text}"))
+        return [*map(remark, self.notes), *shared, *of_some_rows]
+
     def report(self, *, verbose: bool = False) -> Report:
         """Return the report; a verbose one contains that of each row."""
         results, parts = [], {}
@@ -227,7 +245,7 @@ class ProbeTable(Reported):
             if verbose:
                 parts[f"{self.axis}={text_of_value(value)}"] = result.report(verbose=True)
         is_contaminated = any(result.contaminated for result in results)
-        blocks = [Block("", _rows(self)), Block("", _facts(self)), Block(NOTES, _notes(self))]
+        blocks = [Block("", _rows(self)), Block("", _facts(self)), Block(NOTES, [note.text for note in self.noted()])]
         if results and not verbose:
             blocks.append(not_covered_block(results[-1], verbose=False))
         return Report(
@@ -293,25 +311,6 @@ def _facts(table: ProbeTable) -> Facts:
     calls = count(sum(trial.steps for trial in trials), "call", "calls")
     took = f"the rows took {count(len(trials), 'trial', 'trials')} and {calls}"
     return {**shared, "time": [Fact(f"{format_seconds(table.elapsed_s)}; {took}")]}
-
-
-def _notes(table: ProbeTable) -> list[str]:
-    """Return the notes of the table, and each of the rows' notes once, with the values of its rows unless it is all of them.
-
-    Of cards, only warnings are told with their rows: each card has other figures.
-    """
-    rows_of: dict[str, list[str]] = defaultdict(list)
-    rows = list(table.fitting())
-    for value, result in rows:
-        for note in result.notes:
-            rows_of[note].append(text_of_value(value))
-    shared, of_some_rows = [], []
-    for note, values in rows_of.items():
-        if len(values) == len(rows):
-            shared.append(note)
-        elif table.axis != CARDS or is_warning(note):
-            of_some_rows.append(f"{table.axis}={', '.join(values)}: {note}")
-    return [*table.notes, *shared, *of_some_rows]
 
 
 def _rows(table: ProbeTable) -> Table:
