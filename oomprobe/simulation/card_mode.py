@@ -12,7 +12,8 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -66,6 +67,11 @@ _LINEAR_ALGEBRA = {
     )
 }  # fmt: skip
 _ADDMM = {_aten.addmm.default, _aten._addmm_activation.default}
+# Results in the order in which their kernel allocates them, where it is another one.
+_ALLOCATION_ORDER = {
+    _aten.native_dropout.default: itemgetter(1, 0),  # the mask first
+    _aten._scaled_dot_product_cudnn_attention.default: itemgetter(6, 7, 0, 1),  # the seed of its dropout first
+}
 _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 
 
@@ -113,6 +119,10 @@ class CardMode(TorchDispatchMode):
             return tensor.fake_device == CARD or self.memory.holds(tensor.untyped_storage())
         return self.fakes.on_card(tensor)
 
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a real one in host memory."""
+        return not isinstance(tensor, FakeTensor) and not self.is_on_card(tensor)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return HOST  # autograd checks gradients against their real parameters
@@ -120,17 +130,20 @@ class CardMode(TorchDispatchMode):
             return NotImplemented  # a tensor that wraps others makes its own operators of theirs
         if not self.depth:
             self.poll()
+        kwargs = kwargs or {}
         self.depth += 1
         try:
             if self.is_building:
-                return self._build(func, args, kwargs or {})
-            return self._run(func, args, kwargs or {})
+                return self._build(func, args, kwargs)
+            return self._run(func, args, kwargs)
         except AllocatorOutOfMemory as refusal:
             raise torch.OutOfMemoryError(str(refusal)) from None
         except (DynamicOutputShapeException, DataDependentOutputException):
             refuse_operator(func)
+        except UnsupportedOperatorException as error:
+            refuse_missing_kernel(func, error)
         except RuntimeError as error:
-            if isinstance(error, UnsupportedOperatorException) or wants_data(error) or lacks_cpu_kernel(error):
+            if wants_data(error) or lacks_cpu_kernel(error):
                 refuse_missing_kernel(func, error)
             raise
         finally:
@@ -150,85 +163,86 @@ class CardMode(TorchDispatchMode):
 
     def _refuse_building(self) -> None:
         """Take note that the card is full; the device tells once it is known what the model alone takes."""
-        self.refused_building = self.refused_building or user_line()
+        if self.refused_building is None:
+            self.refused_building = user_line()
 
     def _build(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operator for real, in host memory; if it concerns the card, simulate first what it asks of it."""
-        operands = _Operands(self)
-        operands.add(args)
-        operands.add(kwargs.values())
-        simulated, needs_values, device = None, False, kwargs.get("device")
-        if (operands.on_card or device == CARD) and func not in _READING:
+        simulated, needs_values = None, False
+        asks_card = kwargs.get("device") == CARD or _Operands(self, args, kwargs).on_card
+        if asks_card and func not in _READING:
             try:
                 simulated = self._run(func, args, kwargs)
             except AllocatorOutOfMemory:
                 self._refuse_building()
             except _NEEDS_VALUES:
                 needs_values = True
-        if device is not None and device.type == "cpu":
-            kwargs = {**kwargs, "device": HOST}
-        if "pin_memory" in kwargs:
-            kwargs = {**kwargs, "pin_memory": None}
-        try:
-            with torch._C._DisableTorchDispatch():
-                result = func(*args, **kwargs)
-        except RuntimeError as error:
-            if simulated is None or not lacks_cpu_kernel(error):
-                raise
-            result = tree_map_only(FakeTensor, zeros_of, simulated)
+        result = _run_for_real(func, args, kwargs, simulated)
         for real, fake in zip(tree_leaves(result), tree_leaves(simulated), strict=False):
-            if isinstance(real, torch.Tensor) and isinstance(fake, FakeTensor):
+            if isinstance(fake, FakeTensor):
                 self.fakes.bind(real, fake)
-        for real in tree_leaves(result) if needs_values else ():
-            if isinstance(real, torch.Tensor) and real.layout is torch.strided:
-                self.put_on_card(real)
+        if needs_values:
+            for real in tree_leaves(result):
+                if isinstance(real, torch.Tensor) and real.layout is torch.strided:
+                    self.put_on_card(real)
         if func in _ZEROS:
             self._last_zeros = weakref.ref(result)
         return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if "pin_memory" in kwargs:  # host memory does not count
-            kwargs = {**kwargs, "pin_memory": None}
-        operands = _Operands(self)
-        operands.add(args)
-        operands.add(kwargs.values())
-        requested = kwargs.get("device")
-        if requested is not None and requested.type != "meta":
-            kwargs = {**kwargs, "device": _target_device(requested, operands)}
+        """Simulate an operator, unless it is known what it does, or it runs in host memory."""
+        operands = _Operands(self, args, kwargs)
+        kwargs = _redirected(kwargs, operands)
         if func is _aten._local_scalar_dense.default:
             return self._scalar(args[0])
-        if operands.on_card and _only_writes_lists(func):
-            return None
-        if func is _aten.copy_.default and operands.on_card and operands.on_host and operands.on_host[0] is args[1]:
-            return args[0]  # from the host into an existing tensor on the card
-        if func is _aten.histc.default and operands.on_card:  # CUDA accepts integers, the CPU does not
-            func, args, kwargs = _aten.new_empty.default, (args[0], [args[1] if len(args) > 1 else 100]), {}
-        if func in _COMPARISONS and (operands.fake or operands.on_card):
+        if not operands.are_simulated:
+            if kwargs.get("device", HOST) in (None, HOST):
+                return self._run_on_host(func, args, kwargs, has_tensors=operands.any)
+        elif func in _COMPARISONS:
             return args[0].shape == args[1].shape  # simulated values are all equal
-        if not operands.fake and not operands.on_card and (requested is None or kwargs["device"] == HOST):
-            return self._run_on_host(func, args, kwargs, has_tensors=operands.any)
         if operands.on_card:
+            if _only_writes_lists(func):
+                return None
+            if func is _aten.copy_.default and operands.on_host and operands.on_host[0] is args[1]:
+                return args[0]  # from the host into an existing tensor on the card
+            if func is _aten.histc.default:  # CUDA accepts integers, the CPU does not
+                (bins,) = args[1:2] or (100,)
+                func, args, kwargs = _aten.new_empty.default, (args[0], [bins]), {}
             for tensor in operands.on_host:
                 self.fakes.move_to_card(tensor)
-        accumulates = func is _aten.add.Tensor and _adds_in_place((*args,))
-        in_place = func in _IN_PLACE_ON_CUDA and self._is_autograds_zeros(args[0])
+        return self._simulate(func, args, kwargs, on_card=operands.on_card)
+
+    def _simulate(self, func: Any, args: Any, kwargs: dict[str, Any], *, on_card: bool) -> Any:
+        """Run an operator on fakes, and take from the card what its kernel takes."""
+        in_place = self._runs_in_place(func, args)  # before anything else refers to the arguments
+        to_card = on_card and kwargs.get("device") != HOST
         args = self._faked(args)
         kwargs = {name: self._faked(value) for name, value in kwargs.items()}
-        to_card = operands.on_card and kwargs.get("device") != HOST
-        launch = scratch.find_launch(self._processors, func, args, kwargs) if to_card else None
-        with nullcontext() if launch is None else self.memory.running(launch):
-            result = self._results.run(func, args, kwargs)
-            propagate_bool(self._known_bools, func, args, result)
-            if accumulates and self.memory.holds(args[0].untyped_storage()):
-                result.fake_device = CARD
-                self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
-            result_bytes = launch.result_bytes if launch else None
-            self._track(func, result, args, result_bytes, to_card=to_card, in_place=in_place)
-            if to_card and scratch.is_convolution(func) and torch.backends.cudnn.benchmark:
-                self._tune(func, args)
+        launch = None
+        if to_card:
+            launch = scratch.find_launch(self._processors, func, args, kwargs)
+        if launch is None:
+            result = self._make_result(func, args, kwargs, None, to_card=to_card, in_place=in_place)
+        else:
+            with self.memory.running(launch):
+                result = self._make_result(func, args, kwargs, launch.result_bytes, to_card=to_card, in_place=in_place)
         if func in _LINEAR_ALGEBRA:
             is_lt = func in _ADDMM and torch_versions.uses_lt(args[0], args[1], args[2], kwargs.get("beta", 1))
             self.memory.use_workspace(is_lt=is_lt, in_backward=_in_backward())
+        return result
+
+    def _make_result(
+        self, func: Any, args: Any, kwargs: dict[str, Any], nbytes: int | None, *, to_card: bool, in_place: bool
+    ) -> Any:
+        """Return the fake that an operator returns, with its blocks on the card; `nbytes` as in `Launch.result_bytes`."""
+        result = self._results.run(func, args, kwargs)
+        propagate_bool(self._known_bools, func, args, result)
+        if in_place and self.memory.holds(args[0].untyped_storage()):
+            result.fake_device = CARD
+            self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
+        self._track(func, result, args, nbytes, to_card=to_card)
+        if to_card and scratch.is_convolution(func):
+            self._tune(func, args)
         return result
 
     def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any], *, has_tensors: bool) -> Any:
@@ -242,40 +256,36 @@ class CardMode(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
-        if not isinstance(tensor, FakeTensor) and not self.is_on_card(tensor):
+        if self.has_values(tensor):
             with torch._C._DisableTorchDispatch():
                 return _aten._local_scalar_dense.default(tensor)
         if tensor.untyped_storage() in self._known_bools:
             return self._known_bools[tensor.untyped_storage()]
         return read_value(tensor, self.notes)
 
-    def _track(
-        self, func: Any, result: Any, args: Any, result_bytes: int | None, *, to_card: bool, in_place: bool
-    ) -> None:
+    def _track(self, func: Any, result: Any, args: Any, result_bytes: int | None, *, to_card: bool) -> None:
+        """Allocate the results of an operator in its kernel's order, unless they are on the card."""
+        memory = self.memory
         if func in _RESIZING:
             if self.is_on_card(args[0]):
-                self.memory.reallocate(args[0].untyped_storage())
+                memory.reallocate(args[0].untyped_storage())
             return
-        memory, workspace_bytes = self.memory, scratch.convolution_workspace(func, args)
+        workspace_bytes = scratch.convolution_workspace(func, args)
         memory.largest_workspace_bytes = max(memory.largest_workspace_bytes, workspace_bytes)
-        if in_place:
-            result.fake_device = CARD
-            self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
-            return
         results = result if isinstance(result, list | tuple) else (result,)
-        if func is _aten.native_dropout.default:
-            results = results[::-1]  # the mask is allocated first
-        elif func is _aten._scaled_dot_product_cudnn_attention.default:
-            results = (*results[6:8], *results[:2])  # the seed of its dropout is allocated first
+        if func in _ALLOCATION_ORDER:
+            results = _ALLOCATION_ORDER[func](results)
+        first_argument = next(iter(args), None)
         for value in results:
             if not isinstance(value, FakeTensor):
                 continue
-            if to_card and value.fake_device != CARD and not (args and value is args[0]):  # an in-place result stays
+            if value.fake_device != CARD:
+                if not to_card or value is first_argument:  # an in-place result stays
+                    continue
                 value.fake_device = CARD
-            if value.fake_device == CARD:
-                refuse_layout(value)
-                self.memory.allocate(value.untyped_storage(), result_bytes)
-        if func in _ZEROS and isinstance(result, FakeTensor):
+            refuse_layout(value)
+            memory.allocate(value.untyped_storage(), result_bytes)
+        if func in _ZEROS:
             self._last_zeros = weakref.ref(result)
 
     def _tune(self, func: Any, args: Any) -> None:
@@ -283,21 +293,44 @@ class CardMode(TorchDispatchMode):
 
         Source: aten/src/ATen/native/cudnn/Conv_v8.cpp (run_single_conv).
         """
-        key = (func, *((one.shape, one.dtype) if isinstance(one, torch.Tensor) else str(one) for one in args))
+        if not torch.backends.cudnn.benchmark:
+            return
+        key = func, str(tree_map_only(torch.Tensor, lambda tensor: (tensor.shape, tensor.dtype), args))
         if key not in self.memory.tuned:
             self.memory.tuned.add(key)
             self.memory.empty_cache(by_step=True)
 
-    def _is_autograds_zeros(self, tensor: torch.Tensor) -> bool:
-        """Whether autograd has just created the tensor to scatter gradients into it."""
-        return _in_backward() and self._last_zeros() is tensor and self.is_on_card(tensor)
+    def _runs_in_place(self, func: Any, args: Any) -> bool:
+        """Whether autograd runs an operator in place on CUDA that it runs out of place here."""
+        if func is _aten.add.Tensor:
+            return _adds_in_place((*args,))
+        if func not in _IN_PLACE_ON_CUDA:
+            return False
+        # Autograd has just made these zeros, to scatter gradients into them.
+        return _in_backward() and self._last_zeros() is args[0]
 
     def _faked(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self.fakes.fake(value)
         if type(value) in (list, tuple):
-            return type(value)(self._faked(one) for one in value)
+            return type(value)(self._faked(item) for item in value)
         return value
+
+
+def _run_for_real(func: Any, args: Any, kwargs: dict[str, Any], simulated: Any) -> Any:
+    """Run an operator in host memory; where only CUDA has its kernel, zeros stand for its simulated result."""
+    kwargs, device = dict(kwargs), kwargs.get("device")
+    if device is not None and device.type == "cpu":
+        kwargs["device"] = HOST
+    if "pin_memory" in kwargs:
+        kwargs["pin_memory"] = None
+    try:
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs)
+    except RuntimeError as error:
+        if simulated is None or not lacks_cpu_kernel(error):
+            raise
+        return tree_map_only(FakeTensor, zeros_of, simulated)
 
 
 def zeros_of(fake: FakeTensor) -> torch.Tensor:
@@ -317,18 +350,19 @@ def _adds_in_place(args: Sequence[Any]) -> bool:
 
     Source: torch/csrc/autograd/input_buffer.cpp (can_accumulate_inplace), which excludes tensor subclasses.
     """
-    one, other = args[0], args[1]
-    return (
-        _in_backward()
-        and isinstance(one, torch.Tensor)
-        and isinstance(other, torch.Tensor)
-        and one.shape == other.shape
-        and one.dtype is other.dtype
-        and _aten.is_non_overlapping_and_dense.default(one)
-        and sys.getrefcount(one) <= torch_versions.HELD_BY_ENGINE.references
-        and one._use_count() <= torch_versions.HELD_BY_ENGINE.uses  # type: ignore[attr-defined]
-        and torch._C._storage_Use_Count(one.untyped_storage()._cdata) <= torch_versions.HELD_BY_ENGINE.storage_uses
-    )
+    if not _in_backward():
+        return False
+    first, second = args[0], args[1]
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    if not _aten.is_non_overlapping_and_dense.default(first):
+        return False
+    most = torch_versions.HELD_BY_ENGINE
+    if sys.getrefcount(first) > most.references or first._use_count() > most.uses:  # type: ignore[attr-defined]
+        return False
+    return torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= most.storage_uses
 
 
 @functools.cache
@@ -338,32 +372,56 @@ def _only_writes_lists(func: Any) -> bool:
 
 
 class _Operands:
-    """The tensors among an operator's arguments."""
+    """The tensors among an operator's arguments.
 
-    def __init__(self, card_mode: CardMode) -> None:
+    Attributes:
+        any: Whether there are any.
+        are_simulated: Whether one is a fake or on the card.
+        on_card: Whether one is on the card.
+        on_host: Those in host memory, without tensors of one number, which CUDA's kernels take from there.
+    """
+
+    def __init__(self, card_mode: CardMode, args: Any, kwargs: dict[str, Any]) -> None:
         self._card_mode = card_mode
-        self.any = self.fake = self.on_card = False
+        self.any = self.are_simulated = self.on_card = False
         self.on_host: list[torch.Tensor] = []
+        self._add(args)
+        self._add(kwargs.values())
 
-    def add(self, values: Any) -> None:
+    def _add(self, values: Any) -> None:
         for value in values:
-            if type(value) in (list, tuple):
-                self.add(value)
-            elif isinstance(value, torch.Tensor):
-                self.any = True
-                self.fake = self.fake or isinstance(value, FakeTensor)
-                if self._card_mode.is_on_card(value):
-                    self.on_card = True
-                    if isinstance(value, FakeTensor) and value.fake_device != CARD:
-                        value.fake_device = CARD
-                elif value.dim() > 0:
-                    self.on_host.append(value)
+            if isinstance(value, torch.Tensor):
+                self._add_tensor(value)
+            elif type(value) in (list, tuple):
+                self._add(value)
+
+    def _add_tensor(self, tensor: torch.Tensor) -> None:
+        self.any = True
+        if isinstance(tensor, FakeTensor):
+            self.are_simulated = True
+        if self._card_mode.is_on_card(tensor):
+            self.on_card = self.are_simulated = True
+            if isinstance(tensor, FakeTensor) and tensor.fake_device != CARD:
+                tensor.fake_device = CARD
+        elif tensor.dim() > 0:
+            self.on_host.append(tensor)
+
+
+def _redirected(kwargs: dict[str, Any], operands: _Operands) -> dict[str, Any]:
+    """Return keyword arguments that name the simulation's devices, without pinning: host memory does not count."""
+    if "pin_memory" in kwargs:
+        kwargs = {**kwargs, "pin_memory": None}
+    requested = kwargs.get("device")
+    if requested is not None and requested.type != "meta":
+        kwargs = {**kwargs, "device": _target_device(requested, operands)}
+    return kwargs
 
 
 def _target_device(requested: torch.device, operands: _Operands) -> torch.device:
-    if requested == CARD or requested.type == "cuda":
+    if requested.type == "cuda":
         return CARD
     if requested == EXPLICIT_HOST:
         return HOST
-    is_default = requested == HOST  # of functions such as zeros_like
-    return CARD if is_default and operands.on_card else requested
+    if requested == HOST and operands.on_card:  # the default of functions such as zeros_like
+        return CARD
+    return requested

@@ -140,7 +140,7 @@ class DeviceMode(TorchFunctionMode):
         return tensor.tolist() if self._has_values(tensor) else self._array(tensor).tolist()
 
     def _has_values(self, tensor: torch.Tensor) -> bool:
-        return not isinstance(tensor, FakeTensor) and not self._card_mode.is_on_card(tensor)
+        return self._card_mode.has_values(tensor)
 
     def _array(self, tensor: torch.Tensor) -> Any:
         value = self._card_mode._scalar(torch.empty((), dtype=tensor.dtype, device="meta"))
