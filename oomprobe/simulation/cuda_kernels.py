@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch._decomp import decompositions
+from torch.utils._pytree import tree_leaves
 
 from oomprobe.ground import torch_versions
 
@@ -27,6 +28,7 @@ _FLASH_MAX_HEAD = 256
 _CUDNN_MAX_HEAD = 128
 _MAX_GRID = 65_535  # blocks in the second dimension of a kernel's grid: flash attention's has one for each sample
 _HALF = (torch.float16, torch.bfloat16)
+_EFFICIENT_MULTIPLES = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}  # of the heads' widths, by dtype
 
 
 class CudaKernels:
@@ -69,9 +71,10 @@ class CudaKernels:
 
     def _linear(self, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Add the bias in place if the input is not contiguous; torch itself does not do so for fakes."""
-        if not self._active() or bias is None or tensor.dim() < 3 or tensor.is_contiguous():
-            return _composite(_aten.linear.default, tensor, weight, bias)  # type: ignore[no-any-return]
-        return torch.matmul(tensor, weight.t()).add_(bias)
+        is_gapped = tensor.dim() >= 3 and not tensor.is_contiguous()
+        if is_gapped and bias is not None and self._active():
+            return torch.matmul(tensor, weight.t()).add_(bias)
+        return _composite(_aten.linear.default, tensor, weight, bias)  # type: ignore[no-any-return]
 
     def _softmax(self, name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Convert 16 to 32 bits inside the kernel; the CPU makes a copy first."""
@@ -99,26 +102,27 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Run the attention kernel that the card would choose; heads are in dimension -3."""
-    if attn_mask is None and dropout_p == 0 and _uses_cudnn(capability, query, key, value):
-        wanted = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    needs_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    is_plain = attn_mask is None and dropout_p == 0
+    if is_plain and _uses_cudnn(capability, query, key, value):
         return _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, None, wanted, dropout_p, is_causal, False, scale=scale
+            query, key, value, None, needs_backward, dropout_p, is_causal, False, scale=scale
         )[0]
     if _uses_flash(capability, query, key, attn_mask):
         if query.shape[0] > _MAX_GRID:  # pytorch/pytorch#146704; efficient attention divides the batch
             raise RuntimeError(f"CUDA error: invalid configuration argument (attention over {query.shape[0]} samples)")
         head = query.shape[-1]
-        query, key, value = (_pad(tensor, 8) for tensor in (query, key, value))
-        scale = head**-0.5 if scale is None else scale
+        query, key, value = _pad(query, 8), _pad(key, 8), _pad(value, 8)
+        if scale is None:
+            scale = head**-0.5
         out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out[..., :head]
     if enable_gqa:
         key, value = _repeat_heads(query, key), _repeat_heads(query, value)
     if _uses_efficient(capability, query, key, value):
         bias = _bias(attn_mask, query, key)
-        compute_log_sumexp = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         return _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, compute_log_sumexp, dropout_p, is_causal, scale=scale
+            query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale
         )[0]
     return _aten._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
@@ -126,44 +130,39 @@ def _attend(
 
 
 def _uses_cudnn(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    widths = {query.shape[-1], key.shape[-1], value.shape[-1]}
-    return (
-        torch_versions.prefers_cudnn_attention(capability)
-        and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-        and query.dim() == 4
-        and query.dtype in _HALF
-        and query.shape[-2] > 1
-        and len(widths) == 1
-        and max(widths) <= _CUDNN_MAX_HEAD
-        and max(widths) % 8 == 0
-    )
+    if not torch_versions.prefers_cudnn_attention(capability):
+        return False
+    if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
+    if query.dim() != 4 or query.dtype not in _HALF or query.shape[-2] <= 1:
+        return False
+    width = query.shape[-1]
+    if {key.shape[-1], value.shape[-1]} != {width}:
+        return False
+    return width <= _CUDNN_MAX_HEAD and width % 8 == 0
 
 
 def _uses_flash(
     capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None
 ) -> bool:
-    return (
-        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-        and capability >= _FLASH_CAPABILITY
-        and attn_mask is None
-        and query.dim() == 4
-        and query.dtype in _HALF
-        and query.shape[-1] == key.shape[-1]
-        and query.shape[-1] <= _FLASH_MAX_HEAD
-    )
+    if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
+    if capability < _FLASH_CAPABILITY or attn_mask is not None:
+        return False
+    if query.dim() != 4 or query.dtype not in _HALF:
+        return False
+    return query.shape[-1] == key.shape[-1] and query.shape[-1] <= _FLASH_MAX_HEAD
 
 
 def _uses_efficient(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    multiple = 8 if query.dtype in _HALF else 4
-    return (
-        torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
-        and query.dim() == 4
-        and query.dtype in (*_HALF, torch.float32)
-        and (query.dtype is not torch.bfloat16 or capability >= _FLASH_CAPABILITY)
-        and query.shape[1] == key.shape[1]
-        and query.shape[-1] % multiple == 0
-        and value.shape[-1] % multiple == 0
-    )
+    if not torch.backends.cuda.mem_efficient_sdp_enabled():  # type: ignore[no-untyped-call]
+        return False
+    multiple = _EFFICIENT_MULTIPLES.get(query.dtype)
+    if multiple is None or query.dim() != 4 or query.shape[1] != key.shape[1]:
+        return False
+    if query.dtype is torch.bfloat16 and capability < _FLASH_CAPABILITY:
+        return False
+    return query.shape[-1] % multiple == 0 and value.shape[-1] % multiple == 0
 
 
 def _repeat_heads(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -192,33 +191,65 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
 
 def as_on_cuda(func: Any, args: Any, result: Any) -> Any:
     """Return an operator's result in the dtype and the memory format that CUDA's kernel returns."""
-    if func in _STATISTICS:
-        return result[0], *(one.float() if one.dtype in _HALF else one for one in result[1:])
-    if func is _aten.native_group_norm.default and not torch_versions.GROUP_NORM_KEEPS_FORMAT:
-        return result[0].contiguous(), *result[1:]
-    if func is _aten._to_copy.default and not _aten.is_non_overlapping_and_dense.default(result):
-        return result.clone()  # a fake keeps the gaps and overlaps of what it is moved from
-    if func in (_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default):
-        return result.contiguous()
-    if func is _aten.convolution.default:
-        return result.contiguous(memory_format=convolution_format(args[:2]))
-    if func is _aten.convolution_backward.default:
-        chosen = convolution_format(args[1:3])
-        image, weight, bias = result
-        return *(one if one is None else one.contiguous(memory_format=chosen) for one in (image, weight)), bias
-    if func is _aten._scaled_dot_product_efficient_attention.default and not _keeps_seeds(*args[5:6]):
-        return *result[:2], *(one.new_empty(0) for one in result[2:])  # in host memory
-    if func is _aten._scaled_dot_product_cudnn_attention.default and not args[4]:
-        return result[0], result[1].new_empty(0), *result[2:]
-    return result
+    convert = _AS_ON_CUDA.get(func)
+    return result if convert is None else convert(args, result)
 
 
-def _keeps_seeds(dropout_p: float = 0.0) -> bool:
-    """Whether efficient attention has the seed of its dropout on the card."""
-    return dropout_p == 0 and torch_versions.EFFICIENT_ATTENTION_KEEPS_SEEDS
+def _statistics(args: Any, result: Any) -> Any:
+    return result[0], *_cast(result[1:], _HALF, torch.float32)
 
 
-_STATISTICS = (_aten.native_layer_norm.default, _aten.native_batch_norm.default)
+def _group_norm(args: Any, result: Any) -> Any:
+    if torch_versions.GROUP_NORM_KEEPS_FORMAT:
+        return result
+    return result[0].contiguous(), *result[1:]
+
+
+def _copied(args: Any, result: Any) -> Any:
+    """Copy again what has gaps or overlaps: a fake keeps those of what it is moved from."""
+    return result if _aten.is_non_overlapping_and_dense.default(result) else result.clone()
+
+
+def _convolved(args: Any, result: Any) -> Any:
+    return result.contiguous(memory_format=convolution_format(args[:2]))
+
+
+def _convolution_gradients(args: Any, result: Any) -> Any:
+    *gradients, bias = result
+    chosen = convolution_format(args[1:3])
+    for at, gradient in enumerate(gradients):
+        if gradient is not None:
+            gradients[at] = gradient.contiguous(memory_format=chosen)
+    return *gradients, bias
+
+
+def _efficient_attention(args: Any, result: Any) -> Any:
+    """Leave the seed of its dropout in host memory, which newer versions of torch do if nothing is dropped."""
+    dropout_p = args[5] if len(args) > 5 else 0.0
+    if dropout_p == 0 and torch_versions.EFFICIENT_ATTENTION_KEEPS_SEEDS:
+        return result
+    return *result[:2], *(seed.new_empty(0) for seed in result[2:])
+
+
+def _cudnn_attention(args: Any, result: Any) -> Any:
+    """Leave out the log-sum-exp of each row unless it is asked for."""
+    if args[4]:
+        return result
+    return result[0], result[1].new_empty(0), *result[2:]
+
+
+_AS_ON_CUDA: dict[Any, Callable[[Any, Any], Any]] = {
+    **dict.fromkeys((_aten.native_layer_norm.default, _aten.native_batch_norm.default), _statistics),
+    _aten.native_group_norm.default: _group_norm,
+    _aten._to_copy.default: _copied,
+    **dict.fromkeys(
+        (_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default), lambda _, result: result.contiguous()
+    ),
+    _aten.convolution.default: _convolved,
+    _aten.convolution_backward.default: _convolution_gradients,
+    _aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
+}
 
 
 def convolution_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
@@ -227,8 +258,10 @@ def convolution_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
     Source: aten/src/ATen/native/Convolution.cpp (determine_backend_memory_format), cudnn/ConvShared.cpp.
     """
     channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensors[0].dim())
-    if channels_last is not None and any(has_only_format(tensor, channels_last) for tensor in tensors):
-        return channels_last
+    if channels_last is not None:
+        for tensor in tensors:
+            if has_only_format(tensor, channels_last):
+                return channels_last
     return torch.contiguous_format
 
 
@@ -283,14 +316,14 @@ def _autocast_kernels() -> Iterator[tuple[str, Any]]:
 @functools.cache
 def _cpu_extras() -> tuple[str, ...]:
     """Return operators that the CPU's autocast handles and CUDA's does not."""
-    names = (name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
-    return tuple(
-        name
-        for name in names
-        if not name.startswith("conv")  # with padding="same", CUDA casts in the operators that these call
-        and _has_kernel(name, "AutocastCPU")
-        and not _has_kernel(name, "AutocastCUDA")
-    )
+    extras = []
+    for full_name in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = full_name.partition("::")
+        if namespace != "aten" or name.startswith("conv"):  # with padding="same", CUDA casts in what these call
+            continue
+        if _has_kernel(name, "AutocastCPU") and not _has_kernel(name, "AutocastCUDA"):
+            extras.append(name)
+    return tuple(extras)
 
 
 def _has_kernel(name: str, key: str) -> bool:
@@ -313,28 +346,24 @@ def _in_low_precision(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _with_float32_result(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Widen the input inside the kernel, without a copy."""
-    index = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
-    requested = kwargs.get("dtype", args[index] if index < len(args) else None)
-    if args[0].dtype in _HALF and requested is None:
+    index = [argument.name for argument in op._schema.arguments].index("dtype")
+    (requested,) = args[index : index + 1] or (kwargs.get("dtype"),)
+    if requested is None and args[0].dtype in _HALF:
         args, kwargs = args[:index], {**kwargs, "dtype": torch.float32}
     return _without_autocast(op, *args, **kwargs)
 
 
 def _promoted(op: Any, *args: Any, **kwargs: Any) -> Any:
-    any_float32 = any(value.dtype is torch.float32 for value in _tensors(args))
-    return (_in_float32 if any_float32 else _without_autocast)(op, *args, **kwargs)
+    for value in tree_leaves(args):
+        if isinstance(value, torch.Tensor) and value.dtype is torch.float32:
+            return _in_float32(op, *args, **kwargs)
+    return _without_autocast(op, *args, **kwargs)
 
 
 def _cast(value: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
     """Cast the tensors of certain dtypes in a nested value."""
     if type(value) in (list, tuple):
-        return type(value)(_cast(one, dtypes, to) for one in value)
-    return value.to(to) if isinstance(value, torch.Tensor) and value.dtype in dtypes else value
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if type(value) in (list, tuple):
-            yield from _tensors(value)
-        elif isinstance(value, torch.Tensor):
-            yield value
+        return type(value)(_cast(item, dtypes, to) for item in value)
+    if isinstance(value, torch.Tensor) and value.dtype in dtypes:
+        return value.to(to)
+    return value
