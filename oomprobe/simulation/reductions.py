@@ -72,8 +72,11 @@ def _dims(kind: Reduction, shape: Sequence[int], strides: Sequence[int]) -> list
     """Return the dimensions, fastest first."""
     dims, out_stride = [], kind.out_bytes
     for size, stride, reduced in zip(reversed(shape), reversed(strides), reversed(kind.reduced), strict=True):
-        dims.append(_Dim(size, stride * kind.item_bytes, 0 if reduced else out_stride))
-        out_stride *= 1 if reduced else size
+        if reduced:
+            dims.append(_Dim(size, stride * kind.item_bytes, 0))
+        else:
+            dims.append(_Dim(size, stride * kind.item_bytes, out_stride))
+            out_stride *= size
     return dims
 
 
@@ -81,11 +84,11 @@ def _reordered(dims: list[_Dim]) -> list[_Dim]:
     """TensorIteratorBase::reorder_dimensions: reduced ones first, then by stride; its insertion sort decides ties."""
     for start in range(1, len(dims)):
         at = start
-        for other in range(start - 1, -1, -1):
-            order = _compare_dims(dims[other], dims[at])
+        for before in range(start - 1, -1, -1):
+            order = _compare_dims(dims[before], dims[at])
             if order > 0:
-                dims[other], dims[at] = dims[at], dims[other]
-                at = other
+                dims[before], dims[at] = dims[at], dims[before]
+                at = before
             elif order < 0:
                 break
     return dims
@@ -95,11 +98,11 @@ def _compare_dims(first: _Dim, second: _Dim) -> int:
     """Return 1 if the second comes first, -1 if the first does, 0 if undecided."""
     if (first.out_stride == 0) != (second.out_stride == 0):
         return 1 if second.out_stride == 0 else -1
-    for one, other in ((first.out_stride, second.out_stride), (first.stride, second.stride)):
-        if one == 0 or other == 0:
+    for stride, second_stride in ((first.out_stride, second.out_stride), (first.stride, second.stride)):
+        if stride == 0 or second_stride == 0:
             continue
-        if one != other:
-            return 1 if one > other else -1
+        if stride != second_stride:
+            return 1 if stride > second_stride else -1
         if first.size > second.size:
             return 1
     return 0
@@ -122,7 +125,9 @@ def _coalesced(dims: list[_Dim]) -> list[_Dim]:
 
 def _split(dims: list[_Dim]) -> Iterator[list[_Dim]]:
     """Halve the tensor until 32 bits can address each part."""
-    reach = max(sum((d.size - 1) * d.stride for d in dims), sum((d.size - 1) * d.out_stride for d in dims)) + 1
+    reach_in = sum((d.size - 1) * d.stride for d in dims)
+    reach_out = sum((d.size - 1) * d.out_stride for d in dims)
+    reach = max(reach_in, reach_out) + 1
     if reach <= _INT_MAX and prod(d.size for d in dims) <= _INT_MAX:
         yield dims
         return
@@ -135,37 +140,42 @@ def _split(dims: list[_Dim]) -> Iterator[list[_Dim]]:
 
 def _kernel_buffers(kind: Reduction, dims: list[_Dim], offset: int) -> tuple[int, ...]:
     """setReduceConfig: divide the work among threads, warps and blocks; no buffers unless blocks share an output."""
-    n_reduced = sum(d.out_stride == 0 for d in dims)
+    n_reduced = sum(d.out_stride == 0 for d in dims)  # these come first
     if not n_reduced:
         return ()
-    outputs = prod(d.size for d in dims if d.out_stride)
-    inputs = prod(d.size for d in dims) // outputs
+    inputs, outputs = prod(d.size for d in dims[:n_reduced]), prod(d.size for d in dims[n_reduced:])
     along_input = n_reduced == len(dims) or dims[0].stride < dims[n_reduced].stride
-    width_limit, height_limit = (inputs, outputs) if along_input else (outputs, inputs)
     out_vector = 1
-    if along_input and len(dims) == 1 and dims[0].stride == kind.item_bytes and inputs >= 128:
-        width_limit //= _VALUES_PER_LOAD
-    elif not along_input and dims[n_reduced].stride == kind.item_bytes:
-        out_vector = _out_vector(kind, dims, n_reduced, offset)
-        width_limit //= out_vector
-    width, height = _block(width_limit, height_limit, _MAX_BLOCK_THREADS // out_vector)
-    step_in, step_out = (width, 1) if along_input else (1, width)
+    # Neighbouring threads read neighbouring elements: those of one output, or those of neighbouring outputs.
+    if along_input:
+        width_limit = inputs
+        if len(dims) == 1 and dims[0].stride == kind.item_bytes and inputs >= 128:
+            width_limit //= _VALUES_PER_LOAD
+        width, height = _block(width_limit, outputs, _MAX_BLOCK_THREADS)
+        step_in, step_out = width, 1
+    else:
+        if dims[n_reduced].stride == kind.item_bytes:
+            out_vector = _out_vector(kind, dims, n_reduced, offset)
+        width, height = _block(outputs // out_vector, inputs, _MAX_BLOCK_THREADS // out_vector)
+        step_in, step_out = 1, width
     if -(-inputs // step_in) < min(height * 16, _MAX_VALUES):
         return ()  # no warps share an output
-    step_in *= height
-    values_per_thread = -(-inputs // step_in)
+    values_per_thread = -(-inputs // (step_in * height))
     grid = -(-(outputs // out_vector) // step_out)
-    target_grid = kind.processors.multiprocessors * (kind.processors.threads // (width * height))
-    if values_per_thread < _MAX_VALUES or grid > target_grid:
-        return ()
-    blocks = max(
-        min(-(-target_grid // grid), -(-values_per_thread // _MIN_VALUES)), -(-values_per_thread // _MAX_VALUES)
-    )
+    blocks = _blocks_per_output(kind.processors, width * height, values_per_thread, grid)
     if blocks <= 1:
         return ()
     partial_bytes = max(4, kind.out_bytes)  # 16-bit sums accumulate in 32 bits
-    partials_bytes = partial_bytes * outputs * blocks * (1 if along_input else width * out_vector)
-    return partials_bytes, 4 * grid
+    return partial_bytes * outputs * blocks * step_out * out_vector, 4 * grid
+
+
+def _blocks_per_output(processors: Processors, threads: int, values_per_thread: int, grid: int) -> int:
+    """Return how many blocks share an output: as many as the multiprocessors run, each with enough values."""
+    target_grid = processors.multiprocessors * (processors.threads // threads)
+    if values_per_thread < _MAX_VALUES or grid > target_grid:
+        return 1
+    most, least = -(-values_per_thread // _MIN_VALUES), -(-values_per_thread // _MAX_VALUES)
+    return max(min(-(-target_grid // grid), most), least)
 
 
 def _out_vector(kind: Reduction, dims: list[_Dim], first_kept: int, offset: int) -> int:
@@ -179,9 +189,11 @@ def _out_vector(kind: Reduction, dims: list[_Dim], first_kept: int, offset: int)
 
 
 def _block(width_limit: int, height_limit: int, max_threads: int) -> tuple[int, int]:
-    max_width, max_height = (
-        max_threads if limit >= max_threads else 1 << max(0, limit.bit_length() - 1)
-        for limit in (width_limit, height_limit)
-    )
+    max_width, max_height = _power_below(width_limit, max_threads), _power_below(height_limit, max_threads)
     height = min(max_height, max_threads // min(max_width, _WARP))
     return min(max_width, max_threads // height), height
+
+
+def _power_below(limit: int, most: int) -> int:
+    """last_pow2: the largest power of 2 up to a limit, and up to `most`; at least 1."""
+    return min(most, 1 << max(0, limit.bit_length() - 1))

@@ -43,7 +43,10 @@ class Kernel:
 
     def on(self, processors: Processors) -> Kernel:
         """Return the rule on a card of the same compute capability with these processors."""
-        fixed = (replace(one, processors=processors) if isinstance(one, Reduction) else one for one in self.fixed)
+        fixed = list(self.fixed)
+        for at, value in enumerate(fixed):
+            if isinstance(value, Reduction):
+                fixed[at] = replace(value, processors=processors)
         return replace(self, fixed=tuple(fixed))
 
 
@@ -72,14 +75,18 @@ class _Operator(NamedTuple):
     def argument(self, name: str) -> Any:
         """Return an argument or its default; None if this overload does not have it."""
         position, default = _position(self.func, name)
-        return self.kwargs.get(name, self.args[position] if position < len(self.args) else default)
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
 
 
 @cache
 def _position(func: Any, name: str) -> tuple[int, Any]:
     arguments = func._schema.arguments
-    found = ((at, argument.default_value) for at, argument in enumerate(arguments) if argument.name == name)
-    return next(found, (len(arguments), None))
+    for position, argument in enumerate(arguments):
+        if argument.name == name:
+            return position, argument.default_value
+    return len(arguments), None
 
 
 def find_launch(processors: Processors, func: Any, args: Any, kwargs: dict[str, Any]) -> Launch | None:
@@ -94,6 +101,11 @@ def _launch(
     return Launch(Kernel(rule, fixed, len(numbers)), numbers, result_bytes)
 
 
+def _copying(nbytes: tuple[int, ...]) -> Launch | None:
+    """Return the launch of a kernel that holds copies of its arguments; None if it copies none."""
+    return _launch(_held, (), nbytes) if nbytes else None
+
+
 def _held(*nbytes: int) -> Needs:
     return Needs(held=nbytes)
 
@@ -104,8 +116,11 @@ def _held(*nbytes: int) -> Needs:
 def _reduction(op: _Operator) -> Launch:
     tensor, dims = op.args[0], op.argument("dim")
     dtype = op.kwargs.get("dtype") or tensor.dtype
-    dims = [dims] if isinstance(dims, int) else dims
-    chosen = {d % max(1, tensor.dim()) for d in dims} if dims else set(range(tensor.dim()))
+    if isinstance(dims, int):
+        dims = [dims]
+    elif not dims:
+        dims = range(tensor.dim())
+    chosen = {d % max(1, tensor.dim()) for d in dims}
     reduced = tuple(d in chosen for d in range(tensor.dim()))
     kind = Reduction(op.processors, tensor.element_size(), dtype.itemsize, reduced)
     return _launch(_reduction_needs, (kind,), (tensor.storage_offset(), *tensor.shape, *tensor.stride()))
@@ -149,8 +164,7 @@ def _convolution(*positions: int) -> Callable[[_Operator], Launch | None]:
     """Return a rule that copies arguments not in the kernel's memory format; the last two are the input and the weight."""
 
     def launch(op: _Operator) -> Launch | None:
-        copies = _copies([op.args[position] for position in positions])
-        return _launch(_held, (), copies) if copies else None
+        return _copying(_copies([op.args[position] for position in positions]))
 
     return launch
 
@@ -165,7 +179,7 @@ def _convolution_backward(op: _Operator) -> Launch | None:
     """Copies as in the forward pass; then the gradient of the bias sums that of the result, as it came."""
     grad, copies = op.args[0], _copies(op.args[:3])
     if not op.args[10][2]:
-        return _launch(_held, (), copies) if copies else None
+        return _copying(copies)
     reduced = tuple(dim != 1 for dim in range(grad.dim()))
     kind = Reduction(op.processors, grad.element_size(), grad.element_size(), reduced)
     layout = (grad.storage_offset(), *grad.shape, *grad.stride())
@@ -264,9 +278,12 @@ def _contiguous(*positions: int) -> Callable[[_Operator], Launch | None]:
     """Return a rule that copies arguments which are not contiguous."""
 
     def launch(op: _Operator) -> Launch | None:
-        tensors = [op.args[position] for position in positions]
-        copies = tuple(t.numel() * t.element_size() for t in tensors if not t.is_contiguous())
-        return _launch(_held, (), copies) if copies else None
+        copies = []
+        for position in positions:
+            tensor = op.args[position]
+            if not tensor.is_contiguous():
+                copies.append(tensor.numel() * tensor.element_size())
+        return _copying(tuple(copies))
 
     return launch
 
@@ -277,11 +294,14 @@ def _batch_norm_backward(op: _Operator) -> Launch | None:
     Source: aten/src/ATen/native/cudnn/BatchNorm.cpp.
     """
     grad, given, weight = op.args[:3]
-    is_last = given.dim() == 4 and has_only_format(given, torch.channels_last)
-    chosen = torch.channels_last if is_last else torch.contiguous_format
-    if weight is None or weight.element_size() == 2 or grad.is_contiguous(memory_format=chosen):
+    if weight is None or weight.element_size() == 2:
         return None
-    return _launch(_held, (), (grad.numel() * grad.element_size(),))
+    chosen = torch.contiguous_format
+    if given.dim() == 4 and has_only_format(given, torch.channels_last):
+        chosen = torch.channels_last
+    if grad.is_contiguous(memory_format=chosen):
+        return None
+    return _copying((grad.numel() * grad.element_size(),))
 
 
 # --- indices that kernels sort ---
@@ -313,24 +333,29 @@ def _embedding_backward_needs(
 
     Source: aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu; cub/device/dispatch/dispatch_radix_sort.cuh.
     """
-    copy = () if contiguous else (count * width * grad_bytes,)
+    copies: tuple[int, ...] = ()
+    if not contiguous:
+        copies = (count * width * grad_bytes,)
     if count <= _MAX_UNSORTED_INDICES:
-        return Needs(held=copy)
+        return Needs(held=copies)
     column, segments = count * index_bytes, min(count, rows)
     partials = count // _ROWS_PER_PARTIAL + segments
     starts = (segments * index_bytes, segments * index_bytes)
     sums = (column, *starts, partials * index_bytes, partials * 4 * width)
     sort = (column, _sort_bytes(count, column))
-    return Needs(held=(*copy, column, column), before=(sort,), after=(sums,))
+    return Needs(held=(*copies, column, column), before=(sort,), after=(sums,))
 
 
 def _accumulating_index_put(op: _Operator) -> Launch | None:
     if not op.argument("accumulate"):
         return None
-    indices = [index for index in op.args[1] if index is not None]
-    count = prod(torch.broadcast_shapes(*(index.shape for index in indices)))  # type: ignore[no-untyped-call]
-    converted = sum(index.element_size() < _INT64_BYTES for index in indices)
-    return _launch(_index_put_needs, (len(indices), converted), (count,))
+    shapes, converted = [], 0
+    for index in op.args[1]:
+        if index is not None:
+            shapes.append(index.shape)
+            converted += index.element_size() < _INT64_BYTES
+    count = prod(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    return _launch(_index_put_needs, (len(shapes), converted), (count,))
 
 
 def _index_put_needs(indices: int, converted: int, count: int) -> Needs:
@@ -401,15 +426,16 @@ def _efficient_backward_needs(
     sizes are those of torch 2.14.
     """
     half = item_bytes == 2
-    tile = 128 if width > 64 and (half or capability >= (8, 0)) else 64
+    has_large_tiles = half or capability >= (8, 0)
+    tile = 128 if has_large_tiles and width > 64 else 64
     tiles = -(-length // tile) * -(-width // 64) * (tile * 256 + 16)
     if half and width > 128:
         tiles += 2 * (-(-keys // 64) * 64) * (-(-width // 64) * 64) * 4
     row_sums, workspace = batch * heads * length * 4, batch * heads * tiles
-    held = (batch * heads * length * width * item_bytes,) * copied
+    copies = (batch * heads * length * width * item_bytes,) * copied
     if half:
-        return Needs(held, ((row_sums, workspace),))
-    return Needs(held, ((row_sums * width, row_sums), (row_sums, workspace)))
+        return Needs(copies, ((row_sums, workspace),))
+    return Needs(copies, ((row_sums * width, row_sums), (row_sums, workspace)))
 
 
 # --- elementwise ---
@@ -417,8 +443,11 @@ def _efficient_backward_needs(
 
 def _where(op: _Operator) -> Launch | None:
     """Copy a number, or a tensor of one number in host memory, to the card. Source: aten/src/ATen/native/TensorCompare.cpp."""
-    copies = tuple(t.element_size() for t in op.args[1:3] if t.dim() == 0 and t.device.index is None)
-    return _launch(_held, copies, ()) if copies else None
+    copies = []
+    for tensor in op.args[1:3]:
+        if tensor.dim() == 0 and tensor.device.index is None:
+            copies.append(tensor.element_size())
+    return _launch(_held, tuple(copies), ()) if copies else None
 
 
 # --- softmax ---
