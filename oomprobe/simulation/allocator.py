@@ -55,22 +55,28 @@ class Block:
         return self.prev is None and self.next is None and self.origin < 0
 
     @property
+    def is_in_use(self) -> bool:
+        return self.mapped and not self.free
+
+    @property
     def expandable_size(self) -> int:
         """Size that a free block can grow to by mapping the unmapped space after it."""
         following = self.next
-        return self.size + (following.size if following is not None and not following.mapped else 0)
+        if following is None or following.mapped:
+            return self.size
+        return self.size + following.size
 
-    def absorb(self, other: Block) -> None:
+    def absorb(self, neighbour: Block) -> None:
         """Merge a neighbour into this block."""
-        if self.prev is other:
-            self.address, self.prev = other.address, other.prev
+        if self.prev is neighbour:
+            self.address, self.prev = neighbour.address, neighbour.prev
         else:
-            self.next = other.next
+            self.next = neighbour.next
         if self.prev is not None:
             self.prev.next = self
         if self.next is not None:
             self.next.prev = self
-        self.size += other.size
+        self.size += neighbour.size
 
     def cut_after(self, nbytes: int) -> Block:
         """Shorten the block to `nbytes`; return the remainder, linked after it and in no pool."""
@@ -123,14 +129,16 @@ class Pool:
     def find_expandable(self, size: int) -> Block | None:
         """find_expandable_block: the first block of the lowest run of free and unmapped blocks with room for `size`."""
         for _, block in self.unmapped:
-            first = block.prev if block.prev is not None and block.prev.free else block
+            first = block
+            if block.prev is not None and block.prev.free:
+                first = block.prev
             room = 0
             following: Block | None = first
-            while room < size and following is not None and (following.free or not following.mapped):
+            while following is not None and not following.is_in_use:
                 room += following.size
+                if room >= size:
+                    return first
                 following = following.next
-            if room >= size:
-                return first
         return None
 
 
@@ -259,8 +267,11 @@ class CachingAllocator:
 
     def stats(self) -> dict[str, int]:
         """Return figures by their names in ``torch.cuda.memory_stats``, for both pools together."""
-        free = [block for pool in self._pools.values() for *_, block in pool.free]
-        split_bytes = sum(block.size for block in free if block.origin < 0 and not block.is_whole_segment)
+        split_bytes = 0
+        for pool in self._pools.values():
+            for *_, block in pool.free:
+                if block.origin < 0 and not block.is_whole_segment:
+                    split_bytes += block.size
         return {
             "allocated_bytes.all.current": self.allocated_bytes,
             "allocated_bytes.all.peak": self.peak_allocated_bytes,
@@ -286,10 +297,10 @@ class CachingAllocator:
         twin.log = None
         twin._pools = {is_small: Pool(self._settings, is_small=is_small) for is_small in self._pools}
         pools = {pool: twin._pools[is_small] for is_small, pool in self._pools.items()}
-        blocks = {block: block.twin(pools[block.pool]) for block in self._blocks()}
-        for block, other in blocks.items():
-            other.prev = None if block.prev is None else blocks[block.prev]
-            other.next = None if block.next is None else blocks[block.next]
+        blocks: dict[Block | None, Block] = {block: block.twin(pools[block.pool]) for block in self._blocks()}
+        for block in self._blocks():
+            copied = blocks[block]
+            copied.prev, copied.next = blocks.get(block.prev), blocks.get(block.next)
         for pool, twin_pool in pools.items():
             twin_pool.free = [(size, order, at, blocks[block]) for size, order, at, block in pool.free]
             twin_pool.unmapped = [(address, blocks[block]) for address, block in pool.unmapped]
@@ -299,8 +310,10 @@ class CachingAllocator:
     def _blocks(self) -> Iterator[Block]:
         yield from self._live.values()
         for pool in self._pools.values():
-            yield from (entry[-1] for entry in pool.free)
-            yield from (entry[1] for entry in pool.unmapped)
+            for *_, block in pool.free:
+                yield block
+            for _, block in pool.unmapped:
+                yield block
 
     def _segment_size(self, size: int) -> int:
         """get_allocation_size: the size of a new segment."""
@@ -324,10 +337,10 @@ class CachingAllocator:
     def _return_to_pool(self, block: Block) -> None:
         """Merge a block with its free neighbours and add it to its pool."""
         pool = block.pool
-        for other in (block.prev, block.next):
-            if other is not None and other.free:
-                pool.discard(other)
-                block.absorb(other)
+        for neighbour in (block.prev, block.next):
+            if neighbour is not None and neighbour.free:
+                pool.discard(neighbour)
+                block.absorb(neighbour)
         pool.add(block)
 
     def _block_from_driver(self, pool: Pool, size: int) -> Block:
@@ -417,10 +430,10 @@ class CachingAllocator:
             pool.add(block)
             block = remainder
         self.reserved_bytes -= block.size
-        for other in (block.prev, block.next):
-            if other is not None and not other.mapped:
-                pool.discard_unmapped(other)
-                block.absorb(other)
+        for neighbour in (block.prev, block.next):
+            if neighbour is not None and not neighbour.mapped:
+                pool.discard_unmapped(neighbour)
+                block.absorb(neighbour)
         if block.prev is not None or block.next is not None:
             pool.add_unmapped(block)
 
@@ -436,7 +449,9 @@ def oom_message(allocator: CachingAllocator, segment: int) -> str:
     """
     reserved, allocated, total = allocator.reserved_bytes, allocator.allocated_bytes, allocator.total_bytes
     free = allocator.capacity_bytes - reserved
-    allowed = "" if allocator.limit_bytes is None else f"{_size_text(allocator.limit_bytes)} allowed; "
+    allowed = ""
+    if allocator.limit_bytes is not None:
+        allowed = f"{_size_text(allocator.limit_bytes)} allowed; "
     return (
         f"CUDA out of memory. Tried to allocate {_size_text(segment)}. GPU 0 has a total capacity of "
         f"{_size_text(total)} of which {_size_text(free)} is free. Including non-PyTorch memory, this process has "

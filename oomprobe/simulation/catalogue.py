@@ -153,7 +153,10 @@ def each_name(devices: Iterable[object]) -> list[object]:
         (True, ['sim:T4', 'sim:24GiB'])
     """
     every = [f"sim:{card.name}" for card in CARDS]
-    return [name for one in devices for name in (every if one == ALL else [one])]
+    names: list[object] = []
+    for device in devices:
+        names += every if device == ALL else [device]
+    return names
 
 
 def find_card(name: str) -> Card:
@@ -170,11 +173,14 @@ def find_card(name: str) -> Card:
         ('NVIDIA GeForce RTX 4090', 'H100-80GB')
     """
     key, stated = _key(name), _STATED_SIZE.search(_words(name))
-    found = [card for card in CARDS if key in (_key(card.name), _key(card.full_name)) and _fits(card, stated)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        problem = f"is ambiguous: {' or '.join(card.name for card in found)}"
+    cards = []
+    for card in CARDS:
+        if key in (_key(card.name), _key(card.full_name)) and _fits(card, stated):
+            cards.append(card)
+    if len(cards) == 1:
+        return cards[0]
+    if cards:
+        problem = f"is ambiguous: {' or '.join(card.name for card in cards)}"
     elif name.removeprefix("sim:").isdecimal() and int(key) < LARGEST_GB:
         problem = f"is the name of no card; did you mean 'sim:{key}GiB'?"
     else:
@@ -198,7 +204,6 @@ def _fits(card: Card, stated: re.Match[str] | None) -> bool:
 
 def _similar(key: str) -> str:
     """Name the cards with similar names: the RTX-4090 for a laptop 4090."""
-    keys = {card.name: _key(card.name) for card in CARDS}
-    close = nearest(key, keys.values(), 5)
-    similar = [name for name, other in keys.items() if other in close]
+    close = nearest(key, [_key(card.name) for card in CARDS], 5)
+    similar = [card.name for card in CARDS if _key(card.name) in close]
     return f"; similar cards: {', '.join(similar)}" if similar else ""

@@ -64,14 +64,15 @@ class DeviceMode(TorchFunctionMode):
         if func.__name__ in _RECURRENT:
             self._card_mode.notes[RECURRENT] = None
         device = requested_device(kwargs.get("device"))
-        return func(*args, **kwargs) if device is None else self._create(func, args, kwargs, device)
-
-    def _create(self, func: Any, args: Any, kwargs: dict[str, Any], device: torch.device) -> Any:
-        return func(*args, **{**kwargs, "device": device})
+        if device is not None:
+            kwargs = {**kwargs, "device": device}
+        return func(*args, **kwargs)
 
     def _property(self, getter: Any, tensor: torch.Tensor) -> Any:
         name = getattr(getter.__self__, "__name__", "")
-        if name not in ("device", "is_cuda", "is_cpu") or (tensor.is_meta and not isinstance(tensor, FakeTensor)):
+        if name not in ("device", "is_cuda", "is_cpu"):
+            return getter(tensor)
+        if tensor.is_meta and not isinstance(tensor, FakeTensor):
             return getter(tensor)
         on_card = self._card_mode.is_on_card(tensor)
         if name == "device":
@@ -87,11 +88,12 @@ class DeviceMode(TorchFunctionMode):
     # --- moving ---
 
     def _to(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        other = kwargs.pop("other", args[0] if args and isinstance(args[0], torch.Tensor) else None)
-        if other is not None:
-            rest = args[1:] if args and args[0] is other else args
-            device = SEEN_CARD if self._card_mode.is_on_card(other) else HOST
-            return self._to(tensor, device, other.dtype, *rest, **kwargs)
+        if args and isinstance(args[0], torch.Tensor):
+            kwargs["other"], args = args[0], args[1:]
+        target = kwargs.pop("other", None)
+        if target is not None:
+            device = SEEN_CARD if self._card_mode.is_on_card(target) else HOST
+            return self._to(tensor, device, target.dtype, *args, **kwargs)
         copy = bool(kwargs.pop("copy", False))
         device, dtype, _, memory_format = _parse_to(*args, **kwargs)
         return self._move(tensor, requested_device(device), dtype, copy=copy, memory_format=memory_format)
@@ -102,7 +104,7 @@ class DeviceMode(TorchFunctionMode):
     ) -> torch.Tensor:  # fmt: skip
         current = CARD if self._card_mode.is_on_card(tensor) else EXPLICIT_HOST
         if device in (None, current):
-            return tensor.to(tensor.dtype if dtype is None else dtype, copy=copy, memory_format=memory_format)
+            return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format)
         moved: torch.Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, device=device, memory_format=memory_format)
         return moved
 
@@ -116,9 +118,11 @@ class DeviceMode(TorchFunctionMode):
         if isinstance(data, torch.Tensor):
             created = self._move(data, device, kwargs.get("dtype"))
         else:
-            created = torch.as_tensor(data, *args, **{k: v for k, v in kwargs.items() if k == "dtype"})
-            created = self._move(created, device)
-        return created.requires_grad_() if kwargs.get("requires_grad") else created
+            dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
+            created = self._move(torch.as_tensor(data, *args, **dtype), device)
+        if kwargs.get("requires_grad"):
+            created.requires_grad_()
+        return created
 
     # --- values ---
 
@@ -128,9 +132,8 @@ class DeviceMode(TorchFunctionMode):
         return tensor.data_ptr()
 
     def _format(self, tensor: torch.Tensor, spec: str) -> str:
-        if not spec:
-            return str(tensor)
-        return format(tensor.item() if tensor.dim() == 0 else str(tensor), spec)
+        is_number = tensor.dim() == 0 and spec
+        return format(tensor.item() if is_number else str(tensor), spec)
 
     def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         return tensor.numpy(**kwargs) if self._has_values(tensor) else self._array(tensor)
@@ -150,7 +153,7 @@ class DeviceMode(TorchFunctionMode):
 
     def _deepcopy(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
         """Copy a tensor with its whole storage, once for all its views, as torch does; it would read the address of the data."""
-        if not self._card_mode.is_on_card(tensor) and not isinstance(tensor, FakeTensor):
+        if self._card_mode.has_values(tensor):
             return tensor.__deepcopy__(memo)  # type: ignore[no-untyped-call]
         if id(tensor) in memo:
             return memo[id(tensor)]

@@ -39,7 +39,9 @@ def requested_device(device: Any) -> torch.device | None:
         device = torch.device(device)
     if device.type == "cuda":
         return CARD
-    return EXPLICIT_HOST if device.type == "cpu" and device.index != 0 else None
+    if device.type == "cpu" and device.index != 0:
+        return EXPLICIT_HOST
+    return None
 
 
 class Fakes:
@@ -59,12 +61,10 @@ class Fakes:
         storage = tensor.untyped_storage()
         if self._memory.holds(self._storages.get(storage, storage)):
             return True
-        if (
-            isinstance(tensor, torch.nn.Parameter) and not self.keeps_parameters
-        ):  # a step that uses a card trains no parameter on the host
-            self.put_on_card(tensor)
-            return True
-        return False
+        if self.keeps_parameters or not isinstance(tensor, torch.nn.Parameter):
+            return False
+        self.put_on_card(tensor)  # a step that uses a card trains no parameter on the host
+        return True
 
     def block_of(self, tensor: torch.Tensor) -> int | None:
         """Return the allocator's handle of a real or fake tensor's block; None if it is not on the card."""
@@ -143,45 +143,70 @@ class Results:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._known: dict[
-            tuple[Any, ...], tuple[Any, list[Any]]
-        ] = {}  # the container, and what makes each result in it
+        # By an operator and its arguments: what makes each result, and what puts the results together.
+        self._known: dict[tuple[Any, ...], tuple[Callable[[list[Any]], Any], list[Callable[[list[Any]], Any]]]] = {}
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return what an operator returns for fakes."""
-        key, values, found = [func, torch.get_default_dtype(), *kwargs], (*args, *kwargs.values()), list[Any]([None])
-        moves = getattr(func, "overloadpacket", None) is torch.ops.aten.set_  # an argument to another storage
-        is_plain = func.namespace == "aten" and not moves and _describe(values, key, found) and len(found) > 1
-        if is_plain and (known := self._known.get(tuple(key))):
-            results = [make(found) for make in known[1]]
-            return known[0](results) if known[0] else results[0]
-        with self._mode:
-            result = as_on_cuda(func, args, func(*args, **kwargs))
+        values = (*args, *kwargs.values())
+        key, tensors = [func, torch.get_default_dtype(), *kwargs], list[Any]([None])
+        is_plain = _depends_on_shapes(func) and _describe(values, key, tensors)
+        if not is_plain or len(tensors) == 1:
+            return self._compute(func, args, kwargs)
+        known = self._known.get(tuple(key))
+        if known is not None:
+            combine, makers = known
+            return combine([make(tensors) for make in makers])
+        result = self._compute(func, args, kwargs)
         after = key[: 2 + len(kwargs)]
-        if is_plain and _describe(values, after, []) and after == key:  # it resized no argument
-            kind = type(result) if isinstance(result, list | tuple) else None
-            makers = [self._learn(one, found) for one in (result if kind else (result,))]
-            if None not in makers and len(self._known) < MOST_RESULTS:
-                self._known[tuple(key)] = kind, makers
+        if _describe(values, after, []) and after == key:  # it resized no argument
+            self._remember(tuple(key), result, tensors)
         return result
 
-    def _learn(self, result: Any, found: list[Any]) -> Callable[[list[Any]], Any] | None:
+    def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        with self._mode:
+            return as_on_cuda(func, args, func(*args, **kwargs))
+
+    def _remember(self, key: tuple[Any, ...], result: Any, tensors: list[Any]) -> None:
+        if len(self._known) >= MOST_RESULTS:
+            return
+        combine: Callable[[list[Any]], Any]
+        results, combine = (result,), itemgetter(0)
+        if isinstance(result, list | tuple):
+            results, combine = tuple(result), type(result)
+        makers = []
+        for value in results:
+            make = self._learn(value, tensors)
+            if make is None:
+                return
+            makers.append(make)
+        self._known[key] = combine, makers
+
+    def _learn(self, result: Any, tensors: list[Any]) -> Callable[[list[Any]], Any] | None:
         """Return what makes such a result, given None, the arguments and the results before it; None if it is unusual."""
-        if same := [index for index, one in enumerate(found) if one is result]:
-            return itemgetter(same[0])
+        for index, tensor in enumerate(tensors):
+            if tensor is result:
+                return itemgetter(index)
         geometry: list[Any] = []
-        if type(result) is not FakeTensor or not _describe([result], geometry, found):
+        if type(result) is not FakeTensor or not _describe([result], geometry, tensors):
             return None
-        nbytes, keys = result.untyped_storage().nbytes(), [one.untyped_storage()._cdata for one in found[1:]]
+        nbytes, keys = result.untyped_storage().nbytes(), [tensor.untyped_storage()._cdata for tensor in tensors[1:]]
         source = 1 + keys.index(keys[-1])  # the first with the same storage; it may be the only one itself
 
-        def make(found: list[Any]) -> Any:
-            is_new = source == len(found)
-            storage = _UntypedStorage(nbytes, device="meta") if is_new else found[source].untyped_storage()
-            found.append(_view(self._mode, storage, geometry))
-            return found[-1]
+        def make(tensors: list[Any]) -> Any:
+            if source == len(tensors):
+                storage = _UntypedStorage(nbytes, device="meta")
+            else:
+                storage = tensors[source].untyped_storage()
+            tensors.append(_view(self._mode, storage, geometry))
+            return tensors[-1]
 
         return make
+
+
+def _depends_on_shapes(func: Any) -> bool:
+    """Whether an operator returns the same for arguments of the same shapes; ``set_`` moves one to another's storage."""
+    return func.namespace == "aten" and getattr(func, "overloadpacket", None) is not torch.ops.aten.set_
 
 
 def _describe(values: Any, parts: list[Any], tensors: list[Any]) -> bool:

@@ -78,8 +78,9 @@ class CardMemory:
 
     def allowed(self, limit_bytes: int | None) -> int:
         """Return what the process may reserve under its own fraction, the card's memory and a cap."""
-        own_bytes = int(self.fraction * self.card.total_bytes)
-        return min(own_bytes, self.card.available_bytes if limit_bytes is None else limit_bytes)
+        if limit_bytes is None:
+            limit_bytes = self.card.available_bytes
+        return min(limit_bytes, int(self.fraction * self.card.total_bytes))
 
     def allocator_limit(self, limit_bytes: int | None) -> int | None:
         """Return the allocator's own limit under a cap; None if only the card limits it."""
@@ -177,13 +178,13 @@ class CardMemory:
         """Hold a kernel's scratch memory while its results are allocated inside the context."""
         index = self.tape.kernel_started(launch.kernel, launch.numbers)
         needs = needs_of(launch.kernel, launch.numbers)
-        held = self.allocator.malloc_all(needs.held)
+        blocks = self.allocator.malloc_all(needs.held)
         try:
             self.allocator.borrow(needs.before)
             yield
             self.allocator.borrow(needs.after)
         finally:
-            for block in held:
+            for block in blocks:
                 self.allocator.free(block)
         self.allocator.borrow(needs.last)
         self.tape.kernel_ended(launch.kernel, index)
@@ -210,7 +211,11 @@ class CardMemory:
     def live_blocks(self) -> LiveBlocks:
         """Blocks of live storages, named for the next call."""
         next_call = self.tape.call_number + 1
-        return {(next_call - one.name[0], one.name[1]): one.block for one in self._allocations.values()}
+        live = {}
+        for allocation in self._allocations.values():
+            call_number, index = allocation.name
+            live[next_call - call_number, index] = allocation.block
+        return live
 
     def repeat(self, call: RecordedCall) -> None:
         """Replay a call on the allocator; live storages get the blocks of that call.

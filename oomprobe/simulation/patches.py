@@ -178,21 +178,24 @@ def _wrap_apply(card_mode: CardMode, apply: Any) -> Any:
     """Move a module to the card in torch's order, without replacing its tensors unless more than their place changes."""
 
     def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
-        for child in module.children() if recurse else ():
-            child._apply(fn)  # type: ignore[no-untyped-call]
-        parameters = [one for one in module._parameters.values() if one is not None]
-        buffers = [one for one in module._buffers.values() if one is not None]
-        tensors = [*parameters, *buffers]
-        probe = fn(torch.empty(0, dtype=tensors[0].dtype)) if tensors else None
-        if probe is None or not all(_only_moves(probe, tensor, card_mode) for tensor in tensors):
+        if recurse:
+            for child in module.children():
+                child._apply(fn)  # type: ignore[no-untyped-call]
+        tensors = []
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                tensors.append(tensor)
+        if not tensors:
             return apply(module, fn, recurse=False)  # type: ignore[no-any-return]
+        probe = fn(torch.empty(0, dtype=tensors[0].dtype))
+        for tensor in tensors:
+            if not _only_moves(probe, tensor, card_mode):
+                return apply(module, fn, recurse=False)  # type: ignore[no-any-return]
         if probe.device == SEEN_CARD:
-            for parameter in parameters:
-                card_mode.put_on_card(parameter)
-                if parameter.grad is not None:
-                    card_mode.put_on_card(parameter.grad)
-            for buffer in buffers:
-                card_mode.put_on_card(buffer)
+            for tensor in tensors:
+                card_mode.put_on_card(tensor)
+                if isinstance(tensor, torch.nn.Parameter) and tensor.grad is not None:
+                    card_mode.put_on_card(tensor.grad)
         return module
 
     return _apply
@@ -225,7 +228,9 @@ def _redirect_autocast(init: Any) -> Any:
 
 def _query_cpu(function: Any) -> Any:
     def query(*args: Any, **kwargs: Any) -> Any:
-        args = tuple("cpu" if arg == "cuda" else arg for arg in args)
-        return function(*(args or ("cpu",)), **kwargs)
+        device_type, *rest = args or ("cuda",)
+        if device_type == "cuda":
+            device_type = "cpu"
+        return function(device_type, *rest, **kwargs)
 
     return query

@@ -36,14 +36,25 @@ class RecordedCall:
     @property
     def core(self) -> tuple[Event, ...]:
         """Events except frees of earlier calls' blocks, which a clean-up between calls may already have freed."""
-        return tuple(event for event in self.events if event[0] != FREED or event[1] == 0)
+        core = []
+        for event in self.events:
+            kind, ago, _ = event
+            if kind != FREED or ago == 0:
+                core.append(event)
+        return tuple(core)
 
     @property
     def closed(self) -> bool:
         """Whether the call frees exactly the blocks that an identical call before it leaves."""
-        dead = {event[1:] for event in self.events if event[0] == FREED}
-        left = {event[1] for event in self.events if event[0] == ALLOCATED and (0, event[1]) not in dead}
-        return {(ago, index) for ago, index in dead if ago > 0} == {(1, index) for index in left}
+        left, freed = set(), set()  # blocks of this call, and blocks of earlier calls, as the next call names them
+        for kind, index, detail in self.events:
+            if kind == ALLOCATED:
+                left.add((1, index))
+            elif kind == FREED and index == 0:
+                left.discard((1, detail))
+            elif kind == FREED:
+                freed.add((index, detail))
+        return left == freed
 
 
 class Tape:
@@ -104,7 +115,7 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
     Returns:
         The blocks alive after the call, named for the next call.
     """
-    live, held = dict(live), dict[int, list[int]]()
+    live, scratch_blocks = dict(live), dict[int, list[int]]()
     sizes, malloc, free = call.sizes, allocator.malloc, allocator.free
     for kind, index, detail in call.events:
         if kind == ALLOCATED:
@@ -113,12 +124,12 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
             free(live.pop((index, detail), 0))  # `index` is calls ago; 0 is no block
         elif kind == KERNEL_STARTED:
             needs = needs_of(detail, sizes[index : index + detail.count])
-            held[index] = allocator.malloc_all(needs.held)
+            scratch_blocks[index] = allocator.malloc_all(needs.held)
             allocator.borrow(needs.before)
         elif kind == KERNEL_ENDED:
             needs = needs_of(detail, sizes[index : index + detail.count])
             allocator.borrow(needs.after)
-            for block in held.pop(index):
+            for block in scratch_blocks.pop(index):
                 free(block)
             allocator.borrow(needs.last)
         elif kind == RELEASED:
@@ -151,10 +162,11 @@ class Line:
 
     def on(self, processors: Processors) -> Line:
         """Return the line on a card of the same compute capability with these processors."""
-        events = (
-            (kind, index, detail.on(processors) if isinstance(detail, Kernel) else detail)
-            for kind, index, detail in self.call.events
-        )
+        events = []
+        for kind, index, detail in self.call.events:
+            if isinstance(detail, Kernel):
+                detail = detail.on(processors)
+            events.append((kind, index, detail))
         return replace(self, call=replace(self.call, events=tuple(events)))
 
 
@@ -168,14 +180,19 @@ def lines_through(
         >>> lines_through(1, [RecordedCall(events, (12,))], 2, [RecordedCall(events, (16,))])[0].at(100).sizes
         (408,)
     """
-    if [call.events for call in calls] != [call.events for call in other_calls]:
+    if len(calls) != len(other_calls):
         return None
     lines = []
-    for call, other in zip(calls, other_calls, strict=True):
-        slopes = [divmod(b - a, other_size - size) for a, b in zip(call.sizes, other.sizes, strict=True)]
-        if any(rest for _, rest in slopes):
+    for call, other_call in zip(calls, other_calls, strict=True):
+        if call.events != other_call.events:
             return None
-        lines.append(Line(call, size, tuple(slope for slope, _ in slopes)))
+        slopes = []
+        for nbytes, other_bytes in zip(call.sizes, other_call.sizes, strict=True):
+            slope, rest = divmod(other_bytes - nbytes, other_size - size)
+            if rest:
+                return None
+            slopes.append(slope)
+        lines.append(Line(call, size, tuple(slopes)))
     return lines
 
 
@@ -202,11 +219,12 @@ class Predictor:
         trial = [*calls, steady]
         while len(trial) > 1 and trial[-2] == steady:
             trial.pop()
-        predicted = [line.at(batch_size) for line in self.lines or ()]
-        # A loop whose smaller last batch only some sizes leave makes other calls, with the same peak.
-        if predicted and abs(peak_bytes(predicted) - peak_bytes(trial)) > NUMBERS_BYTES:
-            self.lines, self._given_up = None, True
-            return False
+        if self.lines is not None:
+            predicted = [line.at(batch_size) for line in self.lines]
+            # A loop whose smaller last batch only some sizes leave makes other calls, with the same peak.
+            if abs(peak_bytes(predicted) - peak_bytes(trial)) > NUMBERS_BYTES:
+                self.lines, self._given_up = None, True
+                return False
         self._trials[batch_size] = trial
         if self.lines is None and len(self._trials) > 1:
             (size, first), (other_size, second) = list(self._trials.items())[-2:]
@@ -217,16 +235,18 @@ class Predictor:
         """Return the prediction for a card of the same compute capability with these processors; None if there is none."""
         if self.lines is None:
             return None
-        other = Predictor(gives_up=True)
-        other.lines = [line.on(processors) for line in self.lines]
-        return other
+        predictor = Predictor(gives_up=True)
+        predictor.lines = [line.on(processors) for line in self.lines]
+        return predictor
 
     def steady(self, calls: Sequence[RecordedCall]) -> RecordedCall | None:
         """Return the call that would repeat: the last one if it equals the one before."""
         if len(calls) < 2:
             return None
         before, last = calls[-2:]
-        return last if (before.core, before.sizes) == (last.core, last.sizes) and last.closed else None
+        if (before.core, before.sizes) != (last.core, last.sizes) or not last.closed:
+            return None
+        return last
 
     def calls(self, batch_size: int, count: int) -> list[RecordedCall] | None:
         """Predict the first `count` calls of a cold trial; None if unknown."""

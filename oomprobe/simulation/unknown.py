@@ -52,7 +52,9 @@ def _bool_result(known: KnownBools, name: str, args: Any) -> bool | None:
         return bool(values[0])
     if name in _NOT:
         return not values[0]
-    return bool(_COMPARE[name](*values)) if name in _COMPARE and len(values) == 2 else None
+    if name in _COMPARE and len(values) == 2:
+        return bool(_COMPARE[name](*values))
+    return None
 
 
 def _value(known: KnownBools, arg: Any) -> Any:
@@ -92,7 +94,9 @@ _WANTS_ARRAY = ".numpy() is not supported for tensor subclasses"  # torch/csrc/u
 
 def wants_data(error: RuntimeError) -> bool:
     """Whether torch reports that code needs the data of a tensor without data."""
-    return not isinstance(error, SimulationError) and any(text in str(error) for text in _WANTS_DATA)
+    if isinstance(error, SimulationError):
+        return False
+    return any(text in str(error) for text in _WANTS_DATA)
 
 
 def lacks_cpu_kernel(error: RuntimeError) -> bool:
@@ -129,7 +133,9 @@ def refuse_array(why: RuntimeError) -> None:
 
 def refuse_address(why: BaseException | None = None) -> NoReturn:
     """Raise for code that asks for a tensor's data pointer, as custom kernels do."""
-    where = user_line() if why is None else raised_at(why) or "the step"
+    where = user_line()
+    if why is not None:
+        where = raised_at(why) or "the step"
     raise SimulationError(
         f"{where} asks for the address of a tensor's data, and a simulated card has none: a custom kernel needs "
         "torch.library.custom_op and register_fake to run here; or probe on a real device"
@@ -139,7 +145,9 @@ def refuse_address(why: BaseException | None = None) -> NoReturn:
 def refuse_layout(tensor: torch.Tensor) -> None:
     """Raise if the tensor is sparse or quantised."""
     if tensor.is_quantized or tensor.layout is not torch.strided:
-        kind = "quantised" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        kind = "quantised"
+        if tensor.layout is not torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
         raise SimulationError(
             f"a {kind} tensor of shape {tuple(tensor.shape)} at {user_line()}: a simulated card supports dense "
             "tensors only; probe on a real device"
