@@ -68,24 +68,26 @@ def processes_below() -> dict[int, str]:
             continue
         state, parent = fields.split()[:2]
         children.setdefault(int(parent), []).append((int(entry), name, state))
-    found, parents = {}, [os.getpid()]
+    living, parents = {}, [os.getpid()]
     while parents:
         for pid, name, state in children.get(parents.pop(), ()):
             parents.append(pid)
             if state != "Z":
-                found[pid] = name
-    return found
+                living[pid] = name
+    return living
 
 
 def reap() -> dict[int, int] | None:
     """Return the wait statuses of children that have ended, by pid; None if no children are left."""
     ended: dict[int, int] = {}
     try:
-        while (one := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[one[0]] = one[1]
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return ended
+            ended[pid] = status
     except ChildProcessError:
         return ended or None
-    return ended
 
 
 def end_all() -> None:
@@ -93,14 +95,17 @@ def end_all() -> None:
 
     A process whose main thread has ended may still hold memory, so wait until the system has let go of every child.
     """
-    begun_s, told = time.monotonic(), set()
+    begun_s, terminated = time.monotonic(), set()
     while reap() is not None and (waited_s := time.monotonic() - begun_s) < REMOTE_GRACE_S + KILLING_S:
         for pid, name in processes_below().items():
-            spares = waited_s < (REMOTE_GRACE_S if name in REMOTE_LAUNCHERS else GRACE_S)
-            if not (spares and pid in told):
-                told.add(pid)
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGTERM if spares else signal.SIGKILL)
+            number = signal.SIGTERM
+            if waited_s >= (REMOTE_GRACE_S if name in REMOTE_LAUNCHERS else GRACE_S):
+                number = signal.SIGKILL
+            elif pid in terminated:
+                continue
+            terminated.add(pid)
+            with contextlib.suppress(OSError):
+                os.kill(pid, number)
         time.sleep(TICK_S)
 
 

@@ -104,13 +104,14 @@ class Output:
         if not line:
             return
         self._tail.append(line)
-        self.oom_line = self.oom_line or (line if _TORCH_OOM.search(line) else "")
-        self.mentions_host_oom |= bool(_SLURM_OOM.search(line))
-        found, cpp = _EXCEPTION.match(line), _CPP_EXCEPTION.match(line)
-        if found is not None and not found["name"].startswith("nccl"):
-            self._waits_for = found["name"] if found["name"].endswith(_GOES_ON) else ""
-            self._add(found["name"], found["text"] or "")
-        elif cpp is not None:
+        if not self.oom_line and _TORCH_OOM.search(line):
+            self.oom_line = line
+        if _SLURM_OOM.search(line):
+            self.mentions_host_oom = True
+        if (raised := _EXCEPTION.match(line)) and not raised["name"].startswith("nccl"):
+            self._waits_for = raised["name"] if raised["name"].endswith(_GOES_ON) else ""
+            self._add(raised["name"], raised["text"] or "")
+        elif cpp := _CPP_EXCEPTION.match(line):
             self._add("RuntimeError", cpp["text"])
         elif self._waits_for and (failure := _NCCL_FAILURE.search(line)):
             self._add(self._waits_for, failure[0])
@@ -132,8 +133,8 @@ class Output:
 
     def root_cause(self) -> tuple[int, int] | None:
         """Return the rank that failed first and its exit status, as torchrun reports them; None if it does not."""
-        found = _ROOT_CAUSE.search("\n".join(self._tail))
-        return None if found is None else (int(found["rank"]), int(found["code"]))
+        cause = _ROOT_CAUSE.search("\n".join(self._tail))
+        return None if cause is None else (int(cause["rank"]), int(cause["code"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,41 +155,66 @@ def cause_of(seen: Seen, output: Output, status: int, evidence: Evidence, *, oom
     ran_out = next((report for report in seen.reports if report.failure is Verdict.OOM), None)
     # Where all report, an out-of-memory error of torch that none has raised is only text, such as a tip.
     all_told = seen.all_report and ran_out is None
-    said = [one for one in _errors(seen, output, all_told) if not one.is_launchers]
-    verdicts = [(classify(one.facts, evidence), one) for one in said if not one.is_peers]
-    out_of_memory = (found for found in verdicts if found[0] in OUT_OF_MEMORY)
-    verdict, cause = next(out_of_memory, None) or next(iter(verdicts), (Verdict.BUG, None))
+    errors = [error for error in _errors(seen, output, all_told) if not error.is_launchers]
+    verdict, cause = _judged(errors, evidence)
     if ran_out is not None and verdict not in OUT_OF_MEMORY:
-        error = "its allocator ran out of memory, and the program caught that"
-        return Ending(verdict=Verdict.OOM, error=_named(error, ran_out.name), where=ran_out.where)
-    was_killed = cause is None or _KILLED.search(cause.text)
-    if (oom_kills or output.mentions_host_oom) and was_killed and verdict not in OUT_OF_MEMORY:
-        error = f"the system's OOM killer ended a process; {_exit(output, status)}"
-        return Ending(verdict=Verdict.HOST_OOM, error=error)
+        error = _named("its allocator ran out of memory, and the program caught that", ran_out.name)
+        return Ending(verdict=Verdict.OOM, error=error, where=ran_out.where)
+    if cause is None or _KILLED.search(cause.text):
+        host_ran_out = oom_kills or output.mentions_host_oom
+        if host_ran_out and verdict not in OUT_OF_MEMORY:
+            error = f"the system's OOM killer ended a process; {_exit(output, status)}"
+            return Ending(verdict=Verdict.HOST_OOM, error=error)
     if cause is not None:
         return Ending(verdict=verdict, error=_named(cause.text, cause.who), where=cause.where, context=cause.context)
     if output.oom_line and not all_told:
         return Ending(verdict=Verdict.OOM, error=QUOTED.format(line=output.oom_line))
-    noise = f" ({said[0].text})" if said and output.root_cause() is None else ""
-    shown = "\n".join(["", "the end of its output:", *output.tail()]) if output.tail() else ""
-    return Ending(verdict=Verdict.CRASHED, error=_exit(output, status) + noise + shown)
+    error, tail = _exit(output, status), output.tail()
+    if errors and output.root_cause() is None:
+        error += f" ({errors[0].text})"
+    if tail:
+        error = "\n".join([error, "the end of its output:", *tail])
+    return Ending(verdict=Verdict.CRASHED, error=error)
+
+
+def _judged(errors: Sequence[ReportedError], evidence: Evidence) -> tuple[Verdict, ReportedError | None]:
+    """Return the first out-of-memory error, otherwise the first error that may be a cause, with its verdict."""
+    verdict, cause = Verdict.BUG, None
+    for error in errors:
+        if error.is_peers:
+            continue
+        errors_verdict = classify(error.facts, evidence)
+        if errors_verdict in OUT_OF_MEMORY:
+            return errors_verdict, error
+        if cause is None:
+            verdict, cause = errors_verdict, error
+    return verdict, cause
 
 
 def _errors(seen: Seen, output: Output, all_told: bool) -> Iterator[ReportedError]:
     """Yield the exceptions that processes reported, then those in the output."""
-    printed = [one for one in output.exceptions() if not (all_told and _TORCH_OOM.search(one.text))]
+    printed = output.exceptions()
+    if all_told:
+        printed = [error for error in printed if not _TORCH_OOM.search(error.text)]
     for report in seen.reports:
         if report.errors:
             name, text = report.errors[0].classes[0].removeprefix("builtins."), report.errors[0].text
-            same = (one.context for one in printed if text and one.facts[0].text == text.partition("\n")[0])
             yield ReportedError(
                 facts=report.errors,
                 text=f"{name}: {text}",
                 who=report.name,
                 where=report.where,
-                context=next(same, ()),
+                context=_context(text, printed),
             )
     yield from printed
+
+
+def _context(text: str, printed: Sequence[ReportedError]) -> tuple[str, ...]:
+    """Return the lines of the output above a reported error; none if it was not printed."""
+    for error in printed:
+        if text and error.facts[0].text == text.partition("\n")[0]:
+            return error.context
+    return ()
 
 
 def _named(error: str, who: str) -> str:
@@ -196,8 +222,9 @@ def _named(error: str, who: str) -> str:
 
 
 def _exit(output: Output, status: int) -> str:
-    rank, code = output.root_cause() or (None, status)
-    who = "the command" if rank is None else f"rank {rank}"
+    who, code = "the command", status
+    if cause := output.root_cause():
+        who, code = f"rank {cause[0]}", cause[1]
     if code > SIGNALLED:  # by a shell in between
         code = SIGNALLED - code
     if -code in set(signal.Signals):

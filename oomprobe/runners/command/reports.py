@@ -86,8 +86,11 @@ class Card:
     def outside_bytes(self) -> int | None:
         """Memory in use but not reserved by the command's allocators; None if unknown."""
         reserved_bytes = sum(memory.reserved_bytes for _, memory in self.users)
-        seen = [(memory.outside_bytes, memory.reserved_bytes) for _, memory in self.users]
-        return max((out - (reserved_bytes - own) for out, own in seen if out is not None), default=None)
+        outside = []
+        for _, memory in self.users:
+            if memory.outside_bytes is not None:  # it counts what the other processes have reserved
+                outside.append(memory.outside_bytes + memory.reserved_bytes - reserved_bytes)
+        return max(outside, default=None)
 
     @property
     def available_bytes(self) -> int:
@@ -132,6 +135,16 @@ class Seen:
         return min((report.steps for report in self.training), default=0)
 
     @property
+    def step_s(self) -> float | None:
+        """Seconds for each step of the slowest process; None if none has made two."""
+        slowest_s = 0.0
+        for report in self.training:
+            if report.steps > 1:
+                first_s, last_s = report.step_s[0], report.step_s[-1]
+                slowest_s = max(slowest_s, (last_s - first_s) / (report.steps - 1))
+        return slowest_s or None
+
+    @property
     def steps_of_all(self) -> int:
         """The fewest steps of any rank; 0 while one that the others know of has not stepped."""
         return self.steps if len(self.training) >= Seen(self.training).world_size else 0
@@ -157,53 +170,78 @@ class Seen:
         return any(report.raised_ooms for report in self.reports)
 
     @property
+    def may_recover(self) -> bool:
+        """Whether no error has reached a program."""
+        return not any(report.raised_ooms or report.errors for report in self.reports)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a program has stepped since an out-of-memory error reached it."""
+        return any(report.raised_ooms and report.why == "step" for report in self.reports)
+
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether a process with memory on a device has failed, or has run out of memory and not stepped since."""
+        return any(report.failure and report.devices for report in self.reports)
+
+    @property
     def cards(self) -> list[Card]:
         """The devices that the command uses; ranks that see one device each all call it 0.
 
         A process that ended before another one began on its device, such as a check before training, is left out.
         """
-        found: dict[tuple[str, str], list[tuple[Report, Memory]]] = defaultdict(list)
+        devices: dict[tuple[str, str], list[tuple[Report, Memory]]] = defaultdict(list)
         for report in self.reports:
             for memory in report.devices:
-                found[report.host, memory.uuid].append((report, memory))
+                devices[report.host, memory.uuid].append((report, memory))
         cards = []
-        for users in found.values():
+        for users in devices.values():
             begun_s = max(report.begun_s for report, _ in users)
-            cards.append(Card([(one, memory) for one, memory in users if one.why != "exit" or one.at_s >= begun_s]))
+            cards.append(Card([user for user in users if user[0].why != "exit" or user[0].at_s >= begun_s]))
         return cards
+
+    @property
+    def fullest_card(self) -> Card:
+        """The device of which the command has reserved the largest share; without users if it has reserved none."""
+        return max(
+            self.cards, key=lambda card: card.peak_reserved_bytes / max(1, card.available_bytes), default=Card(())
+        )
 
     @property
     def outside_bytes(self) -> int | None:
         """The most memory of any device that is in use but not reserved by the command; None if unknown."""
-        return max((bytes_ for card in self.cards if (bytes_ := card.outside_bytes) is not None), default=None)
+        outside = [card.outside_bytes for card in self.cards]
+        return max((nbytes for nbytes in outside if nbytes is not None), default=None)
 
     @property
     def requested(self) -> Requested:
         """What each of the first steps requested; without allocators that do not count it, such as cudaMallocAsync."""
-        found = {}
+        requested = {}
         for report in self.training:
             for memory in report.devices:
                 steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(memory.requested)]
-                if any(bytes_ for bytes_, _ in steps):
-                    found[f"{report.rank} {memory.uuid}"] = steps
-        return found
+                if any(nbytes for nbytes, _ in steps):
+                    requested[f"{report.rank} {memory.uuid}"] = steps
+        return requested
 
     def ranks(self, *, passed: bool) -> tuple[RankTrial, ...]:
         """Return a record for each rank with memory, if there are several; in a failed run, only failures have a verdict."""
-        ranks = [
-            RankTrial(
-                rank=report.rank,
-                verdict=Verdict.FITS if passed else report.failure,
-                peak_allocated_bytes=memory.peak_allocated_bytes,
-                peak_reserved_bytes=memory.peak_reserved_bytes,
-                available_bytes=card.available_bytes,
-                where=report.where,
-            )
-            for card in self.cards
-            for report, memory in card.users
-            if report.rank is not None
-        ]
-        return tuple(sorted(ranks, key=lambda one: one.rank)) if len(ranks) > 1 else ()
+        ranks = []
+        for card in self.cards:
+            for report, memory in card.users:
+                if report.rank is not None:
+                    trial = RankTrial(
+                        rank=report.rank,
+                        verdict=Verdict.FITS if passed else report.failure,
+                        peak_allocated_bytes=memory.peak_allocated_bytes,
+                        peak_reserved_bytes=memory.peak_reserved_bytes,
+                        available_bytes=card.available_bytes,
+                        where=report.where,
+                    )
+                    ranks.append(trial)
+        if len(ranks) < 2:
+            return ()
+        return tuple(sorted(ranks, key=lambda trial: trial.rank))
 
     def uncapped(self, fractions: Mapping[str, float]) -> str | None:
         """Say which process was not held to its fraction, so that a pass does not prove the margin; None if all were."""
@@ -241,14 +279,19 @@ def fraction_of(memory: Memory, fractions: Mapping[str, float]) -> float:
 
 def limiting_rank(ranks: Sequence[RankTrial]) -> int | None:
     """Return the rank that ran out of memory, or of several and of passes, the one with the least memory left."""
-    which = [one for one in ranks if one.verdict is Verdict.OOM] or [
-        one for one in ranks if one.verdict is Verdict.FITS
-    ]
-    return min(which, key=lambda one: one.left_bytes).rank if which else None
+    for verdict in (Verdict.OOM, Verdict.FITS):
+        candidates = [trial for trial in ranks if trial.verdict is verdict]
+        if candidates:
+            return min(candidates, key=lambda trial: trial.left_bytes).rank
+    return None
 
 
-def are_the_same(one: Requested, other: Requested) -> bool:
+def are_the_same(requested: Requested, last: Requested) -> bool:
     """Return whether the same processes requested the same in the steps that both have made."""
-    if not one or one.keys() != other.keys():
+    if not requested or requested.keys() != last.keys():
         return False
-    return all(mine == theirs for name in one for mine, theirs in zip(one[name], other[name], strict=False))
+    for name, steps in requested.items():
+        for step, last_step in zip(steps, last[name], strict=False):
+            if step != last_step:
+                return False
+    return True

@@ -53,11 +53,14 @@ class Run:
         for folder in (self._reports, scratch):
             folder.mkdir()
         words = [word.replace(BATCH, str(batch_size)).replace(DIR, str(scratch)) for word in command]
+        python_path = [str(HERE / "site")]
+        if users := os.environ.get("PYTHONPATH"):
+            python_path.append(users)
         environment = {
             **os.environ,
             **OFFLINE,
             **{name: f"{scheme}{scratch}" for name, scheme in OFFLINE_FOLDERS.items()},
-            "PYTHONPATH": os.pathsep.join([str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join(python_path),
             "PYTHONUNBUFFERED": "1",  # otherwise the last lines of a killed process are lost
             BATCH_VARIABLE: str(batch_size),
             "OOMPROBE_REPORTS": str(self._reports),

@@ -23,7 +23,7 @@ from oomprobe.records.options import Options
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.records.trials import CallRecord, DeviceInfo, Measured, Outcome, Request, RunnerInfo, Trial, Verdict
 from oomprobe.runners.command.output import OUT_OF_MEMORY, PORT_IN_USE, Ending, cause_of
-from oomprobe.runners.command.reports import Card, Seen, are_the_same, fraction_of, limiting_rank
+from oomprobe.runners.command.reports import Seen, are_the_same, fraction_of, limiting_rank
 from oomprobe.runners.command.run import BATCH, BATCH_VARIABLE, Run
 from oomprobe.runners.signals import Interrupts
 from oomprobe.verdicts import Evidence
@@ -82,16 +82,17 @@ HANDLED = (
 
 def checked(command: Sequence[str]) -> list[str]:
     """Return the words of a command; raise InvalidArgumentError unless it can be started and uses the batch size."""
-    if isinstance(command, str) or not command or not all(isinstance(word, str) for word in command):
+    are_words = not isinstance(command, str) and all(isinstance(word, str) for word in command)
+    if not command or not are_words:
         raise InvalidArgumentError(
             f"the command must be a list of strings, such as ['python', 'train.py', '--batch-size', '{BATCH}'], not {command!r}"
         )
     if shutil.which(command[0]) is None:
         raise InvalidArgumentError(f"{command[0]} is not a program that can be run: {_why_no_program(command[0])}")
-    texts = [*command, *map(_text_of, command)]
-    if not any(BATCH in word for word in command) and not any(BATCH_VARIABLE in text for text in texts):
-        raise InvalidArgumentError(UNUSED)
-    return list(command)
+    for word in command:
+        if BATCH in word or BATCH_VARIABLE in word + _text_of(word):
+            return list(command)
+    raise InvalidArgumentError(UNUSED)
 
 
 def _why_no_program(word: str) -> str:
@@ -99,17 +100,19 @@ def _why_no_program(word: str) -> str:
         return "options of oomprobe stand before the two dashes"
     if " " in word:
         return "it has spaces; leave out the quotes around the whole command"
-    return (
-        "set variables before oomprobe, or begin with env" if "=" in word else "check its name, its path and its mode"
-    )
+    if "=" in word:
+        return "set variables before oomprobe, or begin with env"
+    return "check its name, its path and its mode"
 
 
 def _text_of(word: str) -> str:
     try:
         path = Path(word)
-        return path.read_text(errors="ignore") if path.is_file() and path.stat().st_size <= LARGEST_READ_BYTES else ""
+        if path.is_file() and path.stat().st_size <= LARGEST_READ_BYTES:
+            return path.read_text(errors="ignore")
     except (OSError, ValueError):
-        return ""
+        pass
+    return ""
 
 
 class CommandRunner:
@@ -125,9 +128,8 @@ class CommandRunner:
     ) -> None:
         self._command, self._options, self._interrupts = command, options, interrupts
         self._passes_after_s, self._patience = passes_after_s, patience
-        self._available: dict[
-            str, float
-        ] = {}  # fraction of the memory, by UUID of the device; by the first run that passed
+        # Fraction of the memory, by UUID of the device; by the first run that passed.
+        self._available: dict[str, float] = {}
         self._measured = Measured(available_bytes=0, outside_bytes=None)  # by that run
         self._device = DeviceInfo(name="the command's device", torch_device="cuda:0", total_bytes=0, on_host=False)
         self._environment: dict[str, Any] = {"command": shlex.join(command), "torch": None, "cuda": None}
@@ -190,8 +192,10 @@ class CommandRunner:
     def _fractions(self) -> dict[str, float]:
         """Return the caps as fractions of each device's memory; "" stands for devices that no run has reported yet."""
         share = self._options.memory_fraction
+        if share >= 1:
+            return {}
         known = {uuid: share * available for uuid, available in self._available.items()}
-        return {"": min(known.values(), default=share), **known} if share < 1 else {}
+        return {"": min(known.values(), default=share), **known}
 
     def _variables(self, fractions: Mapping[str, float]) -> dict[str, str]:
         """Return the environment variables that hold the command to the caps.
@@ -203,8 +207,10 @@ class CommandRunner:
         variables = {"OOMPROBE_FRACTIONS": json.dumps(fractions)}
         if self._torch_version >= (2, 10):
             users = os.environ.get(ALLOCATOR_VARIABLES[0]) or os.environ.get(ALLOCATOR_VARIABLES[1])
-            cap = f"per_process_memory_fraction:{min(fractions.values()):.9f}"
-            variables |= dict.fromkeys(ALLOCATOR_VARIABLES, ",".join(filter(None, [users, cap])))
+            settings = f"per_process_memory_fraction:{min(fractions.values()):.9f}"
+            if users:
+                settings = f"{users},{settings}"
+            variables |= dict.fromkeys(ALLOCATOR_VARIABLES, settings)
         return variables
 
     # --- one run ---
@@ -217,11 +223,8 @@ class CommandRunner:
             seen = run.reports()
             if self._has_done_enough(run, request, seen):
                 return seen, _swallowed(run, request, seen) or FITS
-            may_recover = not seen.caught_oom and not any(report.errors for report in seen.reports)
-            goes_on = any(report.raised_ooms and report.why == "step" for report in seen.reports)
-            # A process with memory on a GPU has failed, or has run out of memory and not stepped since.
-            in_trouble_s = troubled.for_s(any(report.failure and report.devices for report in seen.reports))
-            if goes_on or in_trouble_s > (patience.handling_s if may_recover else patience.failed_s):
+            most_s = patience.handling_s if seen.may_recover else patience.failed_s
+            if seen.goes_on or troubled.for_s(seen.is_in_trouble) > most_s:
                 return seen, _failure(run, request, seen)
             if incomplete.for_s(seen.steps >= wanted and seen.missing_ranks > 0) > patience.missing_s:
                 raise UnreliableError(_missing(request, seen, patience.missing_s))
@@ -238,7 +241,9 @@ class CommandRunner:
             return False
         # More steps see more, and cost little beside starting the command; those of an answer may cost another run.
         run.start_up_s = run.start_up_s or run.elapsed_s
-        least_s = max(MORE * run.start_up_s, fmean(self._took_s or [0.0]) if request.confirms else 0.0)
+        least_s = MORE * run.start_up_s
+        if request.confirms and self._took_s:
+            least_s = max(least_s, fmean(self._took_s))
         return steps >= self._patience.look_calls or run.elapsed_s > least_s
 
     def _ended(self, run: Run, request: Request, seen: Seen) -> Ending:
@@ -246,15 +251,19 @@ class CommandRunner:
         size, steps, wanted = request.batch_size, seen.steps, 1 + self._options.steps
         if swallowed := _swallowed(run, request, seen):
             return swallowed
-        if run.status == 0 and not seen.reports and run.left_running:
-            raise UnreliableError(LEFT_RUNNING.format(size=size))
-        if run.status == 0 and steps < wanted and (steps or self._last_passed[1].training):
-            made = count(steps, "optimizer step", "optimizer steps")
-            raise UnreliableError(TOO_FEW.format(size=size, steps=made, wanted=wanted))
+        if run.status == 0:
+            if not seen.reports and run.left_running:
+                raise UnreliableError(LEFT_RUNNING.format(size=size))
+            reports_steps = steps or self._last_passed[1].training
+            if steps < wanted and reports_steps:
+                made = count(steps, "optimizer step", "optimizer steps")
+                raise UnreliableError(TOO_FEW.format(size=size, steps=made, wanted=wanted))
+            return FITS
         failure = _failure(run, request, seen)
         # What fails after the steps of a trial, such as an evaluation without its data, would not have been seen.
-        came_late = steps >= wanted and failure.verdict in (Verdict.BUG, Verdict.CRASHED)
-        return FITS if run.status == 0 or came_late else failure
+        if steps >= wanted and failure.verdict in (Verdict.BUG, Verdict.CRASHED):
+            return FITS
+        return failure
 
     # --- what a run has shown ---
 
@@ -295,7 +304,8 @@ class CommandRunner:
         )
         self._torch_version = min(tuple(map(int, report.torch.split(".")[:2])) for report in seen.reports)
         programs = dict.fromkeys(report.program for report in seen.training)
-        self._environment |= {"program": ", ".join(programs)} if programs else {}
+        if programs:
+            self._environment["program"] = ", ".join(programs)
         self._environment |= {"torch": last.torch, "cuda": last.cuda}
         self._world_size = seen.world_size
 
@@ -307,19 +317,20 @@ class CommandRunner:
         fractions: Mapping[str, float],
         measured: Measured | None,
     ) -> Outcome:
-        cards, steps, passed = seen.cards, seen.steps, ending.verdict is Verdict.FITS
-        times_s = [(one.step_s[-1] - one.step_s[0]) / (one.steps - 1) for one in seen.training if one.steps > 1]
-        step_s = max(times_s, default=None) or None
-        fullest = max(cards, key=lambda card: card.peak_reserved_bytes / max(1, card.available_bytes), default=Card(()))
+        steps, step_s, passed = seen.steps, seen.step_s, ending.verdict is Verdict.FITS
+        cap_bytes = request.cap_bytes
+        if fractions and not cap_bytes:
+            caps = [int(fraction_of(card.memory, fractions) * card.memory.total_bytes) for card in seen.cards]
+            cap_bytes = min(caps, default=None)
+        fullest = seen.fullest_card
         memories = [memory for _, memory in fullest.users]
         served_bytes, allocations = max((max(steps) for steps in seen.requested.values()), default=(0, 0))
-        caps = [fraction_of(card.memory, fractions) * card.memory.total_bytes for card in cards if fractions]
         ranks = seen.ranks(passed=passed)
         trial = Trial.of(
             request,
             ending.verdict,
             steps=steps,
-            cap_bytes=request.cap_bytes or (int(min(caps)) if caps else None),
+            cap_bytes=cap_bytes,
             peak_allocated_bytes=sum(memory.peak_allocated_bytes for memory in memories) or None,
             peak_reserved_bytes=fullest.peak_reserved_bytes or None,
             step_s=step_s,
@@ -371,9 +382,12 @@ def _failure(run: Run, request: Request, seen: Seen) -> Ending:
 
 def _is_not_its_fault(outcome: Outcome, ending: Ending) -> bool:
     """Return whether a run failed before its size mattered: no port, or no memory for as much as a CUDA context."""
-    is_known = ending.where is not None  # otherwise no process reported its failure, and how far it had come
+    if PORT_IN_USE.search(ending.error):
+        return True
+    if ending.verdict is not Verdict.OOM or ending.where is None:
+        return False  # without a line, no process has reported its failure, and how far it had come
     has_begun = outcome.trial.peak_reserved_bytes or outcome.outside_after_bytes
-    return bool(PORT_IN_USE.search(ending.error)) or (ending.verdict is Verdict.OOM and is_known and not has_begun)
+    return not has_begun
 
 
 def _failed(request: Request, ending: Ending) -> str:
@@ -386,14 +400,13 @@ def _failed(request: Request, ending: Ending) -> str:
             "--multiple-of if only some sizes are"
         )
     where = f" ({ending.where})" if ending.where else ""
-    output = ["The end of its output:", *ending.context] if ending.context else []
-    return "\n".join(
-        [
-            f"the command failed at batch size {size}{where}: {ending.error}",
-            f"This is not about memory, {help_}. {ALONE.format(batch_size=size)}",
-            *output,
-        ]
-    )
+    lines = [
+        f"the command failed at batch size {size}{where}: {ending.error}",
+        f"This is not about memory, {help_}. {ALONE.format(batch_size=size)}",
+    ]
+    if ending.context:
+        lines += ["The end of its output:", *ending.context]
+    return "\n".join(lines)
 
 
 def _missing(request: Request, seen: Seen, waited_s: float) -> str:
@@ -402,7 +415,8 @@ def _missing(request: Request, seen: Seen, waited_s: float) -> str:
 
 
 def _timed_out(run: Run, seen: Seen) -> Ending:
-    steps = [f"{one.name} had made {count(one.steps, 'step', 'steps')}" for one in seen.reports if one.devices]
-    shown = "; ".join(steps) or "".join(run.output.tail()[-1:])
+    steps = [f"{user.name} had made {count(user.steps, 'step', 'steps')}" for user in seen.reports if user.devices]
     error = f"the command was ended after {format_seconds(run.elapsed_s)}"
-    return Ending(verdict=Verdict.TIMED_OUT, error=f"{error}: {shown}" if shown else error)
+    if shown := "; ".join(steps) or "".join(run.output.tail()[-1:]):
+        error = f"{error}: {shown}"
+    return Ending(verdict=Verdict.TIMED_OUT, error=error)
