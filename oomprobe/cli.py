@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from oomprobe import errors
 from oomprobe.errors import InvalidArgumentError
@@ -74,21 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole.print_help(sys.stderr)
         return InvalidArgumentError.exit_status
     if words[0] not in (known := [*COMMANDS, "-h", "--help", "--version"]):
-        meant = f"; did you mean oomprobe run {words[0]}?" if ":" in words[0] else did_you_mean(words[0], known)
+        meant = did_you_mean(words[0], known)
+        if ":" in words[0]:
+            meant = f"; did you mean oomprobe run {words[0]}?"
         whole.error(f"there is no command {words[0]!r}{meant}")
     if words[0] == "run" and "--" in words:
         place = words.index("--")
         words, command = words[:place], words[place + 1 :]
     arguments, unknown = whole.parse_known_args(words)
     if unknown:
-        option = next((word.partition("=")[0] for word in unknown if word[:1] == "-"), "")
-        if not option or any("{batch}" in word for word in unknown):
-            arguments.parser.error(f"what is {' '.join(unknown)}?{NO_DASHES * (words[0] == 'run')}")
-        options = re.findall(r"--[a-z-]+", arguments.parser.format_help())
-        elsewhere = f" here; oomprobe {words[0]} --help says which command has it"
-        arguments.parser.error(
-            f"there is no option {option}{elsewhere if option in options else did_you_mean(option, options)}"
-        )
+        _refuse(unknown, words[0], arguments.parser)
     arguments.command, arguments.owns_process = command, argv is None
     try:
         return int(arguments.act(arguments))
@@ -99,11 +94,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return explain(error, required=getattr(arguments, "require", None) is not None)
 
 
+def _refuse(unknown: Sequence[str], command: str, own: argparse.ArgumentParser) -> NoReturn:
+    """End with the error that some words mean nothing to a command, whose own parser is given."""
+    option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
+    if not option or "{batch}" in " ".join(unknown):
+        hint = NO_DASHES if command == "run" else ""
+        own.error(f"what is {' '.join(unknown)}?{hint}")
+    options = re.findall(r"--[a-z-]+", own.format_help())
+    if option in options:
+        own.error(f"there is no option {option} here; oomprobe {command} --help says which command has it")
+    own.error(f"there is no option {option}{did_you_mean(option, options)}")
+
+
 def _run(arguments: argparse.Namespace) -> int:
     check_run(arguments)
     options = given_options(arguments)
-    quiet, machine_reads = arguments.quiet, arguments.quiet or arguments.json == STDOUT
-    keeping = stdout_kept(for_good=arguments.owns_process) if machine_reads else contextlib.nullcontext(sys.stdout)
+    keeping: contextlib.AbstractContextManager[IO[str] | None] = contextlib.nullcontext(sys.stdout)
+    machine_reads = arguments.quiet or arguments.json == STDOUT
+    if machine_reads:
+        keeping = stdout_kept(for_good=arguments.owns_process)
     with keeping as stdout:
         try:
             probed = _probe(arguments, options)
@@ -111,27 +120,46 @@ def _run(arguments: argparse.Namespace) -> int:
             if isinstance(error.table, ProbeTable):  # the rows that were finished
                 _save(error.table, arguments)
             raise
-        results = [result for _, result in probed.fitting()] if isinstance(probed, ProbeTable) else [probed]
-        contaminated = any(result.contaminated for result in results)
-        if contaminated or not quiet:
+        is_contaminated = any(result.contaminated for result in _results(probed))
+        if is_contaminated or not arguments.quiet:
             write(sys.stderr if machine_reads else stdout, as_text(probed.report(verbose=arguments.verbose)))
         if arguments.json == STDOUT:
             write(stdout, probed.to_json())
-        elif quiet and not contaminated:
+        elif arguments.quiet and not is_contaminated:
             write(stdout, _numbers(probed))
-    if quiet:
-        said = [note.text for result in results for note in result.noted() if note.warns]
-        said += [CONTAMINATED] if contaminated else probed.notes if isinstance(probed, ProbeTable) else []
-        for note in dict.fromkeys(said):
-            tell(f"oomprobe: {note}")
+    if arguments.quiet:
+        _tell_warnings(probed, is_contaminated)
     _save(probed, arguments)
-    if quiet and contaminated:
+    if arguments.quiet and is_contaminated:
         return errors.UnreliableError.exit_status
-    if isinstance(probed, ProbeTable) and (probed.mixed_failed or len(probed.rows) < len(options["over"][probed.axis])):
-        return errors.UnreliableError.exit_status
-    if arguments.require is not None and isinstance(probed, ProbeTable) and probed.smallest() is None:
-        return errors.REQUIRED_FAILS
-    return 0 if results else errors.NothingFitsError.exit_status
+    return _exit_status(probed, arguments.require, options)
+
+
+def _exit_status(probed: ProbeResult | ProbeTable, required: int | None, options: dict[str, Any]) -> int:
+    if isinstance(probed, ProbeTable):
+        is_cut_short = len(probed.rows) < len(options["over"][probed.axis])
+        if probed.mixed_failed or is_cut_short:
+            return errors.UnreliableError.exit_status
+        if required is not None and probed.smallest() is None:
+            return errors.REQUIRED_FAILS
+    return 0 if _results(probed) else errors.NothingFitsError.exit_status
+
+
+def _results(probed: ProbeResult | ProbeTable) -> list[ProbeResult]:
+    """Return the results that have an answer."""
+    if isinstance(probed, ProbeResult):
+        return [probed]
+    return [result for _, result in probed.fitting()]
+
+
+def _tell_warnings(probed: ProbeResult | ProbeTable, is_contaminated: bool) -> None:
+    notes = [note.text for result in _results(probed) for note in result.noted() if note.warns]
+    if is_contaminated:
+        notes.append(CONTAMINATED)
+    elif isinstance(probed, ProbeTable):
+        notes += probed.notes
+    for note in dict.fromkeys(notes):
+        tell(f"oomprobe: {note}")
 
 
 def _numbers(probed: ProbeResult | ProbeTable) -> str:
@@ -142,7 +170,8 @@ def _numbers(probed: ProbeResult | ProbeTable) -> str:
     if isinstance(probed, ProbeResult):
         return f"{probed.batch_size}\n"
     if probed.required is not None:
-        return "".join(f"{name}\n" for name in [probed.smallest()] if name is not None)
+        card = probed.smallest()
+        return "" if card is None else f"{card}\n"
     sizes = probed.mixed or probed.batch_sizes()
     return "".join(f"{value} {sizes.get(value, '-')}\n" for value in probed.rows)
 
@@ -168,23 +197,26 @@ def _save(probed: ProbeResult | ProbeTable, arguments: argparse.Namespace) -> No
 def _probe(arguments: argparse.Namespace, options: dict[str, Any]) -> ProbeResult | ProbeTable:
     from oomprobe import probe
 
-    of_target = arguments.command is None
-    what = arguments.target if of_target else arguments.command
-    check: Callable[..., ProbeResult] = probe.check_target if of_target else probe.check_command
-    search: Callable[..., Any] = probe.probe_target if of_target else probe.probe_command
+    check: Callable[..., ProbeResult]
+    search: Callable[..., ProbeResult | ProbeTable]
+    if arguments.command is None:
+        what, check, search = arguments.target, probe.check_target, probe.probe_target
+        if options.get("isolate", True) and sys.platform != "linux":
+            tell("note: trials can be isolated on Linux only; they run in this process (--in-process)")
+            options["isolate"] = False
+    else:
+        what, check, search = arguments.command, probe.check_command, probe.probe_command
     if arguments.quiet and options["progress"] == "auto":
         options["progress"] = "off"
-    if of_target and options.get("isolate", True) and sys.platform != "linux":
-        tell("note: trials can be isolated on Linux only; they run in this process (--in-process)")
-        options["isolate"] = False
     if arguments.require is not None and not _cards(arguments):
         options.pop("multiple_of", None)
         return check(what, arguments.require, **options)
     global_batch, world_size = options.get("global_batch"), arguments.world_size or 1
     if global_batch is not None:
         options["global_batch"] = -(-global_batch // world_size)
-    probed: ProbeResult | ProbeTable = search(what, **options)
-    if isinstance(probed, ProbeTable) or "nproc_per_node" in options or (global_batch is None and world_size == 1):
+    probed = search(what, **options)
+    is_planned = global_batch is not None or world_size > 1
+    if not is_planned or isinstance(probed, ProbeTable) or "nproc_per_node" in options:
         return probed
     plan = {"global_batch": global_batch, "world_size": world_size}
     return dataclasses.replace(probed, options={**probed.options, **plan})
@@ -224,15 +256,21 @@ def _compare(arguments: argparse.Namespace) -> int:
     if isinstance(first, ProbeTable) or isinstance(second, ProbeTable):
         raise InvalidArgumentError("compare takes two results, and one of these is a table: oomprobe show prints it")
     print(comparison(first, second, names), end="")
-    said = [] if arguments.tolerance is None else grown(first, second, arguments.tolerance)
-    print("".join(f"\n{line}" for line in said), end="\n" if said else "")
-    return errors.REQUIRED_FAILS if said else 0
+    if arguments.tolerance is None:
+        return 0
+    growth = grown(first, second, arguments.tolerance)
+    if not growth:
+        return 0
+    print("", *growth, sep="\n")
+    return errors.REQUIRED_FAILS
 
 
 def _read(path: str) -> ProbeResult | ProbeTable:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-        return ProbeTable.from_dict(data) if isinstance(data, dict) and "axis" in data else ProbeResult.from_dict(data)
+        if isinstance(data, dict) and "axis" in data:
+            return ProbeTable.from_dict(data)
+        return ProbeResult.from_dict(data)
     except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None
 
@@ -321,9 +359,11 @@ def parser() -> argparse.ArgumentParser:
         place.add_argument(flag, **{"help": HELP.get(flag), "default": argparse.SUPPRESS} | more)
 
     for option in dataclasses.fields(Options):
-        metavar, told = option.metadata["metavar"], option.metadata["help"]
-        kind = {"metavar": metavar, "type": int if metavar == "N" else float} if metavar else {"action": "store_true"}
-        add(groups[option.metadata["group"]], _flag(option.name), dest=option.name, help=told, **kind)
+        metavar, group = option.metadata["metavar"], groups[option.metadata["group"]]
+        kind: dict[str, Any] = {"action": "store_true"}
+        if metavar:
+            kind = {"metavar": metavar, "type": int if metavar == "N" else float}
+        add(group, _flag(option.name), dest=option.name, help=option.metadata["help"], **kind)
     add(search, "--require", type=_size, metavar="N", default=None)
     add(search, "--world-size", type=_size, metavar="N", default=None)
     add(search, "--over", type=_axis, action="append", metavar="NAME=V,V,...")
@@ -352,10 +392,10 @@ def _size(text: str) -> int:
 
 
 def _axis(text: str) -> tuple[str, list[object]]:
-    name, equals, values = text.partition("=")
-    if not name or not equals or not values or "(" in values:
+    axis = re.fullmatch(r"([^=]+)=([^(]+)", text)
+    if axis is None:
         raise argparse.ArgumentTypeError(WITH_COMMAS.format(text=text))
-    return name, [_number(value) for value in values.split(",")]
+    return axis[1], [_number(value) for value in axis[2].split(",")]
 
 
 def _number(text: str) -> object:
@@ -411,37 +451,63 @@ def _cards(arguments: argparse.Namespace) -> list[object]:
 
 def check_run(arguments: argparse.Namespace) -> None:
     """Raise InvalidArgumentError for options that would only fail, or be ignored, after minutes of probing."""
-    given, of_command = given_options(arguments), arguments.command is not None
-    options = {one.name: one for one in dataclasses.fields(Options) if one.name in given}
-    Options(**{name: given[name] for name in options})  # raises
-    required, multiple_of = arguments.require, given.get("multiple_of", 1)
-    of_targets = [
-        name for name in ("device", "breakdown", "isolate", "nproc_per_node", "over") if hasattr(arguments, name)
-    ]
-    of_searches = [name for name, one in options.items() if not one.metadata["in_checks"] and name != "multiple_of"]
-    axes, cards = len(getattr(arguments, "over", [])), _cards(arguments)
-    refusals = {
-        NO_TARGET: not of_command and arguments.target is None,
-        TWO_TARGETS.format(target=arguments.target): of_command and arguments.target is not None,
-        NOT_FOR_COMMANDS.format(options=_flags(of_targets)): of_command and of_targets,
-        ONLY_FOR_COMMANDS: not of_command and "passes_after_s" in given,
-        NO_TABLE: not axes and {"try_larger", "mixed"} & given.keys(),
-        TWO_AXES.format(count=axes): axes > 1,
-        OVER_CARDS: axes and cards,
-        TABLE_OF_CHECKS: axes and required,
-        TABLE_OF_PLANS: axes and ("global_batch" in given or arguments.world_size),
-        RANKS_TWICE: "nproc_per_node" in given and arguments.world_size,
-        NO_MULTIPLE.format(size=required, multiple_of=multiple_of): required and required % multiple_of,
-        NO_SEARCH.format(options=_flags(of_searches)): required and of_searches and not cards,
-    }
-    for refusal, holds in refusals.items():
-        if holds:
+    given = given_options(arguments)
+    Options(
+        **{option.name: given[option.name] for option in dataclasses.fields(Options) if option.name in given}
+    )  # raises
+    for refusal_of in (_about_target, _about_table, _about_check):
+        if refusal := refusal_of(arguments, given):
             raise InvalidArgumentError(refusal)
-    if not of_command:
+    if arguments.command is None:
         name_of(arguments.target)  # raises
-    if axes:
+    if hasattr(arguments, "over"):
         Axis.of(given["over"])  # raises
     check_pictures(arguments)
+
+
+def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str | None:
+    """Return why it is not clear what to probe, or which options that cannot take; None if all is well."""
+    if arguments.command is None:
+        if arguments.target is None:
+            return NO_TARGET
+        return ONLY_FOR_COMMANDS if "passes_after_s" in given else None
+    if arguments.target is not None:
+        return TWO_TARGETS.format(target=arguments.target)
+    of_targets = ("device", "breakdown", "isolate", "nproc_per_node", "over")
+    options = _flags([name for name in of_targets if hasattr(arguments, name)])
+    return NOT_FOR_COMMANDS.format(options=options) if options else None
+
+
+def _about_table(arguments: argparse.Namespace, given: dict[str, Any]) -> str | None:
+    """Return why a table cannot be made, or what only a table can take; None if all is well."""
+    axes = len(getattr(arguments, "over", []))
+    if not axes:
+        return NO_TABLE if {"try_larger", "mixed"} & given.keys() else None
+    if axes > 1:
+        return TWO_AXES.format(count=axes)
+    if _cards(arguments):
+        return OVER_CARDS
+    if arguments.require:
+        return TABLE_OF_CHECKS
+    return TABLE_OF_PLANS if "global_batch" in given or arguments.world_size else None
+
+
+def _about_check(arguments: argparse.Namespace, given: dict[str, Any]) -> str | None:
+    """Return why a size cannot be checked, or a plan be made; None if all is well."""
+    if arguments.world_size and "nproc_per_node" in given:
+        return RANKS_TWICE
+    required, multiple_of = arguments.require, given.get("multiple_of", 1)
+    if required is None:
+        return None
+    if required % multiple_of:
+        return NO_MULTIPLE.format(size=required, multiple_of=multiple_of)
+    ignored = []
+    for option in dataclasses.fields(Options):
+        if option.name in given and option.name != "multiple_of" and not option.metadata["in_checks"]:
+            ignored.append(option.name)
+    if not ignored or _cards(arguments):
+        return None
+    return NO_SEARCH.format(options=_flags(ignored))
 
 
 def check_pictures(arguments: argparse.Namespace) -> None:
@@ -520,13 +586,14 @@ def stdout_kept(*, for_good: bool) -> Iterator[IO[str]]:
         stdout.flush()
         kept = os.dup(1)
         os.dup2(2, 1)
-    is_descriptor = kept is not None and stdout is sys.__stdout__  # tests put other streams there
-    answers = os.fdopen(os.dup(kept), "w", encoding="utf-8") if kept is not None and is_descriptor else stdout
+    answers = stdout
+    if kept is not None and stdout is sys.__stdout__:  # tests put other streams there
+        answers = os.fdopen(os.dup(kept), "w", encoding="utf-8")
     sys.stdout = sys.stderr
     try:
         yield answers
     finally:
-        if is_descriptor:
+        if answers is not stdout:
             answers.close()
         if not for_good:
             sys.stdout = stdout
