@@ -104,24 +104,37 @@ def classify(facts: Facts, evidence: Evidence | None = None) -> Verdict:
     """Return the verdict for facts and evidence; after a failed health check, always POISONED."""
     if evidence is not None and not evidence.healthy:
         return Verdict.POISONED
-    matches = (_matching_row(link) for link in facts if not _is_final(link))
-    row = min((row for row in matches if row is not None), key=ERROR_TEXTS.index, default=None)
+    row = _strongest_row(facts)
     if row is None:
         return Verdict.BUG
     if evidence is None:
         return row.verdict
-    out_of_memory = Verdict.HOST_OOM if row.of_host and not evidence.on_host else Verdict.OOM
+    out_of_memory = Verdict.OOM
+    if row.of_host and not evidence.on_host:
+        out_of_memory = Verdict.HOST_OOM
     if not row.ambiguous:
         return out_of_memory if row.verdict is Verdict.OOM else row.verdict
+    # An ambiguous text needs corroboration: a smaller size that ran and, except for a limit of sizes, signs of full memory.
+    if not evidence.smaller_size_passed:
+        return Verdict.BUG
     if row.verdict is Verdict.SIZE_LIMIT:
-        return Verdict.SIZE_LIMIT if evidence.smaller_size_passed else Verdict.BUG
-    # This includes ambiguous POISONED rows: if the process is poisoned, the health check says so.
-    corroborated = evidence.smaller_size_passed and evidence.memory_pressure
-    return out_of_memory if corroborated and (evidence.integrated or not row.only_integrated) else Verdict.BUG
+        return Verdict.SIZE_LIMIT
+    if not evidence.memory_pressure:
+        return Verdict.BUG
+    if row.only_integrated and not evidence.integrated:
+        return Verdict.BUG
+    return out_of_memory  # of ambiguous POISONED rows too: if the process is poisoned, the health check says so
+
+
+def _strongest_row(facts: Facts) -> ErrorText | None:
+    rows = [row for row in map(_matching_row, facts) if row is not None]
+    return min(rows, key=ERROR_TEXTS.index, default=None)
 
 
 def _matching_row(link: Link) -> ErrorText | None:
     """Return the first row that matches, which is the strongest; None if there is none or its verdict is BUG."""
+    if _is_final(link):
+        return None
     text, code = link.text.lower(), _device_code(link)
     classes = {*link.classes}
     is_from_library = not _BUILTINS_OF_TORCH.isdisjoint(classes) or any(_root(name) in LIBRARIES for name in classes)
@@ -139,9 +152,12 @@ def _is_final(link: Link) -> bool:
 
 def _device_code(link: Link) -> int | None:
     """Return ``error_code`` if it is a device's; other libraries use that name for their own numbers."""
-    is_plain = link.classes[:1] == ("builtins.RuntimeError",)
-    is_torchs = any(name.endswith("AcceleratorError") or _root(name) == "torch" for name in link.classes)
-    return link.error_code if is_plain or is_torchs else None
+    if link.classes[:1] == ("builtins.RuntimeError",):
+        return link.error_code
+    for name in link.classes:
+        if name.endswith("AcceleratorError") or _root(name) == "torch":
+            return link.error_code
+    return None
 
 
 def _root(name: str) -> str:
@@ -152,13 +168,12 @@ def _root(name: str) -> str:
 
 
 def _link_of(error: BaseException) -> Link:
-    code = _attribute(error, "error_code")
-    text = text_of(error)
-    return Link(
-        classes=tuple(f"{cls.__module__}.{cls.__name__}" for cls in type(error).__mro__),
-        text=text if len(text) <= 2 * MAX_TEXT else f"{text[:MAX_TEXT]}\n...\n{text[-MAX_TEXT:]}",
-        error_code=int(code) if isinstance(code, int) and not isinstance(code, bool) else None,
-    )
+    text, code = text_of(error), _attribute(error, "error_code")
+    if len(text) > 2 * MAX_TEXT:
+        text = f"{text[:MAX_TEXT]}\n...\n{text[-MAX_TEXT:]}"
+    is_code = isinstance(code, int) and not isinstance(code, bool)
+    classes = tuple(f"{cls.__module__}.{cls.__name__}" for cls in type(error).__mro__)
+    return Link(classes=classes, text=text, error_code=int(code) if is_code else None)
 
 
 def _attribute(thing: object, name: str) -> Any:

@@ -27,8 +27,9 @@ class Failure:
 def failure_of(error: BaseException) -> Failure:
     """Return the text, location and facts of an exception."""
     text = f"{type(error).__name__}: {text_of(error)}".strip()
-    shortened = text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 4] + " ..."
-    return Failure(facts=facts_of(error), text=shortened, where=_where(error))
+    if len(text) > MAX_TEXT:
+        text = text[: MAX_TEXT - 4] + " ..."
+    return Failure(facts=facts_of(error), text=text, where=_where(error))
 
 
 def clear_frames(error: BaseException) -> None:
