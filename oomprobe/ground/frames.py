@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def is_library(path: Path) -> bool:
         >>> is_library(Path(__file__)), is_library(Path("/home/me/train.py"))
         (True, False)
     """
-    return path.name != "demo.py" and any(folder in path.parents for folder in (OOMPROBE, TORCH))
+    return path.name != "demo.py" and not {OOMPROBE, TORCH}.isdisjoint(path.parents)
 
 
 def user_line() -> str:
@@ -55,24 +55,37 @@ def hide_frames(error: BaseException | None) -> None:
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        links, link = [], error.__traceback__
-        while link is not None:
-            links.append(link)
-            link = link.tb_next
-        paths = [Path(link.tb_frame.f_code.co_filename) for link in links]
-        # The frames of an import say nothing either.
-        hidden = [
-            (is_library(path) and TORCH not in path.parents) or path.name.startswith("<frozen importlib")
-            for path in paths
-        ]
-        users = [place for place, path in enumerate(paths) if not hidden[place] and not is_library(path)]
-        if users:
-            end = next((place for place in range(users[-1], len(links)) if hidden[place]), len(links))
-            kept = [links[place] for place in range(end) if not hidden[place]]
-            for one, following in zip(kept, [*kept[1:], None], strict=True):
-                one.tb_next = following
-            error.__traceback__ = kept[0]
+        shown = _shown(error.__traceback__)
+        if shown:
+            for link, following in zip(shown, [*shown[1:], None], strict=True):
+                link.tb_next = following
+            error.__traceback__ = shown[0]
         error = error.__cause__ or error.__context__
+
+
+def _shown(link: TracebackType | None) -> list[TracebackType]:
+    """Return what a traceback shows a user: no frames of oomprobe, and no more once they follow the user's last line."""
+    links, end = list[TracebackType](), 0
+    is_users = False  # and what it calls
+    while link is not None:
+        path = Path(link.tb_frame.f_code.co_filename)
+        if _says_nothing(path):
+            is_users = False
+        else:
+            links.append(link)
+            if not is_library(path):
+                is_users = True
+            if is_users:
+                end = len(links)
+        link = link.tb_next
+    return links[:end]
+
+
+def _says_nothing(path: Path) -> bool:
+    """Return whether a frame is oomprobe's, or that of an import."""
+    if path.name.startswith("<frozen importlib"):
+        return True
+    return is_library(path) and TORCH not in path.parents
 
 
 def is_own_fault(error: BaseException) -> bool:
@@ -82,15 +95,18 @@ def is_own_fault(error: BaseException) -> bool:
     step written in C through the call of it.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    name = frames[-1].f_globals.get("__name__", "") if frames else ""
+    if not frames:
+        return False
+    name: str = frames[-1].f_globals.get("__name__", "")
     return name.startswith("oomprobe.") and not name.startswith(_PASSES_ON)
 
 
 def _innermost(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     for frame, line in frames:
         path = Path(frame.f_code.co_filename)
-        is_python = path.name.startswith("<") or _is_standard(path)  # "<string>" is code without a file
-        if not is_library(path) and not is_python:
+        if path.name.startswith("<"):  # "<string>" is code without a file
+            continue
+        if not is_library(path) and not _is_standard(path):
             return f"{path.name}:{line}"
     return None
 

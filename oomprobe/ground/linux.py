@@ -28,16 +28,21 @@ def free_bytes() -> int | None:
 def _cgroup_folders() -> list[Path]:
     """Return the folders of this process's cgroup and its parents, version 2 and 1."""
     try:
-        entries = [line.split(":", 2) for line in CGROUP_MEMBERSHIP.read_text().splitlines()]
+        lines = CGROUP_MEMBERSHIP.read_text().splitlines()
     except OSError:
         return []
     folders: list[Path] = []
-    for _, controllers, path in (entry for entry in entries if len(entry) == 3):
-        if controllers and "memory" not in controllers.split(","):
+    for line in lines:
+        if line.count(":") < 2:
             continue
-        top = CGROUP_ROOT / "memory" if controllers else CGROUP_ROOT
+        _, controllers, path = line.split(":", 2)
+        top = CGROUP_ROOT
+        if controllers:  # version 1
+            if "memory" not in controllers.split(","):
+                continue
+            top = CGROUP_ROOT / "memory"
         own = top / path.lstrip("/")
-        folders += [own, *(p for p in own.parents if p == top or top in p.parents)]
+        folders += [own, *(parent for parent in own.parents if parent.is_relative_to(top))]
     return folders
 
 
@@ -63,8 +68,9 @@ def oom_kills() -> int | None:
 
     Sources: proc_vmstat(5), cgroup v2 ``memory.events``, v1 ``memory.oom_control``.
     """
-    names = ("memory.events", "memory.oom_control")
-    files = [VMSTAT, *(folder / name for folder in _cgroup_folders() for name in names)]
+    files = [VMSTAT]
+    for folder in _cgroup_folders():
+        files += [folder / "memory.events", folder / "memory.oom_control"]
     counts = [count for file in files if (count := _count(file, "oom_kill")) is not None]
     return sum(counts) if counts else None
 
@@ -77,7 +83,9 @@ class OomKills:
 
     def __int__(self) -> int:
         now = oom_kills()
-        return 0 if now is None or self._before is None else now - self._before
+        if now is None or self._before is None:
+            return 0
+        return now - self._before
 
 
 def _count(file: Path, name: str) -> int | None:
@@ -86,4 +94,8 @@ def _count(file: Path, name: str) -> int | None:
         lines = file.read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)
+    for line in lines:
+        words = line.split()
+        if words[:1] == [name]:
+            return int(words[1])
+    return None

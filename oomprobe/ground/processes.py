@@ -63,8 +63,11 @@ def kill_started(leader: int, mark: str) -> None:
 
 def _started(leader: int, mark: str) -> Iterator[int]:
     for pid, stat in _processes():
-        # The leader is listed by its pid because it may not have started its session yet. Zombies have ended.
-        if stat[0] != "Z" and (pid == leader or stat[3] == str(leader) or (mark and _is_marked(pid, mark))):
+        if stat[0] == "Z":  # a zombie, which has ended
+            continue
+        # The leader is listed by its pid because it may not have started its session yet.
+        is_in_session = pid == leader or stat[3] == str(leader)
+        if is_in_session or (mark and _is_marked(pid, mark)):
             yield pid
 
 

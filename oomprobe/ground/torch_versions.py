@@ -23,8 +23,9 @@ UNTESTED = (
 
 def untested_note() -> str | None:
     """Return a note if the torch beside this process is newer than those tested."""
-    newest = ".".join(map(str, NEWEST_TESTED))
-    return UNTESTED.format(version=torch.__version__, newest=newest) if VERSION > NEWEST_TESTED else None
+    if VERSION <= NEWEST_TESTED:
+        return None
+    return UNTESTED.format(version=torch.__version__, newest=".".join(map(str, NEWEST_TESTED)))
 
 
 # --- the allocator ---
@@ -38,9 +39,11 @@ class BlockOrder(StrEnum):
     SEGMENT = "segment"  # later: of the oldest segment, and in it the lowest address
 
 
-BLOCK_ORDER = (
-    BlockOrder.ADDRESS if VERSION < (2, 12) else BlockOrder.BLOCK if VERSION == (2, 12) else BlockOrder.SEGMENT
-)
+BLOCK_ORDER = BlockOrder.SEGMENT
+if VERSION < (2, 12):
+    BLOCK_ORDER = BlockOrder.ADDRESS
+elif VERSION == (2, 12):
+    BLOCK_ORDER = BlockOrder.BLOCK
 # The variables with the allocator's settings, of which torch reads the first one set.
 SETTINGS_VARIABLES: tuple[str, ...] = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 if VERSION < (2, 10):
@@ -71,14 +74,18 @@ def workspaces() -> Workspaces:
         return Workspaces(kept=False, lt=LtWorkspace.EACH_CALL)
     if VERSION >= (2, 12):
         return Workspaces(kept=True, lt=LtWorkspace.SHARED)
-    return Workspaces(kept=True, lt=LtWorkspace.EACH_CALL if VERSION < (2, 9) else LtWorkspace.KEPT)
+    if VERSION >= (2, 9):
+        return Workspaces(kept=True, lt=LtWorkspace.KEPT)
+    return Workspaces(kept=True, lt=LtWorkspace.EACH_CALL)
 
 
 def has_large_workspace(capability: tuple[int, int]) -> bool:
     """Return whether cuBLAS's workspace takes 32 MiB on a card of this compute capability."""
     if VERSION < (2, 12):
         return capability[0] == 9
-    return capability >= (9, 0) and (VERSION >= (2, 14) or capability[0] != 11)
+    if VERSION < (2, 14) and capability[0] == 11:
+        return False
+    return capability >= (9, 0)
 
 
 def uses_lt(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: Any) -> bool:
@@ -88,15 +95,19 @@ def uses_lt(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: A
     """
     rows, inner, columns = left.shape[0], left.shape[1], right.shape[1]
     is_real = bias.dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    if not is_real or beta != 1 or inner == 1 or columns == 1 or not bias.is_contiguous():
+    if not is_real or not bias.is_contiguous():
+        return False
+    if beta != 1 or 1 in (inner, columns):
         return False
     if bias.dim() == 1 and bias.shape[0] == columns:
         return rows > 1 or VERSION != (2, 10)
     if bias.dim() != 2:
         return False
-    if VERSION >= (2, 15) and bias.element_size() == 2 and bias.shape == (rows, columns):
+    if bias.shape == (rows, columns) and bias.element_size() == 2 and VERSION >= (2, 15):
         return True
-    return bias.shape == (1, columns) and VERSION >= (2, 10) and (rows > 1 or VERSION >= (2, 11))
+    if bias.shape != (1, columns):
+        return False
+    return VERSION >= (2, 11) or (VERSION == (2, 10) and rows > 1)
 
 
 # --- autograd and kernels ---

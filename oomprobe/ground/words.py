@@ -16,7 +16,9 @@ def wrap(sentence: str, *, first: str = "", rest: str = "") -> list[str]:
 
 def clip(line: str, width: int) -> str:
     """Shorten a line to `width` columns."""
-    return line if len(line) <= width else line[: max(0, width - 3)].rstrip() + "..."
+    if len(line) <= width:
+        return line
+    return line[: max(0, width - 3)].rstrip() + "..."
 
 
 def clean(text: str) -> str:
@@ -36,9 +38,9 @@ def rate(samples_per_s: float) -> str:
     return f"{samples_per_s:.0f}" if 100 <= samples_per_s < 1e9 else f"{samples_per_s:.3g}"
 
 
-def count(number: int, one: str, many: str) -> str:
-    """Return a number with its noun in singular or plural."""
-    return f"{number} {one if number == 1 else many}"
+def count(number: int, singular: str, plural: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {singular if number == 1 else plural}"
 
 
 def nearest(word: str, known: Iterable[str], most: int = 1) -> list[str]:
@@ -53,4 +55,4 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         >>> did_you_mean("--multipleof", ["--max-batch", "--multiple-of"])
         '; did you mean --multiple-of?'
     """
-    return "".join(f"; did you mean {one}?" for one in nearest(word, known))
+    return "".join(f"; did you mean {likely}?" for likely in nearest(word, known))
