@@ -194,7 +194,7 @@ EXIT_STATUSES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What the user of an adapter, who has written no ``step_fn``, has to type."""
+    """How to run the adapter's loop without a probe."""
 
     alone: str  # how to run the same without a probe; "{batch_size}" stands for the size
     limit: str = "max_batch"  # the argument that limits the size of a search
@@ -217,20 +217,24 @@ def step_failed(
     ``length=512``, if it has a further argument. Of the trials of a process only the first, `trial` 1, ran from the state as it was
     found; later ones, those of an adapter and those of a `simulated` device may themselves be at fault.
     """
-    known = trial == 1 and not simulated and caller is None and (largest_passed is None or largest_passed < batch_size)
-    call = f"step_fn(model, {batch_size}{row and ', '}{row})"
-    if caller is None and NO_GPU.search(text_of(error)):
-        alone = NO_GPU_FOR_STEP
-    elif caller is not None:
+    ran_larger = largest_passed is not None and largest_passed >= batch_size
+    known = trial == 1 and not simulated and caller is None and not ran_larger
+    call = f"step_fn(model, {batch_size}, {row})" if row else f"step_fn(model, {batch_size})"
+    if caller is not None:
         how = caller.alone.replace("{batch_size}", str(batch_size))
         alone = f"To see whether it comes without oomprobe, {how}. {caller.more}".rstrip()
+    elif NO_GPU.search(text_of(error)):
+        alone = NO_GPU_FOR_STEP
     elif known:
         alone = f"Run {call} once by itself to see it."
     else:
         where = "on a real device" if simulated else "in a new process"
         alone = f"To see whether it comes without oomprobe, run {call} once {where}."
-    places = [f"in trial {trial} of its process"] * (trial > 1)
-    places += ["on a simulated card, whose tensors have no data"] * simulated
+    places = []
+    if trial > 1:
+        places.append(f"in trial {trial} of its process")
+    if simulated:
+        places.append("on a simulated card, whose tensors have no data")
     came = f" It came {', '.join(places)}." if places else ""
     return StepFailedError(
         f"the step failed at batch size {batch_size} with {type(error).__name__}: {text_of(error)}\n"
@@ -261,11 +265,9 @@ def target_failed(error: BaseException, target: str) -> OomProbeError:
             f"the target {target} needs a GPU, and this process sees none ({type(error).__name__}: {text_of(error)}). Try it on "
             'a simulated one with --device sim:24GiB (in Python device="sim:24GiB"), or run it where a GPU is'
         )
-    alone = (
-        "It expects to be one of several ranks: add --nproc-per-node N (in Python nproc_per_node=N), the ranks of this machine"
-        if OF_A_RANK.search(text_of(error))
-        else "To see whether it comes without oomprobe, import the file and call the function by itself"
-    )
+    alone = "To see whether it comes without oomprobe, import the file and call the function by itself"
+    if OF_A_RANK.search(text_of(error)):
+        alone = "It expects to be one of several ranks: add --nproc-per-node N (in Python nproc_per_node=N), the ranks of this machine"
     return StepFailedError(
         f"the target {target} failed with {type(error).__name__} while it was imported and built: {text_of(error)}\n"
         f"Nothing was probed. {alone}."
@@ -274,13 +276,16 @@ def target_failed(error: BaseException, target: str) -> OomProbeError:
 
 def device_lost(device_name: str, what: str, *, replaceable: bool = False) -> DeviceLostError:
     """Return the error for a device on which this process, or if `replaceable` two processes, can run nothing any more."""
-    lost = (
-        "a fresh process hit the same error. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
-        if replaceable
-        else f"this process can no longer use {device_name}, and all tensors on it are lost. Start a new process. If the "
-        "model cannot be built again, save it before you probe; to run trials in child processes that may fail like this, use "
-        "oomprobe run path/to/train.py:build or oomprobe.probe_target"
-    )
+    if replaceable:
+        lost = (
+            "a fresh process hit the same error. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
+        )
+    else:
+        lost = (
+            f"this process can no longer use {device_name}, and all tensors on it are lost. Start a new process. If the "
+            "model cannot be built again, save it before you probe; to run trials in child processes that may fail like this, use "
+            "oomprobe run path/to/train.py:build or oomprobe.probe_target"
+        )
     return DeviceLostError(f"a sticky error ({what}): {lost}")
 
 
@@ -297,10 +302,12 @@ def _no_answer(
 ) -> str:
     if batch_size == 1 and "Expected more than 1 value per channel when training" in text_of(error):
         return ": BatchNorm cannot train on one sample (torch/nn/functional.py). Use min_batch=2"
-    if largest_passed is None and trial > 1:
-        return ""
     if largest_passed is None:
-        return f", so no batch size would help{': the same error occurs without oomprobe' * known}"
+        if trial > 1:
+            return ""
+        if known:
+            return ", so no batch size would help: the same error occurs without oomprobe"
+        return ", so no batch size would help"
     if largest_passed >= batch_size:
         return f"; batch {largest_passed} ran before, so it may depend on what earlier calls left, or on chance"
     limit = "max_batch" if caller is None else caller.limit
@@ -314,8 +321,9 @@ def check_size(name: str, value: object) -> None:
     """Raise InvalidArgumentError unless `value` is a positive int. True is no size, and numpy integers are not JSON."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return
-    foreign = hasattr(value, "__index__") and not isinstance(value, int)
-    how = f" of type {type(value).__module__}.{type(value).__name__}: pass int({value})" if foreign else ""
+    how = ""
+    if hasattr(value, "__index__") and not isinstance(value, int):
+        how = f" of type {type(value).__module__}.{type(value).__name__}: pass int({value})"
     raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}{how}")
 
 
