@@ -117,8 +117,12 @@ class Output:
             self._add(self._waits_for, failure[0])
 
     def _add(self, name: str, text: str) -> None:
-        base = "MemoryError" if name.endswith("MemoryError") else "RuntimeError"  # numpy's, and most others
-        classes = (f"builtins.{name}",) if hasattr(builtins, name) else (name, f"builtins.{base}")
+        if hasattr(builtins, name):
+            classes: tuple[str, ...] = (f"builtins.{name}",)
+        elif name.endswith("MemoryError"):  # numpy's
+            classes = name, "builtins.MemoryError"
+        else:
+            classes = name, "builtins.RuntimeError"
         whole, context = f"{name}: {text}".removesuffix(": "), tuple(self.tail())
         kept = self.first if len(self.first) < KEPT else self.last
         kept.append(ReportedError(facts=(Link(classes=classes, text=text),), text=whole, context=context))
@@ -152,7 +156,7 @@ def cause_of(seen: Seen, output: Output, status: int, evidence: Evidence, *, oom
 
     `status` is the exit status of the command, negative for a signal; `oom_kills` counts what the system's OOM killer ended.
     """
-    ran_out = next((report for report in seen.reports if report.failure is Verdict.OOM), None)
+    ran_out = seen.out_of_memory
     # Where all report, an out-of-memory error of torch that none has raised is only text, such as a tip.
     all_told = seen.all_report and ran_out is None
     errors = [error for error in _errors(seen, output, all_told) if not error.is_launchers]
@@ -169,12 +173,17 @@ def cause_of(seen: Seen, output: Output, status: int, evidence: Evidence, *, oom
         return Ending(verdict=verdict, error=_named(cause.text, cause.who), where=cause.where, context=cause.context)
     if output.oom_line and not all_told:
         return Ending(verdict=Verdict.OOM, error=QUOTED.format(line=output.oom_line))
-    error, tail = _exit(output, status), output.tail()
+    return Ending(verdict=Verdict.CRASHED, error=_crash(errors, output, status))
+
+
+def _crash(errors: Sequence[ReportedError], output: Output, status: int) -> str:
+    """Say how a run ended of which only peers have said anything, or none."""
+    crash, tail = _exit(output, status), output.tail()
     if errors and output.root_cause() is None:
-        error += f" ({errors[0].text})"
+        crash += f" ({errors[0].text})"
     if tail:
-        error = "\n".join([error, "the end of its output:", *tail])
-    return Ending(verdict=Verdict.CRASHED, error=error)
+        crash = "\n".join([crash, "the end of its output:", *tail])
+    return crash
 
 
 def _judged(errors: Sequence[ReportedError], evidence: Evidence) -> tuple[Verdict, ReportedError | None]:

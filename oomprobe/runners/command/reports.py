@@ -140,8 +140,8 @@ class Seen:
         slowest_s = 0.0
         for report in self.training:
             if report.steps > 1:
-                first_s, last_s = report.step_s[0], report.step_s[-1]
-                slowest_s = max(slowest_s, (last_s - first_s) / (report.steps - 1))
+                took_s = report.step_s[-1] - report.step_s[0]
+                slowest_s = max(slowest_s, took_s / (report.steps - 1))
         return slowest_s or None
 
     @property
@@ -168,6 +168,23 @@ class Seen:
     def caught_oom(self) -> bool:
         """Whether an out-of-memory error has reached a program."""
         return any(report.raised_ooms for report in self.reports)
+
+    @property
+    def out_of_memory(self) -> Report | None:
+        """The first report of a process that has run out of memory."""
+        for report in self.reports:
+            if report.failure is Verdict.OOM:
+                return report
+        return None
+
+    @property
+    def is_pressed(self) -> bool:
+        """Whether an allocator had to release its cache, or has refused something."""
+        for report in self.reports:
+            for memory in report.devices:
+                if report.ooms or memory.retries:
+                    return True
+        return False
 
     @property
     def may_recover(self) -> bool:

@@ -355,10 +355,11 @@ class CommandRunner:
     def _notes(self, request: Request, trial: Trial, seen: Seen) -> Iterator[Note]:
         if request.confirms and 0 < trial.steps < len(request.calls):
             yield warning(SHORT.format(steps=count(trial.steps, "step", "steps"), wanted=len(request.calls)))
-        if not trial.steps and self._passes_after_s is not None and not seen.reports:
-            yield warning(WEAK_SECONDS.format(seconds=format_seconds(self._passes_after_s)))
-        elif not trial.steps:
-            yield warning(WEAK_EXIT)
+        if not trial.steps:
+            if seen.reports or self._passes_after_s is None:
+                yield warning(WEAK_EXIT)
+            else:
+                yield warning(WEAK_SECONDS.format(seconds=format_seconds(self._passes_after_s)))
         if ooms := sum(report.ooms for report in seen.reports):
             yield remark(HANDLED.format(size=trial.batch_size, times=count(ooms, "time", "times")), trial.batch_size)
 
@@ -375,8 +376,7 @@ def _swallowed(run: Run, request: Request, seen: Seen) -> Ending | None:
 
 
 def _failure(run: Run, request: Request, seen: Seen) -> Ending:
-    pressed = any(report.ooms or memory.retries for report in seen.reports for memory in report.devices)
-    evidence = Evidence(smaller_size_passed=request.smaller_passed, memory_pressure=pressed)
+    evidence = Evidence(smaller_size_passed=request.smaller_passed, memory_pressure=seen.is_pressed)
     return cause_of(seen, run.output, run.status or 0, evidence, oom_kills=int(run.oom_kills))
 
 

@@ -81,13 +81,19 @@ class Watch:
 
     def cuda_starts(self):
         guarded(self.torch._C._cuda_attach_out_of_memory_observer)(guarded(self.ran_out))
-        count = self.torch.cuda.device_count()
-        local = next((int(os.environ[name]) for name in LOCAL_RANKS if os.environ.get(name, "").isdigit()), count)
-        version = tuple(int(part) for part in self.torch.__version__.split(".")[:2])
-        # Before 2.10, setting a fraction makes a context on the device, which takes memory, and leaves it current.
-        devices = range(count) if version >= (2, 10) or count == 1 else [local] if local < count else []
-        for device in devices:
+        for device in self.devices_to_cap():
             guarded(self.cap)(device)
+
+    def devices_to_cap(self):
+        """Return all devices; before torch 2.10 only that of this rank, because a fraction makes a context on a device."""
+        devices = range(self.torch.cuda.device_count())
+        if len(devices) == 1 or tuple(map(int, self.torch.__version__.split(".")[:2])) >= (2, 10):
+            return devices
+        for name in LOCAL_RANKS:
+            local = os.environ.get(name, "")
+            if local.isdigit():
+                return devices[int(local) : int(local) + 1]
+        return []
 
     def watch_for_ooms(self):
         """Count the errors that are made for Python: the allocator's observer also sees those that cuDNN handles."""
@@ -144,7 +150,7 @@ class Watch:
         self.optimizers.add(optimizer)
         self.steps += 1
         self.step_s = [*self.step_s[:1], time.time()]  # of the first step and the last
-        if self.has_gpu and self.torch.cuda.is_initialized() and self.torch.cuda.is_current_stream_capturing():
+        if self.has_cuda_started() and self.torch.cuda.is_current_stream_capturing():
             return
         if self.steps <= EACH_STEP or self.steps % 16 == 0:
             self.write("step")
@@ -164,10 +170,10 @@ class Watch:
 
     def write_oom(self):
         """Report an out-of-memory error before the program can catch it: it may hang then."""
-        frame = sys._getframe()
-        while frame is not None and not self.is_users(frame.f_code.co_filename):
+        frame, self.where = sys._getframe(), None
+        while frame is not None and self.where is None:
+            self.where = self.place(frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
-        self.where = None if frame is None else self.place(frame.f_code.co_filename, frame.f_lineno)
         self.write("oom")
 
     # --- the report ---
@@ -204,68 +210,75 @@ class Watch:
 
     def used_devices(self):
         """Return the devices on which this process has reserved memory; asking others for theirs would take some."""
-        cuda = self.torch.cuda if self.has_gpu else None
-        if cuda is None or not cuda.is_initialized() or cuda._is_in_bad_fork():
+        if not self.has_cuda_started():
             return []
-        return [i for i in range(cuda.device_count()) if self.stats(i).get("reserved_bytes.all.peak")]
+        devices = range(self.torch.cuda.device_count())
+        return [index for index in devices if self.stats(index).get("reserved_bytes.all.peak")]
+
+    def has_cuda_started(self):
+        """Whether CUDA has started in this process; what a fork has of its parent's does not count."""
+        return self.has_gpu and self.torch.cuda.is_initialized()
 
     def stats(self, index):
         """Return torch's statistics of a device, as if none had been reset."""
         stats = self.torch.cuda.memory_stats(index)
         for name, value in self.kept.get(index, {}).items():
-            now = stats.get(name, 0)
-            stats[name] = max(now, value) if name.endswith(".peak") else now + value
+            if name.endswith(".peak"):
+                stats[name] = max(stats.get(name, 0), value)
+            else:
+                stats[name] = stats.get(name, 0) + value
         return stats
 
     def device(self, index):
         stats, cuda = self.stats(index), self.torch.cuda
         properties, reserved = cuda.get_device_properties(index), stats["reserved_bytes.all.current"]
-        told = {
+        report = {
             "index": index, "uuid": self.uuid(index), "name": properties.name, "total_bytes": properties.total_memory,
             "reserved_bytes": reserved, "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
             "peak_allocated_bytes": stats["allocated_bytes.all.peak"], "retries": stats.get("num_alloc_retries", 0),
             "fraction": None, "outside_bytes": None,
         }  # fmt: skip
         if hasattr(cuda, "get_per_process_memory_fraction"):
-            told["fraction"] = cuda.get_per_process_memory_fraction(index)
+            report["fraction"] = cuda.get_per_process_memory_fraction(index)
         else:  # torch before 2.7 does not say
-            told["fraction"] = self.capped.get(index)
+            report["fraction"] = self.capped.get(index)
         try:  # raises after a sticky error
             free, total = cuda.mem_get_info(index)
-            told["total_bytes"] = total
+            report["total_bytes"] = total
             # The most of all samples: at the end NCCL may have released its memory.
             self.outside[index] = max(self.outside.get(index, 0), total - free - reserved)
         except Exception:
             pass
-        told["outside_bytes"] = self.outside.get(index)
+        report["outside_bytes"] = self.outside.get(index)
         requested = self.requested.setdefault(index, {})
         if 0 < self.steps <= COMPARED:  # before torch 2.1, bytes were counted only rounded
             total = stats.get("requested_bytes.all.allocated", stats.get("allocated_bytes.all.allocated", 0))
             requested.setdefault(self.steps, (total, stats.get("allocation.all.allocated", 0)))
-        told["requested"] = [requested[step] for step in sorted(requested)]
-        return told
+        report["requested"] = [requested[step] for step in sorted(requested)]
+        return report
 
     def uuid(self, index):
         return str(getattr(self.torch.cuda.get_device_properties(index), "uuid", index))
 
     def add_errors(self, report):
         """Add the exception that ends the program, and its causes; the interpreter has kept it."""
-        error, seen = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None), []
-        while isinstance(error, BaseException) and not any(error is one for one in seen) and len(seen) < MAX_LINKS:
-            seen.append(error)
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        trace = getattr(error, "__traceback__", None)
+        while trace is not None:
+            place = self.place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+            if place is not None:
+                report["where"] = place
+            trace = trace.tb_next
+        while isinstance(error, BaseException) and len(report["errors"]) < MAX_LINKS:
             classes = ["%s.%s" % (cls.__module__, cls.__name__) for cls in type(error).__mro__]
             report["errors"].append({"classes": classes, "text": str(error)[:MAX_TEXT]})
-            trace, error = error.__traceback__, error.__cause__
-            while trace is not None and len(seen) == 1:
-                if self.is_users(trace.tb_frame.f_code.co_filename):
-                    report["where"] = self.place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-                trace = trace.tb_next
-
-    def is_users(self, file):
-        libraries = (os.path.dirname(os.__file__), "<", HERE)
-        return "site-packages" not in file and not file.startswith(libraries)
+            error = error.__cause__
 
     def place(self, file, line):
+        """Return a line of the user's code; None for one of a library."""
+        libraries = (os.path.dirname(os.__file__), "<", HERE)
+        if "site-packages" in file or file.startswith(libraries):
+            return None
         return "%s:%d" % (os.path.basename(file), line)
 
 
