@@ -29,7 +29,7 @@ _DEFAULTS = AllocatorSettings()
 
 
 class AllocatorOutOfMemory(MemoryError):
-    """The allocator refused a request; the message is that of ``torch.OutOfMemoryError``."""
+    """The allocator refused a request; the message is as in ``torch.OutOfMemoryError``."""
 
 
 class Block:
@@ -151,7 +151,7 @@ class CachingAllocator:
         settings: Settings from ``PYTORCH_ALLOC_CONF``; the process's fraction is ignored, set `limit_bytes` instead.
         total_bytes: The card's total memory, for error messages; default: the capacity.
 
-    Segments get falling addresses, as those of cards mostly do, that are never reused. A driver chooses others: up to torch
+    Segments get falling addresses, as mostly on cards, which are never reused. A driver chooses others: up to torch
     2.11, that can decide among free blocks of one size.
 
     Example:

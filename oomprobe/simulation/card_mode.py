@@ -12,7 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import itemgetter
 from typing import Any
 
@@ -181,7 +181,7 @@ class CardMode(TorchDispatchMode):
         for real, fake in zip(tree_leaves(result), tree_leaves(simulated), strict=False):
             if isinstance(fake, FakeTensor):
                 self.fakes.bind(real, fake)
-        if needs_values:
+        if needs_values:  # the real operator has them: what it returns is what it takes from the card
             for real in tree_leaves(result):
                 if isinstance(real, torch.Tensor) and real.layout is torch.strided:
                     self.put_on_card(real)
@@ -208,7 +208,7 @@ class CardMode(TorchDispatchMode):
             if func is _aten.histc.default:  # CUDA accepts integers, the CPU does not
                 (bins,) = args[1:2] or (100,)
                 func, args, kwargs = _aten.new_empty.default, (args[0], [bins]), {}
-            for tensor in operands.on_host:
+            for tensor in operands.on_host:  # on a real card, the step would have created them there
                 self.fakes.move_to_card(tensor)
         return self._simulate(func, args, kwargs, on_card=operands.on_card)
 
@@ -218,31 +218,19 @@ class CardMode(TorchDispatchMode):
         to_card = on_card and kwargs.get("device") != HOST
         args = self._faked(args)
         kwargs = {name: self._faked(value) for name, value in kwargs.items()}
-        launch = None
-        if to_card:
-            launch = scratch.find_launch(self._processors, func, args, kwargs)
-        if launch is None:
-            result = self._make_result(func, args, kwargs, None, to_card=to_card, in_place=in_place)
-        else:
-            with self.memory.running(launch):
-                result = self._make_result(func, args, kwargs, launch.result_bytes, to_card=to_card, in_place=in_place)
+        launch = scratch.find_launch(self._processors, func, args, kwargs) if to_card else None
+        with nullcontext() if launch is None else self.memory.running(launch):
+            result = self._results.run(func, args, kwargs)
+            propagate_bool(self._known_bools, func, args, result)
+            if in_place and self.memory.holds(args[0].untyped_storage()):
+                result.fake_device = CARD
+                self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
+            self._track(func, result, args, launch, to_card=to_card)
+            if to_card and scratch.is_convolution(func):
+                self._tune(func, args)
         if func in _LINEAR_ALGEBRA:
             is_lt = func in _ADDMM and torch_versions.uses_lt(args[0], args[1], args[2], kwargs.get("beta", 1))
             self.memory.use_workspace(is_lt=is_lt, in_backward=_in_backward())
-        return result
-
-    def _make_result(
-        self, func: Any, args: Any, kwargs: dict[str, Any], nbytes: int | None, *, to_card: bool, in_place: bool
-    ) -> Any:
-        """Return the fake that an operator returns, with its blocks on the card; `nbytes` as in `Launch.result_bytes`."""
-        result = self._results.run(func, args, kwargs)
-        propagate_bool(self._known_bools, func, args, result)
-        if in_place and self.memory.holds(args[0].untyped_storage()):
-            result.fake_device = CARD
-            self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
-        self._track(func, result, args, nbytes, to_card=to_card)
-        if to_card and scratch.is_convolution(func):
-            self._tune(func, args)
         return result
 
     def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any], *, has_tensors: bool) -> Any:
@@ -263,7 +251,7 @@ class CardMode(TorchDispatchMode):
             return self._known_bools[tensor.untyped_storage()]
         return read_value(tensor, self.notes)
 
-    def _track(self, func: Any, result: Any, args: Any, result_bytes: int | None, *, to_card: bool) -> None:
+    def _track(self, func: Any, result: Any, args: Any, launch: scratch.Launch | None, *, to_card: bool) -> None:
         """Allocate the results of an operator in its kernel's order, unless they are on the card."""
         memory = self.memory
         if func in _RESIZING:
@@ -275,6 +263,7 @@ class CardMode(TorchDispatchMode):
         results = result if isinstance(result, list | tuple) else (result,)
         if func in _ALLOCATION_ORDER:
             results = _ALLOCATION_ORDER[func](results)
+        result_bytes = None if launch is None else launch.result_bytes
         first_argument = next(iter(args), None)
         for value in results:
             if not isinstance(value, FakeTensor):

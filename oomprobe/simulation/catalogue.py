@@ -49,7 +49,7 @@ def _card(
     name: str, full_name: str, total_mib: int, compute_capability: tuple[int, int], multi_processor_count: int,
     context_mib: int | None = None,
 ) -> Card:  # fmt: skip
-    """Return a card; the context defaults to that of its compute capability."""
+    """Return a card; the context defaults to the figure of its compute capability."""
     return Card(
         name=name,
         full_name=full_name,

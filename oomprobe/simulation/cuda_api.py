@@ -121,7 +121,7 @@ def replacements(memory: CardMemory) -> dict[str, Any]:
 
 @contextmanager
 def called_by_torch(memory: CardMemory) -> Iterator[None]:
-    """Replace what functions of ``torch.cuda`` and ``torch.accelerator`` call, also those that a program has imported by name."""
+    """Replace what functions of ``torch.cuda`` and ``torch.accelerator`` call, also where a program has imported them by name."""
     functions = {
         **dict.fromkeys(("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"), memory.reset_peaks),
         **dict.fromkeys(

@@ -206,7 +206,7 @@ def _group_norm(args: Any, result: Any) -> Any:
 
 
 def _copied(args: Any, result: Any) -> Any:
-    """Copy again what has gaps or overlaps: a fake keeps those of what it is moved from."""
+    """Copy again what has gaps or overlaps: a fake that is moved keeps them."""
     return result if _aten.is_non_overlapping_and_dense.default(result) else result.clone()
 
 

@@ -178,7 +178,7 @@ class CardMemory:
         """Hold a kernel's scratch memory while its results are allocated inside the context."""
         index = self.tape.kernel_started(launch.kernel, launch.numbers)
         needs = needs_of(launch.kernel, launch.numbers)
-        blocks = self.allocator.malloc_all(needs.held)
+        blocks = self.allocator.malloc_all(needs.throughout)
         try:
             self.allocator.borrow(needs.before)
             yield

@@ -146,7 +146,7 @@ def _kernel_buffers(kind: Reduction, dims: list[_Dim], offset: int) -> tuple[int
     inputs, outputs = prod(d.size for d in dims[:n_reduced]), prod(d.size for d in dims[n_reduced:])
     along_input = n_reduced == len(dims) or dims[0].stride < dims[n_reduced].stride
     out_vector = 1
-    # Neighbouring threads read neighbouring elements: those of one output, or those of neighbouring outputs.
+    # Neighbouring threads read neighbouring elements, which belong to one output or to neighbouring outputs.
     if along_input:
         width_limit = inputs
         if len(dims) == 1 and dims[0].stride == kind.item_bytes and inputs >= 128:

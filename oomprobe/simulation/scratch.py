@@ -27,10 +27,10 @@ _aten = torch.ops.aten
 class Needs(NamedTuple):
     """Bytes of a kernel's scratch blocks; blocks of a group are allocated and freed together, one group after the other."""
 
-    held: tuple[int, ...] = ()  # from before its results are allocated until it ends
+    throughout: tuple[int, ...] = ()  # from before its results are allocated until it ends
     after: tuple[tuple[int, ...], ...] = ()  # groups, after its results are allocated
     before: tuple[tuple[int, ...], ...] = ()  # groups, before that
-    last: tuple[tuple[int, ...], ...] = ()  # groups, once `held` is freed
+    last: tuple[tuple[int, ...], ...] = ()  # groups, once `throughout` is freed
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +101,18 @@ def _launch(
     return Launch(Kernel(rule, fixed, len(numbers)), numbers, result_bytes)
 
 
-def _copying(nbytes: tuple[int, ...]) -> Launch | None:
-    """Return the launch of a kernel that holds copies of its arguments; None if it copies none."""
-    return _launch(_held, (), nbytes) if nbytes else None
+def _copying(tensors: Sequence[torch.Tensor], memory_format: torch.memory_format) -> Launch | None:
+    """Return the launch of a kernel that holds copies of the arguments which are not in its format; None if all are."""
+    copies = _copies(tensors, memory_format)
+    return _launch(_throughout, (), copies) if copies else None
 
 
-def _held(*nbytes: int) -> Needs:
-    return Needs(held=nbytes)
+def _copies(tensors: Sequence[torch.Tensor], memory_format: torch.memory_format) -> tuple[int, ...]:
+    return tuple(t.numel() * t.element_size() for t in tensors if not t.is_contiguous(memory_format=memory_format))
+
+
+def _throughout(*nbytes: int) -> Needs:
+    return Needs(throughout=nbytes)
 
 
 # --- reductions ---
@@ -164,22 +169,18 @@ def _convolution(*positions: int) -> Callable[[_Operator], Launch | None]:
     """Return a rule that copies arguments not in the kernel's memory format; the last two are the input and the weight."""
 
     def launch(op: _Operator) -> Launch | None:
-        return _copying(_copies([op.args[position] for position in positions]))
+        tensors = [op.args[position] for position in positions]
+        return _copying(tensors, convolution_format(tensors[-2:]))
 
     return launch
 
 
-def _copies(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Return the bytes of each argument of a convolution that is copied into its kernel's memory format."""
-    chosen = convolution_format(tensors[-2:])
-    return tuple(t.numel() * t.element_size() for t in tensors if not t.is_contiguous(memory_format=chosen))
-
-
 def _convolution_backward(op: _Operator) -> Launch | None:
-    """Copies as in the forward pass; then the gradient of the bias sums that of the result, as it came."""
-    grad, copies = op.args[0], _copies(op.args[:3])
+    """Copies as in the forward pass; then the bias sums the gradient of the result, as it came."""
+    grad, chosen = op.args[0], convolution_format(op.args[1:3])
     if not op.args[10][2]:
-        return _copying(copies)
+        return _copying(op.args[:3], chosen)
+    copies = _copies(op.args[:3], chosen)
     reduced = tuple(dim != 1 for dim in range(grad.dim()))
     kind = Reduction(op.processors, grad.element_size(), grad.element_size(), reduced)
     layout = (grad.storage_offset(), *grad.shape, *grad.stride())
@@ -278,12 +279,7 @@ def _contiguous(*positions: int) -> Callable[[_Operator], Launch | None]:
     """Return a rule that copies arguments which are not contiguous."""
 
     def launch(op: _Operator) -> Launch | None:
-        copies = []
-        for position in positions:
-            tensor = op.args[position]
-            if not tensor.is_contiguous():
-                copies.append(tensor.numel() * tensor.element_size())
-        return _copying(tuple(copies))
+        return _copying([op.args[position] for position in positions], torch.contiguous_format)
 
     return launch
 
@@ -299,9 +295,7 @@ def _batch_norm_backward(op: _Operator) -> Launch | None:
     chosen = torch.contiguous_format
     if given.dim() == 4 and has_only_format(given, torch.channels_last):
         chosen = torch.channels_last
-    if grad.is_contiguous(memory_format=chosen):
-        return None
-    return _copying((grad.numel() * grad.element_size(),))
+    return _copying([grad], chosen)
 
 
 # --- indices that kernels sort ---
@@ -337,13 +331,13 @@ def _embedding_backward_needs(
     if not contiguous:
         copies = (count * width * grad_bytes,)
     if count <= _MAX_UNSORTED_INDICES:
-        return Needs(held=copies)
+        return Needs(throughout=copies)
     column, segments = count * index_bytes, min(count, rows)
     partials = count // _ROWS_PER_PARTIAL + segments
     starts = (segments * index_bytes, segments * index_bytes)
     sums = (column, *starts, partials * index_bytes, partials * 4 * width)
     sort = (column, _sort_bytes(count, column))
-    return Needs(held=(*copies, column, column), before=(sort,), after=(sums,))
+    return Needs(throughout=(*copies, column, column), before=(sort,), after=(sums,))
 
 
 def _accumulating_index_put(op: _Operator) -> Launch | None:
@@ -362,7 +356,7 @@ def _index_put_needs(indices: int, converted: int, count: int) -> Needs:
     """Linear indices, and what sorts them. Source: aten/src/ATen/native/cuda/Indexing.cu (index_put_with_sort_kernel)."""
     column = count * _INT64_BYTES
     temporaries = ((column,) * (1 + converted), *((column, column),) * (indices - 1))
-    return Needs(held=(column,), after=(*temporaries, (column, column, column, _sort_bytes(count, column))))
+    return Needs(throughout=(column,), after=(*temporaries, (column, column, column, _sort_bytes(count, column))))
 
 
 # --- attention ---
@@ -385,7 +379,7 @@ def _flash_backward_needs(
     copies = (batch * heads * length * width * item_bytes,) * copied
     rows = batch * heads * -(-length // 128) * 128 * 4
     expanded = (batch * heads * keys * width * item_bytes,) * 2 * grouped  # summed over each group of query heads
-    return Needs(held=copies, after=((rows, rows * torch_versions.flash_backward_width(width), *expanded),))
+    return Needs(throughout=copies, after=((rows, rows * torch_versions.flash_backward_width(width), *expanded),))
 
 
 _CUDNN_BYTES = 256
@@ -443,11 +437,8 @@ def _efficient_backward_needs(
 
 def _where(op: _Operator) -> Launch | None:
     """Copy a number, or a tensor of one number in host memory, to the card. Source: aten/src/ATen/native/TensorCompare.cpp."""
-    copies = []
-    for tensor in op.args[1:3]:
-        if tensor.dim() == 0 and tensor.device.index is None:
-            copies.append(tensor.element_size())
-    return _launch(_held, tuple(copies), ()) if copies else None
+    numbers = [tensor for tensor in op.args[1:3] if tensor.dim() == 0 and tensor.device.index is None]
+    return _launch(_throughout, tuple(tensor.element_size() for tensor in numbers), ()) if numbers else None
 
 
 # --- softmax ---

@@ -29,7 +29,7 @@ class AllocatorSettings:
     Args:
         expandable_segments: Grow one segment page by page instead of reserving many.
         per_process_memory_fraction: Fraction of the card's total that this process may reserve, 0 to 1; 1: no limit.
-        block_order: Which of several free blocks of one size is used; the default is that of this version of torch.
+        block_order: Which of several free blocks of one size is used; the default is as in this version of torch.
 
     Source: c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h of torch 2.13.
     """

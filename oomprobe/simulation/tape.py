@@ -124,7 +124,7 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
             free(live.pop((index, detail), 0))  # `index` is calls ago; 0 is no block
         elif kind == KERNEL_STARTED:
             needs = needs_of(detail, sizes[index : index + detail.count])
-            scratch_blocks[index] = allocator.malloc_all(needs.held)
+            scratch_blocks[index] = allocator.malloc_all(needs.throughout)
             allocator.borrow(needs.before)
         elif kind == KERNEL_ENDED:
             needs = needs_of(detail, sizes[index : index + detail.count])
