@@ -120,6 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
             if isinstance(error.table, ProbeTable):  # the rows that were finished
                 _save(error.table, arguments)
             raise
+        # Such an answer has no number that a script could take for the truth: it is explained, even to one that asks for silence.
         is_contaminated = any(result.contaminated for result in _results(probed))
         if is_contaminated or not arguments.quiet:
             write(sys.stderr if machine_reads else stdout, as_text(probed.report(verbose=arguments.verbose)))
@@ -417,10 +418,12 @@ def _tolerance(text: str) -> float:
 
 def _file(text: str) -> Path:
     """Return the absolute path of a file to write, because a step may change the working directory."""
+    if text == "-":
+        return STDOUT
     path = Path(text).absolute()
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: name a file in a folder that may be written to")
-    return STDOUT if text == "-" else path
+    return path
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -342,7 +342,7 @@ IN_CHILD = "in the trial's process:\n"  # begins the note with the traceback of 
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return the traceback of an exception and its causes, as Python prints it; that of another process, if it was raised there."""
+    """Return the traceback of an exception and its causes, as Python prints it; or as another process did, if it was raised there."""
     for note in getattr(error, "__notes__", ()):
         if note.startswith(IN_CHILD):
             return str(note.removeprefix(IN_CHILD))

@@ -20,12 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 TORCH, OOMPROBE = Path(torch.__file__).parent, Path(__file__).parents[1]
 _PASSES_ON = (
-    "oomprobe.simulation",
-    "oomprobe.devices",
-    "oomprobe.integrations",
-    "oomprobe.demo",
-    "oomprobe.runners.local",
-)
+    "oomprobe.simulation", "oomprobe.devices", "oomprobe.integrations", "oomprobe.demo", "oomprobe.runners.local",
+)  # fmt: skip
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
 
 
@@ -82,7 +78,7 @@ def _shown(link: TracebackType | None) -> list[TracebackType]:
 
 
 def _says_nothing(path: Path) -> bool:
-    """Return whether a frame is oomprobe's, or that of an import."""
+    """Return whether a frame is oomprobe's, or belongs to an import."""
     if path.name.startswith("<frozen importlib"):
         return True
     return is_library(path) and TORCH not in path.parents
@@ -91,8 +87,8 @@ def _says_nothing(path: Path) -> bool:
 def is_own_fault(error: BaseException) -> bool:
     """Return whether an error comes from oomprobe's own code rather than from what that code called.
 
-    Torch's errors pass through the simulation, a device's through `devices`, a framework's through the adapters, and those of a
-    step written in C through the call of it.
+    Torch's errors pass through the simulation, a device's through `devices`, a framework's through the adapters, and errors of
+    a step written in C through the call of it.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not frames:

@@ -49,6 +49,10 @@ class Held:
 
     def for_s(self, holds: bool) -> float:
         """Return for how many seconds it has held now; 0 if it does not."""
+        if not holds:
+            self._since_s = None
+            return 0.0
         now_s = time.monotonic()
-        self._since_s = (self._since_s or now_s) if holds else None
-        return now_s - (self._since_s or now_s)
+        if self._since_s is None:
+            self._since_s = now_s
+        return now_s - self._since_s

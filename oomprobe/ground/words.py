@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
 from collections.abc import Iterable
 
 WIDTH = 100  # columns: what job logs and code review show without wrapping
+_UNPRINTABLE = re.compile(r"[^ -~]")
 
 
 def wrap(sentence: str, *, first: str = "", rest: str = "") -> list[str]:
@@ -24,7 +26,7 @@ def clip(line: str, width: int) -> str:
 def clean(text: str) -> str:
     """Return one line of printable ASCII: text from outside may contain line breaks, escape codes and any alphabet."""
     line = " ".join(text.split())
-    return "".join(c if " " <= c <= "~" else c.encode("unicode_escape").decode("ascii") for c in line)
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), line)
 
 
 def shortened(error: str | None) -> str:

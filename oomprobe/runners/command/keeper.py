@@ -91,7 +91,7 @@ def reap() -> dict[int, int] | None:
 
 
 def end_all() -> None:
-    """Terminate all descendants, then kill those that do not end, and those that appear meanwhile.
+    """Terminate all descendants, then kill all which do not end, and all which appear meanwhile.
 
     A process whose main thread has ended may still hold memory, so wait until the system has let go of every child.
     """

@@ -73,8 +73,8 @@ class ReportedError:
     @property
     def is_peers(self) -> bool:
         """Whether it tells only that another process has failed."""
-        texts = [link.text for link in self.facts]
-        return any(map(_PEERS.search, texts)) and not any(map(PORT_IN_USE.search, texts))
+        text = "\n".join(link.text for link in self.facts)
+        return _PEERS.search(text) is not None and not PORT_IN_USE.search(text)
 
 
 @dataclass(slots=True)
@@ -164,6 +164,7 @@ def cause_of(seen: Seen, output: Output, status: int, evidence: Evidence, *, oom
     if ran_out is not None and verdict not in OUT_OF_MEMORY:
         error = _named("its allocator ran out of memory, and the program caught that", ran_out.name)
         return Ending(verdict=Verdict.OOM, error=error, where=ran_out.where)
+    # A killed process leaves no error, or one of whoever waited for it; any other error says more than the system's count.
     if cause is None or _KILLED.search(cause.text):
         host_ran_out = oom_kills or output.mentions_host_oom
         if host_ran_out and verdict not in OUT_OF_MEMORY:
@@ -208,12 +209,9 @@ def _errors(seen: Seen, output: Output, all_told: bool) -> Iterator[ReportedErro
     for report in seen.reports:
         if report.errors:
             name, text = report.errors[0].classes[0].removeprefix("builtins."), report.errors[0].text
+            context = _context(text, printed)
             yield ReportedError(
-                facts=report.errors,
-                text=f"{name}: {text}",
-                who=report.name,
-                where=report.where,
-                context=_context(text, printed),
+                facts=report.errors, text=f"{name}: {text}", who=report.name, where=report.where, context=context
             )
     yield from printed
 

@@ -53,7 +53,7 @@ class Report:
     steps: int  # of each optimizer, on average
     step_s: tuple[float, ...]  # times of day of the first optimizer step and the last
     ooms: int  # out-of-memory errors of the allocator
-    raised_ooms: int  # those that reached the program; torch handles others itself, of cuDNN and Inductor
+    raised_ooms: int  # which reached the program; torch handles others itself, of cuDNN and Inductor
     where: str | None  # the user's line that ran out of memory, or whose exception ended the process
     errors: tuple[Link, ...]  # the exception that ended the process, and its causes
     devices: tuple[Memory, ...]  # on which it has reserved memory
@@ -151,7 +151,7 @@ class Seen:
 
     @property
     def missing_ranks(self) -> int:
-        """How many ranks have never reported, as those that train know."""
+        """How many ranks have never reported, by what the training ones know."""
         known = {report.rank for report in self.reports if report.rank is not None}
         return Seen(self.training).world_size - len(known)
 

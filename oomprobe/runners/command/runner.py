@@ -119,13 +119,9 @@ class CommandRunner:
     """Runs a command for each trial; see `oomprobe.records.trials.Runner`."""
 
     def __init__(
-        self,
-        command: list[str],
-        options: Options,
-        interrupts: Interrupts,
-        passes_after_s: float | None,
+        self, command: list[str], options: Options, interrupts: Interrupts, passes_after_s: float | None,
         patience: Patience = PATIENCE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._command, self._options, self._interrupts = command, options, interrupts
         self._passes_after_s, self._patience = passes_after_s, patience
         # Fraction of the memory, by UUID of the device; by the first run that passed.
@@ -310,14 +306,9 @@ class CommandRunner:
         self._world_size = seen.world_size
 
     def _outcome(
-        self,
-        request: Request,
-        seen: Seen,
-        ending: Ending,
-        fractions: Mapping[str, float],
-        measured: Measured | None,
+        self, request: Request, seen: Seen, ending: Ending, fractions: Mapping[str, float], measured: Measured | None
     ) -> Outcome:
-        steps, step_s, passed = seen.steps, seen.step_s, ending.verdict is Verdict.FITS
+        steps, step_s = seen.steps, seen.step_s
         cap_bytes = request.cap_bytes
         if fractions and not cap_bytes:
             caps = [int(fraction_of(card.memory, fractions) * card.memory.total_bytes) for card in seen.cards]
@@ -325,7 +316,7 @@ class CommandRunner:
         fullest = seen.fullest_card
         memories = [memory for _, memory in fullest.users]
         served_bytes, allocations = max((max(steps) for steps in seen.requested.values()), default=(0, 0))
-        ranks = seen.ranks(passed=passed)
+        ranks = seen.ranks(passed=ending.verdict is Verdict.FITS)
         trial = Trial.of(
             request,
             ending.verdict,
@@ -349,10 +340,12 @@ class CommandRunner:
             measured=measured,
             outside_after_bytes=seen.outside_bytes,
             in_steps_s=(step_s or 0.0) * steps,
-            notes=tuple(self._notes(request, trial, seen)) if passed else (),
+            notes=tuple(self._notes(request, trial, seen)),
         )
 
     def _notes(self, request: Request, trial: Trial, seen: Seen) -> Iterator[Note]:
+        if trial.verdict is not Verdict.FITS:
+            return
         if request.confirms and 0 < trial.steps < len(request.calls):
             yield warning(SHORT.format(steps=count(trial.steps, "step", "steps"), wanted=len(request.calls)))
         if not trial.steps:
@@ -369,10 +362,12 @@ FITS = Ending(verdict=Verdict.FITS, error="")
 
 def _swallowed(run: Run, request: Request, seen: Seen) -> Ending | None:
     """Return the out-of-memory error that a program caught and went on from, so that its steps prove nothing."""
-    if not seen.caught_oom and (seen.all_report or not run.output.oom_line):
-        return None
-    failure = _failure(run, request, seen)
-    return failure if failure.verdict in OUT_OF_MEMORY else None
+    is_quoted = run.output.oom_line and not seen.all_report
+    if seen.caught_oom or is_quoted:
+        failure = _failure(run, request, seen)
+        if failure.verdict in OUT_OF_MEMORY:
+            return failure
+    return None
 
 
 def _failure(run: Run, request: Request, seen: Seen) -> Ending:

@@ -15,7 +15,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 COMPARED = 8  # steps of which two sizes are compared
 EACH_STEP = 64  # after so many steps only every 16th is reported: a report takes about 1 ms
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-# What torch's functions that reset statistics call, also those that a program has imported by name.
+# What torch's functions that reset statistics call, also where a program has imported them by name.
 RESETS = (
     "_cuda_resetPeakMemoryStats", "_cuda_resetAccumulatedMemoryStats", "_accelerator_resetPeakStats",
     "_accelerator_resetAccumulatedStats",
@@ -85,7 +85,7 @@ class Watch:
             guarded(self.cap)(device)
 
     def devices_to_cap(self):
-        """Return all devices; before torch 2.10 only that of this rank, because a fraction makes a context on a device."""
+        """Return all devices; before torch 2.10 only the one of this rank, because a fraction makes a context on its device."""
         devices = range(self.torch.cuda.device_count())
         if len(devices) == 1 or tuple(map(int, self.torch.__version__.split(".")[:2])) >= (2, 10):
             return devices
@@ -96,7 +96,7 @@ class Watch:
         return []
 
     def watch_for_ooms(self):
-        """Count the errors that are made for Python: the allocator's observer also sees those that cuDNN handles."""
+        """Count the errors that are made for Python: the allocator's observer also sees what cuDNN handles."""
         error, made = self.torch.cuda.OutOfMemoryError, guarded(self.raises)
         make = error.__init__
 
