@@ -284,9 +284,14 @@ class CardMode(TorchDispatchMode):
         """
         if not torch.backends.cudnn.benchmark:
             return
-        key = func, str(tree_map_only(torch.Tensor, lambda tensor: (tensor.shape, tensor.dtype), args))
-        if key not in self.memory.tuned:
-            self.memory.tuned.add(key)
+        key = [func]
+        for value in args:
+            if isinstance(value, torch.Tensor):
+                key += (value.shape, value.dtype)
+            else:
+                key.append(str(value))
+        if tuple(key) not in self.memory.tuned:
+            self.memory.tuned.add(tuple(key))
             self.memory.empty_cache(by_step=True)
 
     def _runs_in_place(self, func: Any, args: Any) -> bool:
@@ -379,21 +384,18 @@ class _Operands:
 
     def _add(self, values: Any) -> None:
         for value in values:
-            if isinstance(value, torch.Tensor):
-                self._add_tensor(value)
-            elif type(value) in (list, tuple):
+            if type(value) in (list, tuple):
                 self._add(value)
-
-    def _add_tensor(self, tensor: torch.Tensor) -> None:
-        self.any = True
-        if isinstance(tensor, FakeTensor):
-            self.are_simulated = True
-        if self._card_mode.is_on_card(tensor):
-            self.on_card = self.are_simulated = True
-            if isinstance(tensor, FakeTensor) and tensor.fake_device != CARD:
-                tensor.fake_device = CARD
-        elif tensor.dim() > 0:
-            self.on_host.append(tensor)
+            elif isinstance(value, torch.Tensor):
+                self.any = True
+                if isinstance(value, FakeTensor):
+                    self.are_simulated = True
+                if self._card_mode.is_on_card(value):
+                    self.on_card = self.are_simulated = True
+                    if isinstance(value, FakeTensor) and value.fake_device != CARD:
+                        value.fake_device = CARD
+                elif value.dim() > 0:
+                    self.on_host.append(value)
 
 
 def _redirected(kwargs: dict[str, Any], operands: _Operands) -> dict[str, Any]:
