@@ -34,20 +34,21 @@ def steps_of(request):
 
 
 @pytest.mark.parametrize(
-    ("made", "growing", "confirming"),
+    ("shown", "growing", "confirming"),
     [
-        (program(), 3, 50),  # a first full step and 2 more; as many as there is time for
-        (program(call_s=2.0), 3, 6),  # 5 fit in 10 s, but 1 + confirm_steps are needed
-        (program(call_s=1.0), 3, 10),
-        (program(first=4, full=4), 12, 50),  # accumulates over 4
-        (program(first=40, full=40), 80, 80),  # one full step more is enough
-        (program(needed=7), 7, 50),
-        (program(steps=1, confirm_steps=1, call_s=9.0), 2, 2),
+        ({}, 3, 50),  # a first full step and 2 more; as many as there is time for
+        ({"call_s": 2.0}, 3, 6),  # 5 fit in 10 s, but 1 + confirm_steps are needed
+        ({"call_s": 1.0}, 3, 10),
+        ({"first": 4, "full": 4}, 12, 50),  # accumulates over 4
+        ({"first": 40, "full": 40}, 80, 80),  # one full step more is enough
+        ({"needed": 7}, 7, 50),
+        ({"steps": 1, "confirm_steps": 1, "call_s": 9.0}, 2, 2),
     ],
 )
-def test_trials_are_as_long_as_full_steps_take(made, growing, confirming):
-    assert [call.step for call in made.growing(8).calls] == ["step"] * growing
-    assert len(made.confirming(8).calls) == confirming
+def test_trials_are_as_long_as_full_steps_take(shown, growing, confirming):
+    trials = program(**shown)
+    assert [call.step for call in trials.growing(8).calls] == ["step"] * growing
+    assert len(trials.confirming(8).calls) == confirming
 
 
 def test_several_steps_take_turns_twice():

@@ -66,11 +66,15 @@ def same_memory_smaller(trials: Sequence[Trial], allocated: Mapping[int, Allocat
     noise_bytes = HOST_NOISE_BYTES if on_host else 0
     if len(grown) > doublings:
         then = grown[-1 - doublings]
-        same_peak = (now.peak_allocated_bytes or 0) <= (then.peak_allocated_bytes or 0) + noise_bytes
+        same_peak = _peak(now) <= _peak(then) + noise_bytes
         same_requests = served_bytes.get(now.batch_size) == served_bytes.get(then.batch_size)
         if (same_peak and same_requests) or now.batch_size >= ENDLESS_BATCH:
             return then
     return grown[0] if now.batch_size >= ENDLESS_BATCH else None
+
+
+def _peak(trial: Trial) -> int:
+    return trial.peak_allocated_bytes or 0
 
 
 def _grown(trials: Sequence[Trial]) -> list[Trial]:
@@ -85,17 +89,17 @@ def splits_from(trials: Sequence[Trial], allocated: Mapping[int, Allocated]) -> 
     first, last = grown[0], grown[-1]
     blocks = [allocated[trial.batch_size].blocks for trial in grown]
     multiplies = all(0 < SPLITTING_FACTOR * fewer <= more for fewer, more in pairwise(blocks))
-    same_peak = not differ(first.peak_allocated_bytes or 0, last.peak_allocated_bytes or 0)
+    same_peak = not differ(_peak(first), _peak(last))
     return first if multiplies and same_peak else None
 
 
 def how_different(before: Trial, after: Trial) -> str | None:
     """Say how two trials of the same calls under the same cap differ; None if they do not."""
-    peaks = before.peak_allocated_bytes or 0, after.peak_allocated_bytes or 0
     if before.verdict is not after.verdict:
         return f"{before.verdict}, then {after.verdict}"
-    if after.passed and differ(*peaks):
-        return f"peaks of {format_bytes(peaks[0])} and {format_bytes(peaks[1])}"
+    peak_before, peak_after = _peak(before), _peak(after)
+    if after.passed and differ(peak_before, peak_after):
+        return f"peaks of {format_bytes(peak_before)} and {format_bytes(peak_after)}"
     return None
 
 
@@ -119,8 +123,9 @@ def known_so_far(trials: Sequence[Trial]) -> str:
 
 def step_leak_bytes(last: Trial, looked: Trial | None) -> int:
     """Return the bytes that each step of the answer leaves in use; 0 if a longer look saw that level off."""
-    levelled_off = looked is not None and looked.passed and looked.steps > last.steps and not looked.step_leaked_bytes
-    return 0 if levelled_off else last.step_leaked_bytes
+    if looked is None or not looked.passed or looked.steps <= last.steps:
+        return last.step_leaked_bytes
+    return last.step_leaked_bytes if looked.step_leaked_bytes else 0
 
 
 def is_pressed(trial: Trial) -> bool:
@@ -130,15 +135,20 @@ def is_pressed(trial: Trial) -> bool:
 
 def is_size_limit(trials: Sequence[Trial], trial: Trial) -> bool:
     """Return whether this size is a limit of its own: a smaller one passed, and two processes had a sticky error here."""
-    lost = [t for t in trials if t.verdict is Verdict.POISONED and t.batch_size == trial.batch_size]
-    return len(lost) > 1 and any(t.passed and t.batch_size < trial.batch_size for t in trials)
+    poisoned = smaller_passed = 0
+    for earlier in trials:
+        if earlier.verdict is Verdict.POISONED and earlier.batch_size == trial.batch_size:
+            poisoned += 1
+        elif earlier.passed and earlier.batch_size < trial.batch_size:
+            smaller_passed += 1
+    return poisoned > 1 and smaller_passed > 0
 
 
 def line_through(trials: Sequence[Trial], trial: Trial, wanted_bytes: int) -> int | None:
     """Return the size whose peak would be `wanted_bytes`, on the line through the smallest size that passed and a trial; or None."""
-    peaks = ((ran.batch_size, ran.peak_allocated_bytes or 0) for ran in trials if ran.passed)
-    size, peak_bytes = min(peaks, default=(0, 0))
-    rise_bytes = (trial.peak_allocated_bytes or 0) - peak_bytes
+    smallest = min((ran for ran in trials if ran.passed), key=lambda ran: ran.batch_size)
+    size, peak_bytes = smallest.batch_size, _peak(smallest)
+    rise_bytes = _peak(trial) - peak_bytes
     if rise_bytes <= 0 or trial.batch_size <= size:
         return None
     return size + max(0, (wanted_bytes - peak_bytes) * (trial.batch_size - size) // rise_bytes)

@@ -118,17 +118,15 @@ def find(
         out_of_time,
         resolution,
         start=sizes.first if start is None else sizes.nearest(start),
-        grows_capped=grows_capped or known is not None,
+        grows_capped=grows_capped,
         confirmations=confirmations,
         failures_cost=failures_cost,
-        looks=look is not None and known is None,
-        known=known,
-        varies=known is not None and known.varies,
-        least_tolerance=known.tolerance if known is not None and known.varies else 0.0,
     )
+    if known is not None:
+        search.follow(known)
     search.grow()
     ran = search.full_good
-    if search.looks and ran is not None and search.sizes.down(ran, LOOK_DIVISOR) < ran:
+    if ran is not None and search.can_look_below(ran):
         search.look(ran)
     if search.full_good is not None:
         search.enter_cap()
@@ -162,8 +160,7 @@ class _Search:
     grows_capped: bool = False
     confirmations: int = 1
     failures_cost: bool = False
-    looks: bool = False
-    known: Reply | None = None  # of the look in an earlier search of the same step
+    starts_near_limit: bool = False  # whether an earlier search of the same step expects the limit near `start`
     varies: bool = False  # whether later calls of a step need more memory than earlier ones
     full_good: int | None = None  # the bracket with all the memory
     full_bad: int | None = None
@@ -180,6 +177,21 @@ class _Search:
     transient: list[int] = field(default_factory=list)
     unconfirmed: list[int] = field(default_factory=list)
 
+    @property
+    def looks(self) -> bool:
+        """Whether to look for what happens only at some calls; the look of an earlier search counts for all."""
+        return self.look_at is not None and not self.starts_near_limit
+
+    def can_look_below(self, size: int) -> bool:
+        """Return whether there is a size below, at which many calls are cheap."""
+        return self.looks and self.sizes.down(size, LOOK_DIVISOR) < size
+
+    def follow(self, known: Reply) -> None:
+        """Begin with what the look of an earlier search of the same step has found."""
+        self.starts_near_limit = self.grows_capped = True
+        if known.varies:
+            self.varies, self.least_tolerance = True, known.tolerance
+
     def ask(self, size: int, phase: Phase, *, capped: bool, looks: bool = False) -> Reply:
         if looks and self.look_at is not None:
             reply = self.look_at(size)
@@ -190,15 +202,20 @@ class _Search:
             return reply
         if reply.is_certain:
             self.certain.add(size)
-        if capped or not self.has_cap:
+        if not self.has_cap:
             self.failed.add(size)
-        if not capped or not self.has_cap:
+            self.failed_full.add(size)
+        elif capped:
+            self.failed.add(size)
+        else:
             self.failed_full.add(size)
         return reply
 
     def grow(self) -> None:
         """Double the size until one fails, or halve it until one runs. Near an expected limit, begin with small strides."""
-        size, stride = self.start, self.start if self.known is None else self._near(self.start)
+        size = stride = self.start
+        if self.starts_near_limit:
+            stride = self._near(size)
         while True:
             reply = self.ask(size, Phase.GROW, capped=self.grows_capped)
             if not reply.passed and size == self.sizes.first and not reply.is_certain:
@@ -320,7 +337,8 @@ class _Search:
         return middle
 
     def _failure_above(self, size: int) -> int | None:
-        return min((s for s in self.failed | self.failed_full if s > size), default=None)
+        above = [failed for failed in self.failed | self.failed_full if failed > size]
+        return min(above, default=None)
 
     def recheck(self) -> None:
         """Repeat the deciding failure once: a leak, another process or fragmentation may have caused it.
@@ -366,11 +384,13 @@ class _Search:
 
     def _climb(self, size: int, stride: int) -> None:
         """Move up from a size that passed, in doubling strides, until one fails."""
-        self.good, self.bad = size, self.full_bad if self.full_bad and self.full_bad > size else None
+        self.good, self.bad = size, None
+        if self.full_bad is not None and self.full_bad > size:
+            self.bad = self.full_bad
         while True:
             stride *= 2
             size = self.sizes.up(self.good, stride)
-            if size == self.good or (self.bad is not None and size >= self.bad):
+            if size == self.good or not self._is_between(size):
                 return
             if not self.ask(size, Phase.BISECT, capped=True).passed:
                 self.bad = size
