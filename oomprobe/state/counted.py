@@ -25,7 +25,8 @@ import torch
 
 from oomprobe.state.references import REGISTRIES, is_made_in_python, slots_of
 from oomprobe.state.tensors import addresses_of, can_copy, version_of
-from oomprobe.state.walk import PARALLEL, PLAIN, code_names, contents, is_learnable, is_users_code, module_of
+from oomprobe.state.values import PLAIN, contents
+from oomprobe.state.walk import PARALLEL, code_names, is_learnable, is_users_code, module_of
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are counted with, larger ones hold data
 MOST_VALUES = 200_000  # reading them takes about 0.2 s

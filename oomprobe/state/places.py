@@ -21,7 +21,8 @@ import torch
 from oomprobe.state.compare import same
 from oomprobe.state.references import MISSING, BoundMethod, Reference
 from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, version_of
-from oomprobe.state.walk import PLAIN, Kind, Seen, Values, module_of
+from oomprobe.state.values import PLAIN, Values
+from oomprobe.state.walk import Kind, Seen, module_of
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are put back before every trial, larger ones at the end
 COPIED_BYTES = 2**30  # of larger ones outside the model, in all; of the others only their version is compared

@@ -39,13 +39,37 @@ def is_made_in_python(kind: type) -> bool:
 
 def slots_of(kind: type) -> dict[str, types.MemberDescriptorType]:
     """Return the slots of a class, by name; not the members of classes written in C, which may be new objects at each read."""
-    bases = [base for base in kind.__mro__ if "__slots__" in vars(base)]
-    return {
-        name: member
-        for base in bases
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    }
+    slots = {}
+    for base in kind.__mro__:
+        if "__slots__" in vars(base):
+            for name, member in vars(base).items():
+                if isinstance(member, types.MemberDescriptorType):
+                    slots[name] = member
+    return slots
+
+
+def hooks_of(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what a module keeps its hooks and the like in, by name; one from a file of an older torch lacks some."""
+    attributes = vars(module)
+    return {name: attributes[name] for name in HOOKS if name in attributes}
+
+
+def keyed(held: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a container holds, with the key or position of each."""
+    return held.items() if isinstance(held, dict) else enumerate(held)
+
+
+def weak(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
+    """Return a reference that does not keep a tensor alive; it can outlive its Python object, which is then made anew."""
+    reference, is_old = weakref.ref(tensor), hasattr(tensor, "_fix_weakref")
+
+    def find() -> torch.Tensor | None:
+        alive = reference()
+        if is_old and alive is not None:
+            alive._fix_weakref()  # type: ignore[attr-defined]
+        return alive
+
+    return find
 
 
 class Reference:
@@ -103,7 +127,7 @@ class Reference:
         elif isinstance(value, deque):
             self._maxlen = value.maxlen
         elif isinstance(value, torch.nn.Module):
-            self._registries = {name: type(vars(value)[name]) for name in (*REGISTRIES, *HOOKS) if name in vars(value)}
+            self._registries = {name: type(vars(value)[name]) for name in (*REGISTRIES, *hooks_of(value))}
         self._weak_cells = list(_weak_cells(value))
         self._value = None
 
@@ -237,7 +261,7 @@ class References:
         noted = set[object]()
         for read, slot in holders:
             held = read()
-            for key, value in held.items() if isinstance(held, dict) else enumerate(held):
+            for key, value in keyed(held):
                 reference = self.to(value)
                 if reference is not None and slot(key) not in noted:  # several functions may use one variable
                     noted.add(slot(key))

@@ -14,8 +14,8 @@ from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.ground import linux
 from oomprobe.ground.units import format_bytes
 from oomprobe.state.compare import inner_tensors
-from oomprobe.state.references import References
-from oomprobe.state.walk import has_data, is_learnable, weak
+from oomprobe.state.references import References, weak
+from oomprobe.state.walk import has_data, is_learnable
 
 PAGE_BYTES = 2**12
 PIECE_WORDS = 2**21  # 16 MiB

@@ -27,20 +27,17 @@ from oomprobe.state.places import (
     saved_item,
     tensor_place,
 )
-from oomprobe.state.references import Reference
+from oomprobe.state.references import Reference, weak
 from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, kind_of_storage, tensors_in, version_of
+from oomprobe.state.values import Values, When, of_tensor
 from oomprobe.state.walk import (
     Kind,
     Seen,
-    Values,
-    When,
     code_names,
     has_data,
     is_learnable,
     is_training_state,
-    of_tensor,
     visit,
-    weak,
 )
 
 
@@ -286,7 +283,8 @@ class Tracker:
             self._flags = self._read_flags()
             containers = {id(one) for optimizer in self.optimizers for one in _containers_of(optimizer)}
             for place in self._all_places():
-                if place.values.is_registry or (place.values.owner_id in containers and not place.was_empty):
+                had_state = id(place.values.holder) in containers and not place.was_empty
+                if place.values.is_registry or had_state:
                     place.restart_from_here()
 
     def find_moves(self) -> None:
