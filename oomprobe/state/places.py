@@ -12,6 +12,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -19,8 +20,8 @@ import numpy as np
 import torch
 
 from oomprobe.state.compare import same
-from oomprobe.state.references import MISSING, BoundMethod, Reference
-from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, version_of
+from oomprobe.state.references import MISSING, BoundMethod, Reference, keyed
+from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, WrapperCopy, can_copy, version_of
 from oomprobe.state.values import PLAIN, Values
 from oomprobe.state.walk import Kind, Seen, module_of
 
@@ -43,7 +44,8 @@ def saved(value: Any, *, copies: HostCopies, trains: bool) -> Any:
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta":
             return value
-        return copies.keep(value) if can_copy(value) and (value.is_leaf or trains) else GraphTensor(value)
+        is_kept = value.is_leaf or trains
+        return copies.keep(value) if is_kept and can_copy(value) else GraphTensor(value)
     if isinstance(value, types.MethodType):
         owner = copies.references.to(value.__self__)
         return value if owner is None else BoundMethod(value, owner)
@@ -72,17 +74,18 @@ class Place:
         self._take(held)
         self._first = self._before
         # Objects by which a source of data is known to be among the values, or beside them.
-        self.ids = {
-            one.first_id if isinstance(one, Reference) else id(one)
-            for one in self._before.values()
-            if not isinstance(one, PLAIN)
-        }
+        self.ids = set[int]()
+        for value in self._before.values():
+            if isinstance(value, Reference):
+                self.ids.add(value.first_id)
+            elif not isinstance(value, PLAIN):
+                self.ids.add(id(value))
 
     def _take(self, held: Any) -> None:
-        get = partial(saved, copies=self._copies, trains=self.values.trains)
-        self._before = {get(key): get(one) for key, one in _by_key(held).items()}
-        every = (one for pair in self._before.items() for one in pair)
-        self._is_plain = not any(isinstance(one, _SAVED) for one in every)
+        save = partial(saved, copies=self._copies, trains=self.values.trains)
+        self._before = {save(key): save(value) for key, value in _by_key(held).items()}
+        # Plain values are compared by `is` alone, which is several times as fast.
+        self._is_plain = not any(isinstance(part, _SAVED) for part in chain(self._before, self._before.values()))
 
     @property
     def name(self) -> str:
@@ -102,22 +105,36 @@ class Place:
         """Let there have been no value with this name at the start."""
         self._before.pop(name, None)
 
-    def put_back(self, *, at_end: bool = False, create: bool = True) -> bool:
-        """Put the values back. Without `create` leave out freed tensors; return whether all are there."""
-        if at_end:
-            self.left = {}  # the last trial's iterators end, and with them the workers of its data loaders
-            if self._first is not self._before:
-                self._before, self._is_plain = self._first, False
+    def go_back_to_start(self) -> None:
+        """Let the values of the start be those to put back, not those of `restart_from_here`."""
+        if self._before is not self._first:
+            self._before, self._is_plain = self._first, False
+
+    def put_back_alive(self) -> bool:
+        """Put back what can be without a tensor that was freed, and remember what the trial left; return whether all is back."""
         held = self.values.read()
-        if self._is_in(held) or self.values.is_gone:
+        if self._is_back(held):
             return True
-        now, get = _by_key(held), _restored if create else _present
-        pairs = [(get(key), get(one)) for key, one in self._before.items()]
-        before = {key: one for key, one in pairs if key is not MISSING and one is not MISSING}
-        if not self.left and not at_end:
-            self.left = {k: one for k, one in now.items() if isinstance(one, PLAIN) or is_iterator(one)}
+        now = _by_key(held)
+        if not self.left:
+            self.left = {key: value for key, value in now.items() if isinstance(value, PLAIN) or is_iterator(value)}
+        return self._write(now, _present)
+
+    def put_back(self) -> None:
+        """Put the values back, those made anew that were freed."""
+        held = self.values.read()
+        if not self._is_back(held):
+            self._write(_by_key(held), _restored)
+
+    def _write(self, now: dict[Any, Any], get: Callable[[Any], Any]) -> bool:
+        """Write what `get` returns of what was saved; return whether it returned everything."""
+        before = {}
+        for saved_key, saved_value in self._before.items():
+            key, value = get(saved_key), get(saved_value)
+            if key is not MISSING and value is not MISSING:
+                before[key] = value
         self.values.write(before, now)
-        return create or len(before) == len(pairs)
+        return len(before) == len(self._before)
 
     def leave(self) -> bool:
         """Bring back the plain values that the last trial left; return whether there were any."""
@@ -130,54 +147,66 @@ class Place:
     def changes(self) -> dict[str, Any]:
         """Return what differs from the start, by path: the value of the start, or one that was not there."""
         held = self.values.read()
-        if self._is_in(held) or self.values.is_gone:
+        if self._is_back(held):
             return {}
-        now, before = _by_key(held), {_find(key, key): one for key, one in self._before.items()}
+        now, before = _by_key(held), {_find(key, key): value for key, value in self._before.items()}
         changed: dict[str, Any] = {}
         for key in {**before, **now}:
-            if key in now and _refers_to(before.get(key, MISSING), now[key]):
+            is_there = key in now
+            if is_there and _refers_to(before.get(key, MISSING), now[key]):
                 continue
             first = _find(before.get(key), before.get(key))
-            changed[self.values.named(key)] = now[key] if first is None and key in now else first
+            if first is None and is_there:
+                first = now[key]
+            changed[self.values.named(key)] = first
         return changed
 
     def added(self) -> Iterator[tuple[str, Any]]:
         """Yield each value that was not there at the start, with its path, or that of its container."""
         held = self.values.read()
-        if not self._is_in(held):
-            before = {id(_find(one)) for one in self._before.values()}
-            for key, one in _by_key(held).items():
-                if id(one) not in before:
-                    yield self.values.named(key) if self._is_namespace else self.name, one
+        if self._is_in(held):
+            return
+        before = {id(_find(value)) for value in self._before.values()}
+        for key, value in _by_key(held).items():
+            if id(value) not in before:
+                yield self.values.named(key) if self._is_namespace else self.name, value
 
     def plain_values(self) -> object:
         """Return the numbers, texts and lengths among the values; None if they are those of the start."""
         held = self.values.read()
-        return None if self._is_in(held) else [(key, _plain(one)) for key, one in _by_key(held).items()]
+        if self._is_in(held):
+            return None
+        return [(key, _plain(value)) for key, value in _by_key(held).items()]
+
+    def _is_back(self, held: Any) -> bool:
+        """Return whether there is nothing to put back."""
+        return self._is_in(held) or self.values.is_gone
 
     def _is_in(self, held: Any) -> bool:
         before = self._before
         if len(held) != len(before):
             return False
         if isinstance(held, set):
-            return all(_find(one) in held for one in before)
-        same = is_ if self._is_plain else _refers_to
+            return all(_find(value) in held for value in before)
+        refers = is_ if self._is_plain else _refers_to
+        # By `map`, because there are a hundred thousand of these before every trial.
+        has_values = all(map(refers, before.values(), held.values() if isinstance(held, dict) else held))
         if not isinstance(held, dict):
-            return all(map(same, before.values(), held))
-        if all(map(same, before, held)) and all(map(same, before.values(), held.values())):
+            return has_values
+        if has_values and all(map(refers, before, held)):
             return True
         # The order of variables means nothing, and their names may be other objects.
-        return self._is_namespace and all(same(one, held.get(key, MISSING)) for key, one in before.items())
+        return self._is_namespace and all(refers(value, held.get(key, MISSING)) for key, value in before.items())
 
 
 def _by_key(held: Any) -> dict[Any, Any]:
-    if isinstance(held, dict):
-        return dict(held.items())
-    return {one: one for one in held} if isinstance(held, set) else dict(enumerate(held))
+    if isinstance(held, set):
+        return {value: value for value in held}
+    return dict(keyed(held))
 
 
 # What stands in a place for a value that it does not keep alive.
-_SAVED = AnyCopy | GraphTensor | Reference | BoundMethod
+_SAVED = (TensorCopy, WrapperCopy, GraphTensor, Reference, BoundMethod)
 
 
 def _refers_to(before: Any, now: Any) -> bool:
@@ -192,8 +221,8 @@ def _refers_to(before: Any, now: Any) -> bool:
 def _find(before: Any, gone: Any = MISSING) -> Any:
     """Return the value that was saved, or `gone` if it was freed."""
     if isinstance(before, AnyCopy | GraphTensor | Reference):
-        found = before.find()
-        return gone if found is None else found
+        value = before.find()
+        return gone if value is None else value
     return before.restore(_present) if isinstance(before, BoundMethod) else before
 
 
@@ -243,10 +272,11 @@ class OpaquePlace:
 
     def take(self, left_bytes: int) -> int:
         """Copy it if it is small or fits in `left_bytes`; return how many of these are left."""
-        if self._before is not MISSING or self.nbytes > max(SMALL_BYTES, left_bytes):
+        is_small = self.nbytes <= SMALL_BYTES
+        if self._before is not MISSING or not (is_small or self.nbytes <= left_bytes):
             return left_bytes
         self._before = self.read()
-        return left_bytes - (self.nbytes if self.nbytes > SMALL_BYTES else 0)
+        return left_bytes if is_small else left_bytes - self.nbytes
 
     def put_back(self) -> None:
         if self._write is not None and self._before is not MISSING:
@@ -269,7 +299,8 @@ def opaque_place(seen: Seen, names: set[str]) -> OpaquePlace | None:
     def equals(before: Any) -> bool:
         now = _fingerprint(value)
         if now is _UNKNOWN:  # what the user's code uses has been used
-            return not (path.rpartition(".")[2] in names or path.endswith("]"))
+            is_used = path.endswith("]") or path.rpartition(".")[2] in names
+            return not is_used
         return same(now, before)
 
     place = OpaquePlace(path, kind_of(value), lambda: _fingerprint(value), equals=equals)
@@ -299,7 +330,7 @@ def _array_place(array: Any, path: str) -> OpaquePlace | None:
         return None
 
     def equals(before: Any) -> bool:
-        return before is MISSING or _same_array(array, before)
+        return before is MISSING or _same_bytes(array, before)
 
     def write(before: Any) -> None:
         if not equals(before):
@@ -308,13 +339,13 @@ def _array_place(array: Any, path: str) -> OpaquePlace | None:
     return OpaquePlace(path, "an array", array.copy, write, equals=equals, nbytes=array.nbytes)
 
 
-def _same_array(one: Any, other: Any) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _same_bytes(now: Any, before: Any) -> bool:
+    if (now.shape, now.dtype) != (before.shape, before.dtype):
         return False
-    one, other = np.atleast_1d(one), np.atleast_1d(other)
-    rows = max(1, PIECE_BYTES // max(1, one[:1].nbytes))
-    starts = range(0, len(one), rows)
-    return all(one[at : at + rows].tobytes() == other[at : at + rows].tobytes() for at in starts)
+    now, before = np.atleast_1d(now), np.atleast_1d(before)
+    rows = max(1, PIECE_BYTES // max(1, now[:1].nbytes))
+    starts = range(0, len(now), rows)
+    return all(now[at : at + rows].tobytes() == before[at : at + rows].tobytes() for at in starts)
 
 
 def long_place(values: Values) -> OpaquePlace:
@@ -341,7 +372,8 @@ def kind_of(value: Any) -> str:
     if isinstance(value, torch.Tensor | GraphTensor | AnyCopy) or value is MISSING:
         return "a tensor"
     name = type(value).__name__
-    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+    article = "an" if name[:1].lower() in "aeiou" else "a"
+    return f"{article} {name}"
 
 
 def _generator_place(value: Any, path: str) -> OpaquePlace:
@@ -365,14 +397,23 @@ def _fingerprint(value: Any) -> Any:
     if isinstance(value, functools._lru_cache_wrapper):
         return value.cache_info()[1:]  # a full one has further misses
     if isinstance(value, io.IOBase):
-        return None if value.closed or not value.seekable() else value.tell()
-    if hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
-        hides = not is_iterator(value)  # private attributes, such as caches
-        return {name: _plain(one) for name, one in list(vars(value).items()) if not (hides and name.startswith("_"))}
-    if not is_iterator(value):
-        is_short = isinstance(value, array.array | bytearray) and len(value) <= SMALL_BYTES
-        return bytes(value) if is_short else len(value) if isinstance(value, array.array | bytearray) else None
-    if isinstance(value, itertools.count | itertools.repeat):
-        return repr(value)
-    left = operator.length_hint(value, -1)
+        if value.closed or not value.seekable():
+            return None
+        return value.tell()
+    if is_iterator(value):
+        return _position(value)
+    if hasattr(value, "__dict__"):  # without private attributes, such as caches
+        return {name: _plain(part) for name, part in list(vars(value).items()) if not name.startswith("_")}
+    if isinstance(value, array.array | bytearray):
+        return bytes(value) if len(value) <= SMALL_BYTES else len(value)
+    return None
+
+
+def _position(iterator: Any) -> Any:
+    """Return what shows how far an iterator has come; `_UNKNOWN` if nothing does."""
+    if hasattr(iterator, "__dict__"):
+        return {name: _plain(part) for name, part in list(vars(iterator).items())}
+    if isinstance(iterator, itertools.count | itertools.repeat):
+        return repr(iterator)
+    left = operator.length_hint(iterator, -1)
     return _UNKNOWN if left < 0 else left

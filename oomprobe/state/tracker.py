@@ -8,6 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -83,11 +84,11 @@ class Tracker:
         self._names: set[str] = set()  # that the user's functions use
         self._left_entries = MAX_ENTRIES
         self._only_at_end = False  # whether values are put back only at the end
-        named, owners = [(model, "model"), *((one, "") for one in (*preserve, *steps))], list(owners)
+        owners, named = list(owners), [(model, "model"), *((root, "") for root in (*preserve, *steps))]
         self._roots, self._device = [*(root for root, _ in named), *owners], device
         self._find(list(visit(named, owners, without=[device])))
-        self._modes = [(one, one.find().training) for one in self.stateful if issubclass(one.kind, torch.nn.Module)]
-        self._flags = self._read_flags()
+        self._switches = Switches(self.stateful)
+        self._switches.read_flags(self.parameters())
         self.first_weights, self.first_gradients = self.weights(), gradients_of(self.parameters())
         self.take(0)
 
@@ -109,7 +110,7 @@ class Tracker:
         every.clear()
         del seen, values
         every_values = [*tuples, *(place.values for place in self._all_places())]
-        references.let_go(((one.read, one.slot) for one in every_values), partial(saved_item, copies=self.copies))
+        references.let_go(((held.read, held.slot) for held in every_values), partial(saved_item, copies=self.copies))
 
     def _save(self, seen: Seen, places: list[Place]) -> None:
         value = seen.value
@@ -117,8 +118,9 @@ class Tracker:
             self._names |= code_names(value.__code__) | {*value.__code__.co_freevars}
         if seen.kind is Kind.TENSOR:
             self._save_tensor(seen)
+        if isinstance(value, torch.Tensor | tuple):  # the items of a tuple cannot be replaced
             return
-        for values in () if isinstance(value, tuple) else seen.values:
+        for values in seen.values:
             size = 0 if values.when is When.COLD else len(values.read())
             if size <= self._left_entries:
                 self._left_entries -= size
@@ -130,19 +132,24 @@ class Tracker:
         if isinstance(value, torch.optim.Optimizer):
             return
         if is_training_state(seen):
-            self.stateful += filter(None, [self.copies.references.to(value)])
-        elif (one := opaque_place(seen, self._names)) is not None:
-            self.opaque.append(one)
+            reference = self.copies.references.to(value)
+            if reference is not None:
+                self.stateful.append(reference)
+            return
+        place = opaque_place(seen, self._names)
+        if place is not None:
+            self.opaque.append(place)
             if is_source(value):
-                self._sources.append((one, id(value)))
+                self._sources.append((place, id(value)))
 
     def _save_tensor(self, seen: Seen) -> None:
         tensor, path = seen.value, seen.path
         if not has_data(tensor):
             return
-        if is_learnable(tensor):
+        is_leaf = is_learnable(tensor)
+        if is_leaf:
             self._leaves.append(weak(tensor))
-        trains = seen.trains or is_learnable(tensor)
+        trains = seen.trains or is_leaf
         if not can_copy(tensor):
             if trains:
                 self.places.append(Place(seen.values[0], self.copies))
@@ -158,16 +165,17 @@ class Tracker:
 
     def take(self, left_bytes: int) -> None:
         """Copy the arrays and tensors beside the model that are small, and others as far as `left_bytes` goes."""
-        for one in self.opaque:
-            left_bytes = one.take(left_bytes)
+        for place in self.opaque:
+            left_bytes = place.take(left_bytes)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Track an optimizer that is about to step for the first time; it may be deleted after its step."""
         if optimizer in self._optimizers:
             return
-        known, name = {*self.tensors}, type(optimizer).__name__
+        known, attributes = {*self.tensors}, vars(optimizer)
         places = self._optimizers[optimizer] = []
-        roots = [(vars(optimizer)[one], f"{name}.{one}") for one in ("param_groups", "state") if one in vars(optimizer)]
+        names = ("param_groups", "state")
+        roots = [(attributes[name], f"{type(optimizer).__name__}.{name}") for name in names if name in attributes]
         for seen in visit(roots):
             is_gradient = seen.path.endswith(".grad")  # the trial has computed it
             if seen.kind in (Kind.HOLDER, Kind.TENSOR) and not is_gradient:
@@ -184,22 +192,28 @@ class Tracker:
     @property
     def modules(self) -> list[torch.nn.Module]:
         """Modules of the start that are alive."""
-        return [module for reference, _ in self._modes if (module := reference.find()) is not None]
+        return self._switches.modules()
 
-    def parameters(self) -> Iterator[torch.Tensor]:
-        """Yield the parameters of modules and optimizers, and other leaf tensors, each once."""
-        of_modules = (p for module in self.modules for p in module.parameters(recurse=False))
-        of_optimizers = (p for one in self.optimizers for p in parameters_of(one))
-        leaves = (leaf for find in self._leaves if (leaf := find()) is not None)
-        yield from {id(p): p for p in (*of_modules, *of_optimizers, *leaves)}.values()
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters of modules and optimizers, and other leaf tensors, each once."""
+        parameters: list[torch.Tensor] = []
+        for module in self.modules:
+            parameters += module.parameters(recurse=False)
+        for optimizer in self.optimizers:
+            parameters += parameters_of(optimizer)
+        parameters += present(self._leaves)
+        return _each_once(parameters)
 
     def resident_tensors(self) -> list[torch.Tensor]:
         """Return what stays on the device between steps: parameters, buffers, gradients and optimizer state."""
-        parameters = list(self.parameters())
-        buffers = (buffer for module in self.modules for buffer in module.buffers(recurse=False))
-        gradients = (one.grad for one in parameters if one.is_leaf and one.grad is not None)
-        states = (tensor for optimizer in self.optimizers for tensor in state_tensors(optimizer))
-        return list({id(tensor): tensor for tensor in (*parameters, *buffers, *gradients, *states)}.values())
+        tensors = self.parameters()
+        gradients = [grad for _, grad in gradients_among(tensors)]
+        for module in self.modules:
+            tensors += module.buffers(recurse=False)
+        tensors += gradients
+        for optimizer in self.optimizers:
+            tensors += state_tensors(optimizer)
+        return _each_once(tensors)
 
     # --- before and after each trial ---
 
@@ -215,44 +229,36 @@ class Tracker:
 
     def weights(self) -> set[tuple[int, int]]:
         """Return marks of the weights, each of which is new once it was changed in place, other than through its ``data``."""
-        return {(id(one), version_of(one)) for one in self.parameters()}
+        return {(id(parameter), version_of(parameter)) for parameter in self.parameters()}
 
     def restore_modes(self) -> None:
         """Restore every module's train or eval mode, as training does between its phases."""
-        for reference, training in self._modes:
-            if (module := reference.find()) is not None:
-                module.training = training
+        self._switches.restore_modes()
 
     def start_cold(self, release: Callable[[], object] = lambda: None) -> None:
         """Drop what trials have created, `release` its memory, and put back what they have changed or freed."""
         unfinished = self._drop_added()  # a method, so that no variable here holds what is to be released
         release()
-        for place in unfinished:
-            self._put_back(place)
+        _put_back(unfinished)
         for copy in self.tensors:
             if copy.has_bytes and copy.is_replaced and copy.find() is not None:
                 copy.restore()
-        for one in self.opaque:
-            if one.is_restarted and not self._only_at_end:
-                with suppress(Exception):
-                    one.put_back()
+        if not self._only_at_end:
+            _put_back(place for place in self.opaque if place.is_restarted)
         self._let_go_again()
-        for find, requires_grad in self._flags:  # a trial may end while the step has frozen some
-            if (parameter := find()) is not None:
-                if not parameter.is_leaf:  # the step has written to it in place, and recorded that
-                    parameter.detach_()
-                parameter.requires_grad_(requires_grad)
+        self._switches.restore_flags()
 
     def _drop_added(self) -> list[Place]:
         """Put values back as far as they are there; return the places where some were freed."""
         self.find_moves()
-        unfinished = []
-        for place in self._all_places():
-            when = place.values.when
-            goes_back = when is When.COLD or (when is When.EACH_TRIAL and not (place.moves or self._only_at_end))
-            if goes_back and not self._put_back(place, create=False):
-                unfinished.append(place)
-        return unfinished
+        return _put_back_alive(place for place in self._all_places() if self._goes_back(place))
+
+    def _goes_back(self, place: Place) -> bool:
+        """Return whether a place goes back before each trial."""
+        if place.values.when is When.COLD:
+            return True
+        must_stay = place.moves or self._only_at_end
+        return place.values.when is When.EACH_TRIAL and not must_stay
 
     def _let_go_again(self) -> None:
         """Track the optimizers that were made anew, and keep alive nothing that was."""
@@ -261,14 +267,8 @@ class Tracker:
         self.copies.references.let_go_again()
 
     def _all_places(self) -> list[Place]:
-        of_optimizers = (place for places in list(self._optimizers.values()) for place in places)
+        of_optimizers = chain.from_iterable(list(self._optimizers.values()))
         return [*self.places, *self.tensors.values(), *self.late.values(), *of_optimizers]
-
-    def _put_back(self, place: Place, *, create: bool = True, at_end: bool = False) -> bool:
-        try:
-            return place.put_back(create=create, at_end=at_end)
-        except Exception:  # `changes` names what did not come back, also from a lost device
-            return create
 
     def end_trial(self, *, passed: bool) -> None:
         """Take note of what has moved on, and of what `leave` would bring back.
@@ -280,8 +280,10 @@ class Tracker:
             place.left = {}
         self.find_moves()
         if passed and not self.is_exact:
-            self._flags = self._read_flags()
-            containers = {id(one) for optimizer in self.optimizers for one in _containers_of(optimizer)}
+            self._switches.read_flags(self.parameters())
+            containers = set[int]()
+            for optimizer in self.optimizers:
+                containers.update(map(id, _containers_of(optimizer)))
             for place in self._all_places():
                 had_state = id(place.values.holder) in containers and not place.was_empty
                 if place.values.is_registry or had_state:
@@ -289,7 +291,9 @@ class Tracker:
 
     def find_moves(self) -> None:
         """Mark the values beside an iterator or a queue that has moved on, up to the roots: they must agree with it."""
-        _mark_beside(self.places, {source for one, source in self._sources if one.has_changed})
+        moved = [source for place, source in self._sources if place.has_changed]
+        for place in beside_sources(self.places, moved):
+            place.moves = True
 
     def leave(self) -> bool:
         """Bring back the plain values that the last trial left, and put values back only at the end. Return whether there were any."""
@@ -303,66 +307,139 @@ class Tracker:
 
     def plain_values(self) -> object:
         """Return the numbers, texts and lengths that the user's code has changed, and the states of random number generators."""
-        held = [place.plain_values() for place in self.places if place.values.when is not When.COLD]
-        own = [repr(one.read()) for one in self.opaque if one.is_restarted]
-        return held, own, random.getstate(), repr(np.random.get_state())
+        values = [place.plain_values() for place in self.places if place.values.when is not When.COLD]
+        own = [repr(place.read()) for place in self.opaque if place.is_restarted]
+        return values, own, random.getstate(), repr(np.random.get_state())
 
     def counted(self) -> list[object] | None:
         """Return `counted` of all that the step can reach now."""
         return counted(self._roots, without=[self._device]) if self.is_exact else None
-
-    def _read_flags(self) -> list[tuple[Callable[[], torch.Tensor | None], bool]]:
-        """Return which parameters require gradients."""
-        return [(weak(one), one.requires_grad) for one in self.parameters() if one.is_leaf]
 
     # --- at the end ---
 
     def put_back(self) -> None:
         """Put everything back but the bytes of the model and its tensors."""
         places = self._all_places()
-        unfinished = [place for place in places if not self._put_back(place, create=False, at_end=True)]
-        for place in unfinished:
-            self._put_back(place, at_end=True)
+        for place in places:
+            place.go_back_to_start()
+        unfinished = _put_back_alive(places)
+        for place in places:
+            place.left = {}  # the last trial's iterators end, and with them the workers of its data loaders
+        _put_back(unfinished)
         self._let_go_again()
-        for one in self.opaque:
-            with suppress(Exception):
-                one.put_back()
+        _put_back(self.opaque)
 
     def differences(self, loaded: set[Reference]) -> list[str]:
         """Return the paths of what of the training state differs, but for attributes of `loaded` objects."""
-        places = (one for one in self._all_places() if one.values.trains and one.values.owner not in loaded)
-        return [path for place in places for path in place.changes()]
+        paths: list[str] = []
+        for place in self._all_places():
+            if place.values.trains and place.values.owner not in loaded:
+                paths += place.changes()
+        return paths
 
     def changes(self) -> list[str]:
         """Return what of the user's differs from the start, each with its kind, such as ``"trainer.it (an iterator)"``."""
-        found: dict[str, Any] = {}
-        for one in self.opaque:
-            found |= one.changes()
+        changed: dict[str, Any] = {}
+        for opaque in self.opaque:
+            changed |= opaque.changes()
         for place in self.places:
-            found |= {} if place.values.trains else place.changes()
-        named = {path: kind_of(value) for path, value in found.items()}
-        return [f"{path} ({kind})" for path, kind in named.items()]
+            if not place.values.trains:
+                changed |= place.changes()
+        return [f"{path} ({kind_of(value)})" for path, value in changed.items()]
 
 
-def _mark_beside(places: list[Place], moved: set[int]) -> None:
-    """Mark the places that hold one of the objects with these ids, and those that hold a place that is marked."""
-    todo = places if moved else []
-    while marked := [place for place in todo if not place.ids.isdisjoint(moved)]:
-        for place in marked:
-            place.moves = True
-            moved.add(id(place) if place.values.owner is None else place.values.owner.first_id)
-        todo = [place for place in todo if not place.moves]
-    beside = set[int]().union(*(place.ids for place in places if place.moves))
+class Switches:
+    """The modes of modules, and which parameters require gradients."""
+
+    def __init__(self, stateful: Iterable[Reference]) -> None:
+        modules = [reference for reference in stateful if issubclass(reference.kind, torch.nn.Module)]
+        self._modes = [(reference, reference.find().training) for reference in modules]
+        self._flags: list[tuple[Callable[[], torch.Tensor | None], bool]] = []
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Return the modules that are alive."""
+        return present(reference.find for reference, _ in self._modes)
+
+    def read_flags(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Save which parameters require gradients."""
+        self._flags = [(weak(leaf), leaf.requires_grad) for leaf in parameters if leaf.is_leaf]
+
+    def restore_modes(self) -> None:
+        for reference, training in self._modes:
+            module = reference.find()
+            if module is not None:
+                module.training = training
+
+    def restore_flags(self) -> None:
+        """Let parameters require gradients as saved: a trial may end while the step has frozen some."""
+        for find, requires_grad in self._flags:
+            parameter = find()
+            if parameter is None:
+                continue
+            if not parameter.is_leaf:  # the step has written to it in place, and recorded that
+                parameter.detach_()
+            parameter.requires_grad_(requires_grad)
+
+
+def _put_back_alive(places: Iterable[Place]) -> list[Place]:
+    """Put back what is alive; return the places where something was freed, or that could not be read or written."""
+    unfinished = []
     for place in places:
+        try:
+            is_back = place.put_back_alive()
+        except Exception:
+            is_back = False
+        if not is_back:
+            unfinished.append(place)
+    return unfinished
+
+
+def _put_back(places: Iterable[Place | OpaquePlace]) -> None:
+    for place in places:
+        with suppress(Exception):  # `changes` names what did not come back, also from a lost device
+            place.put_back()
+
+
+def beside_sources(places: Iterable[Place], moved: Iterable[int]) -> set[Place]:
+    """Return the places that must agree with sources of data that have moved on, which are given by their ids.
+
+    A counter must agree with the iterator beside it, and with one in an object beside it. So follow what holds each source
+    outwards, up to the roots, and from there the containers inwards.
+    """
+    holders, containers = defaultdict[int, list[Place]](list), defaultdict[int, list[Place]](list)
+    outwards, beside = list(moved), set[Place]()
+    if not outwards:
+        return beside
+    for place in places:
+        for value in place.ids:
+            holders[value].append(place)
         owner = place.values.owner
         if owner is not None and issubclass(owner.kind, dict | list | set | deque):
-            place.moves |= owner.first_id in beside
+            containers[owner.first_id].append(place)
+    while outwards:
+        for place in holders.pop(outwards.pop(), ()):
+            beside.add(place)
+            if place.values.owner is not None:
+                outwards.append(place.values.owner.first_id)
+    inwards = list(beside)
+    while inwards:
+        for value in inwards.pop().ids:
+            for place in containers.pop(value, ()):
+                beside.add(place)
+                inwards.append(place)
+    return beside
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> set[tuple[int, int, int]]:
     """Return marks of the gradients that parameters have, each of which is new once it was computed again."""
-    found = ((one, one.grad) for one in parameters if one.is_leaf)
-    return {(id(one), id(grad), version_of(grad)) for one, grad in found if grad is not None}
+    return {(id(leaf), id(grad), version_of(grad)) for leaf, grad in gradients_among(parameters)}
+
+
+def gradients_among(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the leaves that have a gradient, with it."""
+    for tensor in tensors:
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor, tensor.grad
 
 
 def largest_added(tracker: Tracker, least_bytes: int) -> list[str]:
@@ -370,16 +447,28 @@ def largest_added(tracker: Tracker, least_bytes: int) -> list[str]:
 
     Gradients and optimizer state are not among it, since every step of training makes them.
     """
-    kept = [one for one in tracker.places if one.values.when is not When.COLD]
-    added = (pair for place in (*tracker.tensors.values(), *kept) for pair in place.added())
-    found: dict[str, dict[int, int]] = defaultdict(dict)
-    for path, value in added:
-        if not path.endswith(".grad"):
-            storages = (tensor.untyped_storage() for tensor in tensors_in(value) if can_copy(tensor))
-            found[path] |= {one._cdata: one.nbytes() for one in storages}
-    sizes = {path: sum(storages.values()) for path, storages in found.items()}
-    largest = sorted(sizes, key=lambda path: -sizes[path])[:3]
+    beside = [place for place in tracker.places if place.values.when is not When.COLD]
+    storages: dict[str, dict[int, int]] = defaultdict(dict)  # by path: the bytes of each
+    for place in (*tracker.tensors.values(), *beside):
+        for path, value in place.added():
+            if path.endswith(".grad"):
+                continue
+            for tensor in tensors_in(value):
+                if can_copy(tensor):
+                    storage = tensor.untyped_storage()
+                    storages[path][storage._cdata] = storage.nbytes()
+    sizes = {path: sum(of_path.values()) for path, of_path in storages.items()}
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
     return [f"{path} ({format_bytes(sizes[path])})" for path in largest if sizes[path] >= least_bytes]
+
+
+def present(finders: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Return what is still there."""
+    return [value for find in finders if (value := find()) is not None]
+
+
+def _each_once(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _containers_of(optimizer: torch.optim.Optimizer) -> list[object]:
