@@ -14,7 +14,7 @@ _ATOMS = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torc
 _default_eq: Any = object.__eq__  # inherited by classes that define no comparison
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Return whether two values are equal, including what is inside containers, tensors and objects, NaN bits too.
 
     Values that cannot be compared (a lock, a file, a generator) count as equal.
@@ -24,51 +24,59 @@ def same(one: Any, other: Any) -> bool:
         (True, False)
     """
     try:
-        return _same(one, other)
+        return _same(first, second)
     except RecursionError:  # a container that contains itself
         return True
 
 
-def _same(one: Any, other: Any) -> bool:
-    kind: Any = type(one)
-    if one is other:
+def _same(first: Any, second: Any) -> bool:
+    if first is second:
         return True
-    if kind is not type(other) or isinstance(one, _ATOMS):  # atoms are equal only if identical
+    if type(first) is not type(second) or isinstance(first, _ATOMS):  # atoms are equal only if identical
         return False
-    if isinstance(one, torch.Tensor):
-        return same_tensors(one, other)
-    if isinstance(one, float | complex | np.generic | np.ndarray):
-        mine, theirs = np.asarray(one), np.asarray(other)
-        if mine.dtype.hasobject:  # the bytes are addresses
-            return _same(mine.tolist(), theirs.tolist())
-        return (mine.dtype, mine.shape, mine.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
-    if isinstance(one, set | frozenset):
-        return bool(one == other)
-    if isinstance(one, dict) and one.keys() == other.keys():
-        return all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, dict):
-        return _same([*one.items()], [*other.items()])
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(_same(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(first, torch.Tensor):
+        return same_tensors(first, second)
+    if isinstance(first, float | complex | np.generic | np.ndarray):
+        return _same_bits(np.asarray(first), np.asarray(second))
+    if isinstance(first, set | frozenset):
+        return bool(first == second)
+    if isinstance(first, dict):
+        if first.keys() == second.keys():
+            return all(_same(value, second[key]) for key, value in first.items())
+        return _same([*first.items()], [*second.items()])  # equal keys may not be found: NaN, tensors
+    if isinstance(first, list | tuple | deque):
+        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+    return _same_objects(first, second)
+
+
+def _same_bits(first: Any, second: Any) -> bool:
+    if first.dtype.hasobject:  # the bytes are addresses
+        return _same(first.tolist(), second.tolist())
+    return (first.dtype, first.shape, first.tobytes()) == (second.dtype, second.shape, second.tobytes())
+
+
+def _same_objects(first: Any, second: Any) -> bool:
     try:
-        if one == other:
+        if first == second:
             return True
-        is_comparable = kind.__eq__ is not _default_eq
+        is_comparable = type(first).__eq__ is not _default_eq
     except Exception:  # the comparison returns no truth value
         is_comparable = False
-    return _same(vars(one), vars(other)) if hasattr(one, "__dict__") else not is_comparable
+    if hasattr(first, "__dict__"):
+        return _same(vars(first), vars(second))
+    return not is_comparable
 
 
-def same_tensors(one: Any, other: Any) -> bool:
+def same_tensors(first: Any, second: Any) -> bool:
     """Return whether two tensors have the same dtype, shape, layout and bits."""
-    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+    if (first.dtype, first.shape, first.layout) != (second.dtype, second.shape, second.layout):
         return False
-    if one.device.type == "meta" or other.device.type == "meta":
-        return bool(one.device == other.device)
-    if is_traceable_wrapper_subclass(one):
-        others = inner_tensors(other)
-        return all(same_tensors(part, others[name]) for name, part in inner_tensors(one).items())
-    return torch.equal(_bits(one), _bits(other))
+    if "meta" in (first.device.type, second.device.type):
+        return bool(first.device == second.device)
+    if is_traceable_wrapper_subclass(first):
+        parts = inner_tensors(second)
+        return all(same_tensors(part, parts[name]) for name, part in inner_tensors(first).items())
+    return torch.equal(_bits(first), _bits(second))
 
 
 def inner_tensors(wrapper: Any) -> dict[str, torch.Tensor]:

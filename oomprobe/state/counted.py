@@ -17,7 +17,7 @@ import threading
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ SMALL_BYTES = 2**12  # tensors and arrays up to this size are counted with, larg
 MOST_VALUES = 200_000  # reading them takes about 0.2 s
 _SOURCES = (io.IOBase, queue.Queue, queue.SimpleQueue)
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults")
+_OF_CLASSES = ("__dict__", "__weakref__", "_abc_")  # what Python keeps in a class
 _CODE = (
     types.FunctionType, types.MethodType, types.CellType, type, functools.partial, property, staticmethod, classmethod,
     functools.cached_property,
@@ -65,68 +66,74 @@ def counted(roots: Iterable[object], *, without: Iterable[object] = ()) -> list[
         >>> counted([numbers]) == before, counted([iter([1])])
         (False, None)
     """
-    found: list[object] = [random.getstate(), repr(np.random.get_state())]
+    counts: list[object] = [random.getstate(), repr(np.random.get_state())]
     met = {id(value): value for value in without}  # kept alive, so that no other object gets their ids
     todo = deque(roots)
     while todo:
         value = todo.popleft()
         if isinstance(value, PLAIN):
-            found.append(value)
+            counts.append(value)
         elif id(value) not in met:
             met[id(value)] = value
-            found.append(type(value))
+            counts.append(type(value))
             try:
-                todo.extend(_inside(value, found))
+                todo.extend(_inside(value, counts))
             except _HiddenError:
                 return None
-        if len(found) > MOST_VALUES:
+        if len(counts) > MOST_VALUES:
             return None
-    return found
+    return counts
 
 
-def _inside(value: Any, found: list[object]) -> Iterable[Any]:
-    """Add what a value counts with to `found`, and return what it holds."""
-    if isinstance(value, torch.Tensor):
-        return _in_tensor(value, found)
-    if isinstance(value, torch.nn.Module):
-        return _in_module(value, found)
+def _inside(value: Any, counts: list[object]) -> Iterable[Any]:
+    """Add what a value counts with to `counts`, and return what it holds."""
     if hasattr(type(value), "__next__") or (isinstance(value, _SOURCES) and not _is_written(value)):
         raise _HiddenError
-    if isinstance(value, dict):
-        return [part for pair in dict.items(value) for part in pair] + _attributes(value)
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        found.append(len(value))
-        return [*value, *_attributes(value)]
-    if isinstance(value, np.ndarray | np.generic):
-        return _in_array(value, found)
-    if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
-        found.append(_state_of(value))
-        return ()
-    if isinstance(value, array.array | bytearray):
-        found += [len(value), bytes(value[:SMALL_BYTES])]
-        return ()
-    if isinstance(value, functools._lru_cache_wrapper):
-        found += value.cache_info()[1:]  # hits say nothing
-        return (value.__wrapped__,)
-    if isinstance(value, torch.optim.Optimizer):
-        return _in_optimizer(value)
-    if isinstance(value, _CODE):
-        return _in_code(value)
+    for kinds, look_into in _LOOKS:
+        if isinstance(value, kinds):
+            return look_into(value, counts)
     return _in_object(value)
 
 
-def _in_code(value: Any) -> Iterable[Any]:
+def _in_dict(value: Any, counts: list[object]) -> Iterable[Any]:
+    return [part for pair in dict.items(value) for part in pair] + _attributes(value)
+
+
+def _in_items(value: Any, counts: list[object]) -> Iterable[Any]:
+    counts.append(len(value))
+    return [*value, *_attributes(value)]
+
+
+def _in_generator(value: Any, counts: list[object]) -> Iterable[Any]:
+    counts.append(_state_of(value))
+    return ()
+
+
+def _in_bytes(value: Any, counts: list[object]) -> Iterable[Any]:
+    counts += [len(value), bytes(value[:SMALL_BYTES])]
+    return ()
+
+
+def _in_cache(value: Any, counts: list[object]) -> Iterable[Any]:
+    counts += value.cache_info()[1:]  # hits say nothing
+    return (value.__wrapped__,)
+
+
+def _in_code(value: Any, counts: list[object]) -> Iterable[Any]:
     if isinstance(value, types.CellType):
         return contents({"": value}).values()
     if isinstance(value, types.FunctionType):
         return _in_function(value)
     if isinstance(value, type):
-        return (*value.__bases__, *_variables(value)) if is_users_code(value.__module__) else ()
+        if not is_users_code(value.__module__):
+            return ()
+        variables = [part for name, part in vars(value).items() if not name.startswith(_OF_CLASSES)]
+        return (*value.__bases__, *variables)
     names = ("func", "args", "keywords", "__self__", "__func__", "fget", "fset")  # of what stands around code
     return [getattr(value, name) for name in names if hasattr(value, name)]
 
 
-def _in_optimizer(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
+def _in_optimizer(optimizer: torch.optim.Optimizer, counts: list[object]) -> Iterable[Any]:
     """Return what an optimizer that is not torch's own holds; its state counts steps, which decides nothing about memory."""
     if _package(optimizer) in _STILL:
         return ()
@@ -157,11 +164,6 @@ def _attributes(value: Any) -> list[Any]:
     return [*slots, *getattr(value, "__dict__", {}).items()]
 
 
-def _variables(kind: type) -> list[Any]:
-    """Return what a class holds, without what Python keeps there."""
-    return [value for name, value in vars(kind).items() if not name.startswith(("__dict__", "__weakref__", "_abc_"))]
-
-
 def _in_function(function: types.FunctionType) -> Iterable[Any]:
     if _package(function) in _STILL:
         return
@@ -174,23 +176,23 @@ def _named(variables: dict[str, Any], names: set[str], met: set[int]) -> Iterabl
     """Yield the variables with these names, of this module and of the modules among them."""
     for name in names & variables.keys():
         value = variables[name]
-        if isinstance(value, types.ModuleType) and id(value) not in met:
+        if not isinstance(value, types.ModuleType):
+            yield value
+        elif id(value) not in met:
             met.add(id(value))
             yield from _named(vars(value), names, met)
-        elif not isinstance(value, types.ModuleType):
-            yield value
 
 
-def _in_module(module: torch.nn.Module, found: list[object]) -> Iterable[Any]:
-    is_torchs = (
-        _package(module) == "torch"
-    )  # the buffers of batch norms count calls, which decides nothing about memory
+def _in_module(module: torch.nn.Module, counts: list[object]) -> Iterable[Any]:
+    is_torchs = _package(module) == "torch"
     for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None:
-            gradient = tensor.grad if tensor.is_leaf else None
-            found += [addresses_of(tensor), gradient is not None and addresses_of(gradient)]
-            found.append(None if is_torchs else _small_on_host(tensor))
-            yield from vars(tensor).items()
+        if tensor is None:
+            continue
+        gradient = tensor.grad if tensor.is_leaf else None
+        counts += [addresses_of(tensor), None if gradient is None else addresses_of(gradient)]
+        if not is_torchs:  # the buffers of batch norms count calls, which decides nothing about memory
+            counts.append(_small_on_host(tensor))
+        yield from vars(tensor).items()
     yield from module._modules.values()
     if not type(module).__module__.startswith(PARALLEL):  # their attributes belong to C++ objects
         yield type(module)
@@ -199,11 +201,11 @@ def _in_module(module: torch.nn.Module, found: list[object]) -> Iterable[Any]:
                 yield value
 
 
-def _in_tensor(tensor: torch.Tensor, found: list[object]) -> Iterable[Any]:
+def _in_tensor(tensor: torch.Tensor, counts: list[object]) -> Iterable[Any]:
     if can_copy(tensor):
-        found.append(addresses_of(tensor))
+        counts.append(addresses_of(tensor))
         if not is_learnable(tensor):
-            found += [tensor.shape, version_of(tensor), _small_on_host(tensor)]
+            counts += [tensor.shape, version_of(tensor), _small_on_host(tensor)]
     return list(vars(tensor).values())
 
 
@@ -216,12 +218,31 @@ def _small_on_host(tensor: torch.Tensor) -> object:
     return repr(tensor.detach().tolist())
 
 
-def _in_array(value: Any, found: list[object]) -> Iterable[Any]:
-    found += [value.shape, value.tobytes() if value.nbytes <= SMALL_BYTES else None]
+def _in_array(value: Any, counts: list[object]) -> Iterable[Any]:
+    counts.append(value.shape)
+    if value.nbytes <= SMALL_BYTES:
+        counts.append(value.tobytes())
     return value.ravel().tolist() if value.dtype.hasobject else ()
 
 
 def _state_of(generator: Any) -> str:
     if isinstance(generator, random.Random):
         return repr(generator.getstate())
-    return repr(generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state())
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    return repr(generator.get_state())
+
+
+# How to look into a value of each kind, by the first that fits: an object of the user's may be of several.
+_LOOKS: tuple[tuple[Any, Callable[[Any, list[object]], Iterable[Any]]], ...] = (
+    (torch.Tensor, _in_tensor),
+    (torch.nn.Module, _in_module),
+    (dict, _in_dict),
+    ((list, tuple, set, frozenset, deque), _in_items),
+    ((np.ndarray, np.generic), _in_array),
+    ((random.Random, np.random.Generator, np.random.RandomState), _in_generator),
+    ((array.array, bytearray), _in_bytes),
+    (functools._lru_cache_wrapper, _in_cache),
+    (torch.optim.Optimizer, _in_optimizer),
+    (_CODE, _in_code),
+)

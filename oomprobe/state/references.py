@@ -7,6 +7,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -54,9 +55,9 @@ def hooks_of(module: torch.nn.Module) -> dict[str, Any]:
     return {name: attributes[name] for name in HOOKS if name in attributes}
 
 
-def keyed(held: Any) -> Iterable[tuple[Any, Any]]:
+def keyed(container: Any) -> Iterable[tuple[Any, Any]]:
     """Return what a container holds, with the key or position of each."""
-    return held.items() if isinstance(held, dict) else enumerate(held)
+    return container.items() if isinstance(container, dict) else enumerate(container)
 
 
 def weak(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
@@ -152,15 +153,14 @@ class Reference:
 
     def _find_where_held(self) -> Any:
         for read, key in self._held_by:
-            held = read()
-            candidates = held.values() if isinstance(held, dict) else held
-            if isinstance(held, dict) and key in held:
-                candidates = [held[key]]
-            elif isinstance(held, list) and key < len(held):
-                candidates = chain([held[key]], held)  # unless it has moved, it is the first
-            for candidate in candidates:
-                if self.refers_to(candidate):
-                    return candidate
+            values = read()
+            if isinstance(values, dict):
+                values = [values[key]] if key in values else values.values()
+            elif isinstance(values, list) and key < len(values):
+                values = chain([values[key]], values)  # unless it has moved, it is the first
+            for value in values:
+                if self.refers_to(value):
+                    return value
         return None
 
     def refers_to(self, value: Any) -> bool:
@@ -224,16 +224,12 @@ class BoundMethod:
 def _weak_cells(value: object) -> Iterator[types.CellType]:
     """Yield where functions among an object's attributes refer to it weakly, as torch's schedules make an optimizer's ``step``."""
     for function in getattr(value, "__dict__", {}).values():
-        cells = function.__closure__ if isinstance(function, types.FunctionType) else None
-        yield from (cell for cell in cells or () if _is_weak_reference(cell, value))
-
-
-def _is_weak_reference(cell: types.CellType, value: object) -> bool:
-    try:
-        held = cell.cell_contents
-    except ValueError:  # it is empty
-        return False
-    return isinstance(held, weakref.ref) and held() is value
+        if isinstance(function, types.FunctionType):
+            for cell in function.__closure__ or ():
+                with suppress(ValueError):  # it is empty
+                    reference = cell.cell_contents
+                    if isinstance(reference, weakref.ref) and reference() is value:
+                        yield cell
 
 
 class References:
@@ -248,25 +244,27 @@ class References:
     def to(self, value: object) -> Reference | None:
         """Return the reference to an object; None if it has none."""
         known = self._by_id.get(id(value))
-        return known if known is not None and known.find() is value else None
+        if known is None or known.find() is not value:
+            return None
+        return known
 
     def alive(self, kind: type) -> Iterator[Any]:
         """Yield the objects of a class that are there."""
         for reference in self._by_id.values():
-            if issubclass(reference.kind, kind) and (value := reference.find()) is not None:
+            value = reference.find() if issubclass(reference.kind, kind) else None
+            if value is not None:
                 yield value
 
     def let_go(self, holders: Iterable[Holder], save: Callable[[Any], Any]) -> None:
         """Keep nothing alive any more that a step may let go of; `holders` are all from which it can be taken and put back."""
         noted = set[object]()
         for read, slot in holders:
-            held = read()
-            for key, value in keyed(held):
+            for key, value in keyed(read()):
                 reference = self.to(value)
                 if reference is not None and slot(key) not in noted:  # several functions may use one variable
                     noted.add(slot(key))
                     reference.held_by(read, key)
-        value = held = None
+        value = None
         for reference in self._by_id.values():
             reference.let_go(save)
 

@@ -57,7 +57,9 @@ class StorageCopy:
         accelerator always write, because reading costs as much.
         """
         storage = self.find()
-        if storage is None or not self.is_taken or (self.device.type == "cpu" and self._is_in(storage)):
+        if storage is None or not self.is_taken:
+            return
+        if self.device.type == "cpu" and self._is_in(storage):
             return
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
@@ -71,16 +73,23 @@ class StorageCopy:
     def is_intact(self, has_same_version: bool) -> bool:
         """Return whether the bytes are as saved; those that were not copied are judged by the tensor's version."""
         storage = self.find()
-        return storage is None or (self._is_in(storage) if self.is_taken else has_same_version and not self.is_lost)
+        if storage is None:
+            return True
+        if self.is_taken:
+            return self._is_in(storage)
+        return has_same_version and not self.is_lost
 
     def find_or_create(self) -> torch.UntypedStorage:
         """Return the storage, or a new one with the saved bytes if it was freed."""
         storage = self.find()
-        if storage is None:
-            self.is_lost = not self.is_taken
-            saved = self.bytes if self.is_taken else torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
-            storage = saved.to(self.device, copy=True).untyped_storage()
-            self.find = weakref.ref(storage)
+        if storage is not None:
+            return storage
+        saved = self.bytes
+        if not self.is_taken:
+            self.is_lost = True
+            saved = torch.zeros(self.nbytes, dtype=torch.uint8, device=self.device)
+        storage = saved.to(self.device, copy=True).untyped_storage()
+        self.find = weakref.ref(storage)
         return storage
 
     def _is_in(self, storage: torch.UntypedStorage) -> bool:
@@ -89,8 +98,9 @@ class StorageCopy:
         now, end = _as_bytes(storage), self.nbytes - self.nbytes % 8
         # Words compare seven times as fast as bytes; pieces avoid a copy of the whole storage on the host.
         words, before = (whole[:end].view(torch.int64).split(PIECE_WORDS) for whole in (now, self.bytes))  # type: ignore[no-untyped-call]
-        pieces = zip(words, before, strict=True)
-        return torch.equal(now[end:].cpu(), self.bytes[end:]) and all(torch.equal(a.cpu(), b) for a, b in pieces)
+        if not torch.equal(now[end:].cpu(), self.bytes[end:]):
+            return False
+        return all(torch.equal(piece.cpu(), saved) for piece, saved in zip(words, before, strict=True))
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -185,7 +195,9 @@ class WrapperCopy:
     clone = restore
 
     def differs(self, now: object) -> bool:
-        return now is not self.find() or any(part.differs(getattr(now, name)) for name, part in self._parts.items())
+        if now is not self.find():
+            return True
+        return any(part.differs(getattr(now, name)) for name, part in self._parts.items())
 
     def on_host(self) -> torch.Tensor:
         """Return the tensor itself: the bytes of those inside come back in place."""
@@ -249,14 +261,15 @@ class HostCopies:
     def keep(self, tensor: Any) -> AnyCopy:
         """Register a tensor; `take` copies its bytes."""
         copy = self._tensors.get(id(tensor))
-        if copy is None or copy.find() is not tensor:
-            if is_traceable_wrapper_subclass(tensor):
-                copy = WrapperCopy(tensor, {name: self.keep(part) for name, part in inner_tensors(tensor).items()})
-            elif can_copy(tensor):
-                copy = TensorCopy(tensor, self._storage(tensor.untyped_storage()))
-            else:
-                raise InvalidArgumentError(NO_COPY.format(name="a tensor", kind=kind_of_storage(tensor)))
-            self._tensors[id(tensor)] = copy
+        if copy is not None and copy.find() is tensor:
+            return copy
+        if is_traceable_wrapper_subclass(tensor):
+            copy = WrapperCopy(tensor, {name: self.keep(part) for name, part in inner_tensors(tensor).items()})
+        elif can_copy(tensor):
+            copy = TensorCopy(tensor, self._storage(tensor.untyped_storage()))
+        else:
+            raise InvalidArgumentError(NO_COPY.format(name="a tensor", kind=kind_of_storage(tensor)))
+        self._tensors[id(tensor)] = copy
         return copy
 
     def _storage(self, storage: torch.UntypedStorage) -> StorageCopy:
@@ -268,10 +281,15 @@ class HostCopies:
 
     def take(self, copies: Iterable[AnyCopy]) -> None:
         """Copy the bytes of these tensors; raise UnreliableError if they do not fit in host memory."""
-        found = {id(one.storage): one.storage for copy in copies for one in _plain_parts(copy)}.values()
-        alive = [(one, storage) for one in found if not one.is_taken and (storage := one.find()) is not None]
-        to_take = [(one, storage) for one, storage in alive if not one.take_zeros(storage)]
-        needed_bytes = sum(one.nbytes for one, _ in to_take)
+        to_take: dict[StorageCopy, torch.UntypedStorage] = {}
+        for copy in copies:
+            for part in _plain_parts(copy):
+                storage = part.storage.find()
+                if storage is None or part.has_bytes or part.storage in to_take:
+                    continue
+                if not part.storage.take_zeros(storage):
+                    to_take[part.storage] = storage
+        needed_bytes = sum(storage_copy.nbytes for storage_copy in to_take)
         free_bytes = linux.free_bytes()
         if free_bytes is not None and needed_bytes > HOST_SHARE * free_bytes:
             raise UnreliableError(
@@ -279,14 +297,14 @@ class HostCopies:
                 f"{format_bytes(free_bytes)} is free: nothing was run. Free host memory, or probe a target that each "
                 "trial can build again (oomprobe run path/to/train.py:build)"
             )
-        for one, storage in to_take:
-            one.take(storage)
+        for storage_copy, storage in to_take.items():
+            storage_copy.take(storage)
 
 
 def _plain_parts(copy: AnyCopy) -> list[TensorCopy]:
-    if isinstance(copy, WrapperCopy):
-        return [one for part in copy.parts for one in _plain_parts(part)]
-    return [copy] if isinstance(copy, TensorCopy) else []
+    if isinstance(copy, TensorCopy):
+        return [copy]
+    return [part for wrapped in copy.parts for part in _plain_parts(wrapped)]
 
 
 def write_back(copies: Iterable[AnyCopy]) -> None:
@@ -294,15 +312,16 @@ def write_back(copies: Iterable[AnyCopy]) -> None:
     for copy in copies:
         if not copy.is_replaced:
             copy.restore()
-            for one in _plain_parts(copy):
-                one.storage.write()
+            for part in _plain_parts(copy):
+                part.storage.write()
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors with data in a value and its containers."""
-    if isinstance(value, torch.Tensor):
-        if has_data(value):
-            yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
             yield from tensors_in(part)
+    elif isinstance(value, torch.Tensor) and has_data(value):
+        yield value
