@@ -9,7 +9,6 @@ import itertools
 import operator
 import random
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -21,7 +20,7 @@ import torch
 
 from oomprobe.state.compare import same
 from oomprobe.state.references import MISSING, BoundMethod, Reference, keyed
-from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, WrapperCopy, can_copy, version_of
+from oomprobe.state.tensors import AnyCopy, GraphTensor, HostCopies, TensorCopy, WrapperCopy, can_copy, version_of
 from oomprobe.state.values import PLAIN, Values
 from oomprobe.state.walk import Kind, Seen, module_of
 
@@ -30,13 +29,6 @@ COPIED_BYTES = 2**30  # of larger ones outside the model, in all; of the others 
 MAX_ENTRIES = 100_000  # in all containers together: comparing them takes 3 ms; of others only the length is compared
 PIECE_BYTES = 2**24
 _UNKNOWN = object()  # the fingerprint of an object that does not show whether it has changed
-
-
-class GraphTensor:
-    """A tensor that is not copied: it has a graph, no data or no plain storage. To keep it alive would keep a step's memory."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.find = weakref.ref(tensor)
 
 
 def saved(value: Any, *, copies: HostCopies, trains: bool) -> Any:
@@ -117,7 +109,9 @@ class Place:
             return True
         now = _by_key(held)
         if not self.left:
-            self.left = {key: value for key, value in now.items() if isinstance(value, PLAIN) or is_iterator(value)}
+            for key, value in now.items():
+                if isinstance(value, PLAIN) or is_iterator(value):
+                    self.left[key] = value
         return self._write(now, _present)
 
     def put_back(self) -> None:
@@ -211,31 +205,33 @@ _SAVED = (TensorCopy, WrapperCopy, GraphTensor, Reference, BoundMethod)
 
 def _refers_to(before: Any, now: Any) -> bool:
     """Return whether a value is the one that was saved."""
-    if isinstance(before, Reference | BoundMethod):
+    if isinstance(before, _SAVED):
         return before.refers_to(now)
-    if isinstance(before, AnyCopy | GraphTensor):
-        return now is not None and before.find() is now
     return before is now
 
 
 def _find(before: Any, gone: Any = MISSING) -> Any:
     """Return the value that was saved, or `gone` if it was freed."""
-    if isinstance(before, AnyCopy | GraphTensor | Reference):
-        value = before.find()
-        return gone if value is None else value
-    return before.restore(_present) if isinstance(before, BoundMethod) else before
+    if not isinstance(before, _SAVED):
+        return before
+    value = before.find()
+    return gone if value is None else value
 
 
 def _present(before: Any) -> Any:
     """Return the value that was saved, made anew unless that takes a tensor that was freed: then `MISSING`."""
-    return before.restore(_present) if isinstance(before, Reference | BoundMethod) else _find(before)
+    if isinstance(before, Reference | BoundMethod):
+        return before.restore(_present)
+    return _find(before)
 
 
 def _restored(before: Any) -> Any:
     """Return the value that was saved, made anew if it was freed."""
     if isinstance(before, Reference | BoundMethod):
         return before.restore(_restored)
-    return before.restore() if isinstance(before, AnyCopy) else _find(before)
+    if isinstance(before, AnyCopy):
+        return before.restore()
+    return _find(before)
 
 
 class OpaquePlace:
@@ -272,11 +268,11 @@ class OpaquePlace:
 
     def take(self, left_bytes: int) -> int:
         """Copy it if it is small or fits in `left_bytes`; return how many of these are left."""
-        is_small = self.nbytes <= SMALL_BYTES
-        if self._before is not MISSING or not (is_small or self.nbytes <= left_bytes):
+        taken_bytes = 0 if self.nbytes <= SMALL_BYTES else self.nbytes
+        if self._before is not MISSING or taken_bytes > left_bytes:
             return left_bytes
         self._before = self.read()
-        return left_bytes if is_small else left_bytes - self.nbytes
+        return left_bytes - taken_bytes
 
     def put_back(self) -> None:
         if self._write is not None and self._before is not MISSING:

@@ -216,9 +216,15 @@ class BoundMethod:
         is_method = isinstance(value, types.MethodType) and value.__func__ is self._function
         return is_method and self._owner.refers_to(value.__self__)
 
+    def find(self) -> types.MethodType | None:
+        """Return the method; None if its object is gone."""
+        owner = self._owner.find()
+        return None if owner is None else types.MethodType(self._function, owner)
+
     def restore(self, get: Callable[[Any], Any]) -> Any:
-        """Return the method; of an object that is gone, it is that of the object made anew."""
-        return types.MethodType(self._function, self._owner.restore(get))
+        """Return the method; of an object that is gone, it is that of the object made anew, or `MISSING` if that is."""
+        owner = self._owner.restore(get)
+        return MISSING if owner is MISSING else types.MethodType(self._function, owner)
 
 
 def _weak_cells(value: object) -> Iterator[types.CellType]:

@@ -67,8 +67,7 @@ class StorageCopy:
 
     def compare(self) -> None:
         """Set `changed`, once for all the tensors that share the storage."""
-        storage = self.find()
-        self.changed = storage is not None and self.is_taken and not self._is_in(storage)
+        self.changed = self.is_taken and not self.is_intact(has_same_version=True)
 
     def is_intact(self, has_same_version: bool) -> bool:
         """Return whether the bytes are as saved; those that were not copied are judged by the tensor's version."""
@@ -146,6 +145,10 @@ class TensorCopy:
             tensor.requires_grad_(self._requires_grad)
         return tensor
 
+    def refers_to(self, value: object) -> bool:
+        """Return whether a value is the tensor."""
+        return value is not None and self.find() is value
+
     def differs(self, now: object) -> bool:
         """Return whether a value has other bits, another geometry or other memory than the tensor had."""
         if not isinstance(now, torch.Tensor) or not self._is_same_view(now):
@@ -194,6 +197,9 @@ class WrapperCopy:
 
     clone = restore
 
+    def refers_to(self, value: object) -> bool:
+        return self.find() is value
+
     def differs(self, now: object) -> bool:
         if now is not self.find():
             return True
@@ -205,6 +211,16 @@ class WrapperCopy:
 
 
 AnyCopy = TensorCopy | WrapperCopy
+
+
+class GraphTensor:
+    """A tensor that is not copied: it has a graph, no data or no plain storage. To keep it alive would keep a step's memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.find: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
+
+    def refers_to(self, value: object) -> bool:
+        return value is not None and self.find() is value
 
 
 def _is_strided(tensor: torch.Tensor) -> bool:

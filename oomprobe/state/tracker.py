@@ -174,8 +174,10 @@ class Tracker:
             return
         known, attributes = {*self.tensors}, vars(optimizer)
         places = self._optimizers[optimizer] = []
-        names = ("param_groups", "state")
-        roots = [(attributes[name], f"{type(optimizer).__name__}.{name}") for name in names if name in attributes]
+        roots = []
+        for name in ("param_groups", "state"):
+            if name in attributes:
+                roots.append((attributes[name], f"{type(optimizer).__name__}.{name}"))
         for seen in visit(roots):
             is_gradient = seen.path.endswith(".grad")  # the trial has computed it
             if seen.kind in (Kind.HOLDER, Kind.TENSOR) and not is_gradient:
@@ -206,11 +208,12 @@ class Tracker:
 
     def resident_tensors(self) -> list[torch.Tensor]:
         """Return what stays on the device between steps: parameters, buffers, gradients and optimizer state."""
-        tensors = self.parameters()
-        gradients = [grad for _, grad in gradients_among(tensors)]
+        parameters = self.parameters()
+        tensors = list(parameters)
         for module in self.modules:
             tensors += module.buffers(recurse=False)
-        tensors += gradients
+        for _, gradient in gradients_among(parameters):
+            tensors.append(gradient)
         for optimizer in self.optimizers:
             tensors += state_tensors(optimizer)
         return _each_once(tensors)
@@ -244,21 +247,25 @@ class Tracker:
             if copy.has_bytes and copy.is_replaced and copy.find() is not None:
                 copy.restore()
         if not self._only_at_end:
-            _put_back(place for place in self.opaque if place.is_restarted)
+            _put_back(self._restarted())
         self._let_go_again()
         self._switches.restore_flags()
 
     def _drop_added(self) -> list[Place]:
         """Put values back as far as they are there; return the places where some were freed."""
         self.find_moves()
-        return _put_back_alive(place for place in self._all_places() if self._goes_back(place))
+        return _put_back_alive(filter(self._goes_back, self._all_places()))
 
     def _goes_back(self, place: Place) -> bool:
         """Return whether a place goes back before each trial."""
-        if place.values.when is When.COLD:
-            return True
-        must_stay = place.moves or self._only_at_end
-        return place.values.when is When.EACH_TRIAL and not must_stay
+        when = place.values.when
+        if when is When.EACH_TRIAL:
+            return not (place.moves or self._only_at_end)
+        return when is When.COLD
+
+    def _restarted(self) -> list[OpaquePlace]:
+        """Return the places compared by value that go back before each trial."""
+        return [place for place in self.opaque if place.is_restarted]
 
     def _let_go_again(self) -> None:
         """Track the optimizers that were made anew, and keep alive nothing that was."""
@@ -281,9 +288,7 @@ class Tracker:
         self.find_moves()
         if passed and not self.is_exact:
             self._switches.read_flags(self.parameters())
-            containers = set[int]()
-            for optimizer in self.optimizers:
-                containers.update(map(id, _containers_of(optimizer)))
+            containers = {id(container) for optimizer in self.optimizers for container in _containers_of(optimizer)}
             for place in self._all_places():
                 had_state = id(place.values.holder) in containers and not place.was_empty
                 if place.values.is_registry or had_state:
@@ -298,22 +303,27 @@ class Tracker:
     def leave(self) -> bool:
         """Bring back the plain values that the last trial left, and put values back only at the end. Return whether there were any."""
         has_left = False
-        for place in self.places:
-            if place.values.when is not When.COLD:
-                with suppress(Exception):
-                    has_left |= place.leave()
+        for place in self.counting():
+            with suppress(Exception):
+                has_left |= place.leave()
         self._only_at_end = True
         return has_left
 
     def plain_values(self) -> object:
         """Return the numbers, texts and lengths that the user's code has changed, and the states of random number generators."""
-        values = [place.plain_values() for place in self.places if place.values.when is not When.COLD]
-        own = [repr(place.read()) for place in self.opaque if place.is_restarted]
+        values = [place.plain_values() for place in self.counting()]
+        own = [repr(place.read()) for place in self._restarted()]
         return values, own, random.getstate(), repr(np.random.get_state())
 
     def counted(self) -> list[object] | None:
         """Return `counted` of all that the step can reach now."""
-        return counted(self._roots, without=[self._device]) if self.is_exact else None
+        if not self.is_exact:
+            return None
+        return counted(self._roots, without=[self._device])
+
+    def counting(self) -> list[Place]:
+        """Return the places with which the user's code may count: all but those that decide about memory."""
+        return [place for place in self.places if place.values.when is not When.COLD]
 
     # --- at the end ---
 
@@ -352,9 +362,11 @@ class Switches:
     """The modes of modules, and which parameters require gradients."""
 
     def __init__(self, stateful: Iterable[Reference]) -> None:
-        modules = [reference for reference in stateful if issubclass(reference.kind, torch.nn.Module)]
-        self._modes = [(reference, reference.find().training) for reference in modules]
+        self._modes: list[tuple[Reference, bool]] = []
         self._flags: list[tuple[Callable[[], torch.Tensor | None], bool]] = []
+        for reference in stateful:
+            if issubclass(reference.kind, torch.nn.Module):
+                self._modes.append((reference, reference.find().training))
 
     def modules(self) -> list[torch.nn.Module]:
         """Return the modules that are alive."""
@@ -447,9 +459,8 @@ def largest_added(tracker: Tracker, least_bytes: int) -> list[str]:
 
     Gradients and optimizer state are not among it, since every step of training makes them.
     """
-    beside = [place for place in tracker.places if place.values.when is not When.COLD]
     storages: dict[str, dict[int, int]] = defaultdict(dict)  # by path: the bytes of each
-    for place in (*tracker.tensors.values(), *beside):
+    for place in (*tracker.tensors.values(), *tracker.counting()):
         for path, value in place.added():
             if path.endswith(".grad"):
                 continue
@@ -474,12 +485,18 @@ def _each_once(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _containers_of(optimizer: torch.optim.Optimizer) -> list[object]:
     """Return the containers of an optimizer's groups and state."""
     groups, state = optimizer.param_groups, state_of(optimizer)
-    return [groups, *groups, *(group["params"] for group in groups), state, *state.values()]
+    containers = [groups, *groups, state, *state.values()]
+    for group in groups:
+        containers.append(group["params"])
+    return containers
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -492,4 +509,6 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield an optimizer's state tensors, without scalars such as step counts, which stay on the host."""
     for state in state_of(optimizer).values():
         values = state.values() if isinstance(state, dict) else [state]  # some optimizers store a single value
-        yield from (value for value in values if isinstance(value, torch.Tensor) and value.dim() > 0)
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                yield value

@@ -278,7 +278,9 @@ class _Walk:
         name, cells = function.__name__, _cells_of(function)
         if not self.is_users(function):  # such as a decorator around a function of the user's
             inside = [*vars(function).values(), *contents(cells).values()]
-            self._add("", *(value for value in inside if isinstance(value, types.FunctionType)))
+            for value in inside:
+                if isinstance(value, types.FunctionType):
+                    self._add("", value)
             self._pass(inside, name)
             return
         self._add(f"{name}()", *_defaults_of(function))
@@ -344,9 +346,9 @@ class _Walk:
         return Seen(value, path, Kind.HOLDER, tuple(values))
 
     def _of_module(self, node: _Node) -> Seen:
-        return Seen(node.value, node.path, Kind.MODULE, tuple(self._registered_in(node.value, node.path)))
+        return Seen(node.value, node.path, Kind.MODULE, tuple(self._registries_of(node.value, node.path)))
 
-    def _registered_in(self, module: torch.nn.Module, path: str) -> Iterator[Values]:
+    def _registries_of(self, module: torch.nn.Module, path: str) -> Iterator[Values]:
         kind, is_users = type(module), self.is_users(module)
         if is_users:
             self._add(kind.__name__, kind)
