@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from oomprobe.state.contents import PLAIN, in_cells
 from oomprobe.state.references import REGISTRIES, is_made_in_python, slots_of
 from oomprobe.state.tensors import addresses_of, can_copy, version_of
-from oomprobe.state.values import PLAIN, contents
 from oomprobe.state.walk import PARALLEL, code_names, is_learnable, is_users_code, module_of
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are counted with, larger ones hold data
@@ -121,7 +121,7 @@ def _in_cache(value: Any, counts: list[object]) -> Iterable[Any]:
 
 def _in_code(value: Any, counts: list[object]) -> Iterable[Any]:
     if isinstance(value, types.CellType):
-        return contents({"": value}).values()
+        return in_cells({"": value}).values()
     if isinstance(value, types.FunctionType):
         return _in_function(value)
     if isinstance(value, type):

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from oomprobe.state.compare import same
+from oomprobe.state.contents import PLAIN, Values
 from oomprobe.state.references import MISSING, BoundMethod, Reference, keyed
 from oomprobe.state.tensors import AnyCopy, GraphTensor, HostCopies, TensorCopy, WrapperCopy, can_copy, version_of
-from oomprobe.state.values import PLAIN, Values
 from oomprobe.state.walk import Kind, Seen, module_of
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are put back before every trial, larger ones at the end
@@ -58,12 +58,12 @@ class Place:
     """
 
     def __init__(self, values: Values, copies: HostCopies) -> None:
-        held = values.read()
+        now = values.read()
         self.values, self._copies = values, copies
         self.moves = False  # whether a source of data beside them has moved on, so that they must not be put back
         self.left: dict[Any, Any] = {}  # plain values that the last trial left
-        self._is_namespace = isinstance(held, dict) and not values.is_ordered
-        self._take(held)
+        self._is_namespace = isinstance(now, dict) and not values.is_ordered
+        self._take(now)
         self._first = self._before
         # Objects by which a source of data is known to be among the values, or beside them.
         self.ids = set[int]()
@@ -73,9 +73,9 @@ class Place:
             elif not isinstance(value, PLAIN):
                 self.ids.add(id(value))
 
-    def _take(self, held: Any) -> None:
+    def _take(self, now: Any) -> None:
         save = partial(saved, copies=self._copies, trains=self.values.trains)
-        self._before = {save(key): save(value) for key, value in _by_key(held).items()}
+        self._before = {save(key): save(value) for key, value in _by_key(now).items()}
         # Plain values are compared by `is` alone, which is several times as fast.
         self._is_plain = not any(isinstance(part, _SAVED) for part in chain(self._before, self._before.values()))
 
@@ -104,10 +104,10 @@ class Place:
 
     def put_back_alive(self) -> bool:
         """Put back what can be without a tensor that was freed, and remember what the trial left; return whether all is back."""
-        held = self.values.read()
-        if self._is_back(held):
+        now = self.values.read()
+        if self._is_back(now):
             return True
-        now = _by_key(held)
+        now = _by_key(now)
         if not self.left:
             for key, value in now.items():
                 if isinstance(value, PLAIN) or is_iterator(value):
@@ -116,9 +116,9 @@ class Place:
 
     def put_back(self) -> None:
         """Put the values back, those made anew that were freed."""
-        held = self.values.read()
-        if not self._is_back(held):
-            self._write(_by_key(held), _restored)
+        now = self.values.read()
+        if not self._is_back(now):
+            self._write(_by_key(now), _restored)
 
     def _write(self, now: dict[Any, Any], get: Callable[[Any], Any]) -> bool:
         """Write what `get` returns of what was saved; return whether it returned everything."""
@@ -140,10 +140,10 @@ class Place:
 
     def changes(self) -> dict[str, Any]:
         """Return what differs from the start, by path: the value of the start, or one that was not there."""
-        held = self.values.read()
-        if self._is_back(held):
+        now = self.values.read()
+        if self._is_back(now):
             return {}
-        now, before = _by_key(held), {_find(key, key): value for key, value in self._before.items()}
+        now, before = _by_key(now), {_find(key, key): value for key, value in self._before.items()}
         changed: dict[str, Any] = {}
         for key in {**before, **now}:
             is_there = key in now
@@ -157,46 +157,46 @@ class Place:
 
     def added(self) -> Iterator[tuple[str, Any]]:
         """Yield each value that was not there at the start, with its path, or that of its container."""
-        held = self.values.read()
-        if self._is_in(held):
+        now = self.values.read()
+        if self._is_in(now):
             return
         before = {id(_find(value)) for value in self._before.values()}
-        for key, value in _by_key(held).items():
+        for key, value in _by_key(now).items():
             if id(value) not in before:
                 yield self.values.named(key) if self._is_namespace else self.name, value
 
     def plain_values(self) -> object:
         """Return the numbers, texts and lengths among the values; None if they are those of the start."""
-        held = self.values.read()
-        if self._is_in(held):
+        now = self.values.read()
+        if self._is_in(now):
             return None
-        return [(key, _plain(value)) for key, value in _by_key(held).items()]
+        return [(key, _plain(value)) for key, value in _by_key(now).items()]
 
-    def _is_back(self, held: Any) -> bool:
+    def _is_back(self, now: Any) -> bool:
         """Return whether there is nothing to put back."""
-        return self._is_in(held) or self.values.is_gone
+        return self._is_in(now) or self.values.is_gone
 
-    def _is_in(self, held: Any) -> bool:
+    def _is_in(self, now: Any) -> bool:
         before = self._before
-        if len(held) != len(before):
+        if len(now) != len(before):
             return False
-        if isinstance(held, set):
-            return all(_find(value) in held for value in before)
+        if isinstance(now, set):
+            return all(_find(value) in now for value in before)
         refers = is_ if self._is_plain else _refers_to
         # By `map`, because there are a hundred thousand of these before every trial.
-        has_values = all(map(refers, before.values(), held.values() if isinstance(held, dict) else held))
-        if not isinstance(held, dict):
+        has_values = all(map(refers, before.values(), now.values() if isinstance(now, dict) else now))
+        if not isinstance(now, dict):
             return has_values
-        if has_values and all(map(refers, before, held)):
+        if has_values and all(map(refers, before, now)):
             return True
         # The order of variables means nothing, and their names may be other objects.
-        return self._is_namespace and all(refers(value, held.get(key, MISSING)) for key, value in before.items())
+        return self._is_namespace and all(refers(value, now.get(key, MISSING)) for key, value in before.items())
 
 
-def _by_key(held: Any) -> dict[Any, Any]:
-    if isinstance(held, set):
-        return {value: value for value in held}
-    return dict(keyed(held))
+def _by_key(now: Any) -> dict[Any, Any]:
+    if isinstance(now, set):
+        return {value: value for value in now}
+    return dict(keyed(now))
 
 
 # What stands in a place for a value that it does not keep alive.

@@ -13,7 +13,7 @@ from oomprobe.state.compare import same
 from oomprobe.state.places import COPIED_BYTES
 from oomprobe.state.references import Reference
 from oomprobe.state.surroundings import Surroundings
-from oomprobe.state.tensors import NO_COPY, HostCopies, can_copy, tensors_in, write_back
+from oomprobe.state.tensors import NO_COPY, AnyCopy, HostCopies, can_copy, tensors_in, write_back
 from oomprobe.state.tracker import Tracker
 from oomprobe.state.walk import has_state
 
@@ -62,7 +62,7 @@ class Snapshot:
     def release_dead(self) -> None:
         """Drop the copies of deleted objects, because a step may create its model and optimizer on each call."""
         late = self.tracker.late
-        self.tracker.late = {one: place for one, place in late.items() if one.find() is not None}
+        self.tracker.late = {copied: place for copied, place in late.items() if copied.find() is not None}
 
     def restore(self) -> None:
         """Restore all that can be restored, in place; raise UnreliableError if something cannot."""
@@ -83,9 +83,8 @@ class Snapshot:
     def _restorations(self) -> Iterator[tuple[str, Callable[[], object]]]:
         """Yield named actions in order: put values back, then the bytes of tensors, then what only `load_state_dict` can."""
         yield "what the step has replaced", self.tracker.put_back
-        for one, place in (self.tracker.tensors | self.tracker.late).items():
-            if one.find() is not None:
-                yield place.name, one.restore
+        for copied, name in self._alive():
+            yield name, copied.restore
         for storage in list(self._copies.storages):
             yield f"a tensor on {storage.device}", storage.write
         yield "modes", self.tracker.restore_modes
@@ -96,14 +95,16 @@ class Snapshot:
         """Return the names of everything that differs from the snapshot; empty if all is identical bit for bit."""
         for storage in self._copies.storages:
             storage.compare()
-        loaded = {one.owner for one in self._states if one.has_loaded}
-        tensors = (self.tracker.tensors | self.tracker.late).items()
-        return [
-            *(place.name for one, place in tensors if one.find() is not None and one.differs(one.find())),
-            *self.tracker.differences(loaded),
-            *(one.name for one in self._states if one.differs()),
-            *self._surroundings.differences(),
-        ]
+        tensors = [name for copied, name in self._alive() if copied.differs(copied.find())]
+        loaded = {state.owner for state in self._states if state.has_loaded}
+        states = [state.name for state in self._states if state.differs()]
+        return [*tensors, *self.tracker.differences(loaded), *states, *self._surroundings.differences()]
+
+    def _alive(self) -> Iterator[tuple[AnyCopy, str]]:
+        """Yield the copies of the tensors that are there, with their names."""
+        for copied, place in (self.tracker.tensors | self.tracker.late).items():
+            if copied.find() is not None:
+                yield copied, place.name
 
     def restore_weights(self) -> None:
         """Restore only parameters and buffers."""
@@ -162,13 +163,19 @@ def preserved(preserve: object) -> list[object]:
     """
     if preserve is None:
         return []
-    is_one = isinstance(preserve, torch.Tensor) or has_state(preserve)  # a Sequential and a tensor are iterable too
-    items = list(preserve) if isinstance(preserve, Iterable) and not is_one else [preserve]
+    items = [preserve]
+    if isinstance(preserve, Iterable) and not _can_preserve(preserve):  # a Sequential and a tensor are iterable too
+        items = list(preserve)
     for item in items:
-        if not isinstance(item, torch.Tensor) and not has_state(item):
+        if not _can_preserve(item):
+            verb = "is" if item is preserve else "holds"
             raise InvalidArgumentError(
-                f"preserve {'is' if item is preserve else 'holds'} a {type(item).__name__}, which has no state_dict() and "
+                f"preserve {verb} a {type(item).__name__}, which has no state_dict() and "
                 "load_state_dict(): pass a list of tensors, schedulers, EMA or scalers; objects with only Python "
                 "attributes cannot be preserved"
             )
     return items
+
+
+def _can_preserve(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or has_state(value)

@@ -56,18 +56,18 @@ def _flags(device_type: str) -> dict[str, GetterAndSetter]:
 
 def generators(device_type: str) -> dict[str, GetterAndSetter]:
     """Return the getter and setter of each default random number generator, by name."""
-    found: dict[str, GetterAndSetter] = {
+    by_name: dict[str, GetterAndSetter] = {
         "random": (random.getstate, random.setstate),
         "numpy.random": (np.random.get_state, np.random.set_state),
         "torch (cpu)": (torch.get_rng_state, torch.set_rng_state),
     }
     if device_type == "cpu":
-        return found
+        return by_name
     module = torch.get_device_module(device_type)
     for index in range(module.device_count()):
         put = partial(module.set_rng_state, device=index)
-        found[f"torch ({device_type}:{index})"] = (partial(module.get_rng_state, device=index), put)
-    return found
+        by_name[f"torch ({device_type}:{index})"] = (partial(module.get_rng_state, device=index), put)
+    return by_name
 
 
 def generator_states(device_type: str) -> list[tuple[Callable[[Any], object], Any]]:

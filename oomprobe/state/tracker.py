@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomprobe.ground.units import format_bytes
+from oomprobe.state.contents import Values, When, of_tensor
 from oomprobe.state.counted import counted
 from oomprobe.state.places import (
     MAX_ENTRIES,
@@ -30,16 +31,7 @@ from oomprobe.state.places import (
 )
 from oomprobe.state.references import Reference, weak
 from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, kind_of_storage, tensors_in, version_of
-from oomprobe.state.values import Values, When, of_tensor
-from oomprobe.state.walk import (
-    Kind,
-    Seen,
-    code_names,
-    has_data,
-    is_learnable,
-    is_training_state,
-    visit,
-)
+from oomprobe.state.walk import Kind, Seen, code_names, has_data, is_learnable, is_training_state, visit
 
 
 class Tracker:
@@ -91,8 +83,6 @@ class Tracker:
         self._switches.read_flags(self.parameters())
         self.first_weights, self.first_gradients = self.weights(), gradients_of(self.parameters())
         self.take(0)
-
-    # --- finding ---
 
     def _find(self, every: list[Seen]) -> None:
         """Save all that the walk has seen, and from then on keep nothing alive that a step may let go of."""
@@ -172,13 +162,9 @@ class Tracker:
         """Track an optimizer that is about to step for the first time; it may be deleted after its step."""
         if optimizer in self._optimizers:
             return
-        known, attributes = {*self.tensors}, vars(optimizer)
+        known = {*self.tensors}
         places = self._optimizers[optimizer] = []
-        roots = []
-        for name in ("param_groups", "state"):
-            if name in attributes:
-                roots.append((attributes[name], f"{type(optimizer).__name__}.{name}"))
-        for seen in visit(roots):
+        for seen in visit(_roots_of(optimizer)):
             is_gradient = seen.path.endswith(".grad")  # the trial has computed it
             if seen.kind in (Kind.HOLDER, Kind.TENSOR) and not is_gradient:
                 self._save(seen._replace(trains=True), places)
@@ -191,15 +177,10 @@ class Tracker:
         """Live optimizers, first those found at the start, in the same order in every process with the same target."""
         return list(self._optimizers)
 
-    @property
-    def modules(self) -> list[torch.nn.Module]:
-        """Modules of the start that are alive."""
-        return self._switches.modules()
-
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters of modules and optimizers, and other leaf tensors, each once."""
         parameters: list[torch.Tensor] = []
-        for module in self.modules:
+        for module in self._switches.modules():
             parameters += module.parameters(recurse=False)
         for optimizer in self.optimizers:
             parameters += parameters_of(optimizer)
@@ -210,7 +191,7 @@ class Tracker:
         """Return what stays on the device between steps: parameters, buffers, gradients and optimizer state."""
         parameters = self.parameters()
         tensors = list(parameters)
-        for module in self.modules:
+        for module in self._switches.modules():
             tensors += module.buffers(recurse=False)
         for _, gradient in gradients_among(parameters):
             tensors.append(gradient)
@@ -240,8 +221,9 @@ class Tracker:
 
     def start_cold(self, release: Callable[[], object] = lambda: None) -> None:
         """Drop what trials have created, `release` its memory, and put back what they have changed or freed."""
-        unfinished = self._drop_added()  # a method, so that no variable here holds what is to be released
-        release()
+        self.find_moves()
+        unfinished = _put_back_alive(filter(self._goes_back, self._all_places()))
+        release()  # no variable here may hold what is to be released
         _put_back(unfinished)
         for copy in self.tensors:
             if copy.has_bytes and copy.is_replaced and copy.find() is not None:
@@ -250,11 +232,6 @@ class Tracker:
             _put_back(self._restarted())
         self._let_go_again()
         self._switches.restore_flags()
-
-    def _drop_added(self) -> list[Place]:
-        """Put values back as far as they are there; return the places where some were freed."""
-        self.find_moves()
-        return _put_back_alive(filter(self._goes_back, self._all_places()))
 
     def _goes_back(self, place: Place) -> bool:
         """Return whether a place goes back before each trial."""
@@ -489,6 +466,15 @@ def _containers_of(optimizer: torch.optim.Optimizer) -> list[object]:
     for group in groups:
         containers.append(group["params"])
     return containers
+
+
+def _roots_of(optimizer: torch.optim.Optimizer) -> list[tuple[object, str]]:
+    """Return the groups and the state of an optimizer, with their paths; one that wraps another may have neither."""
+    attributes, roots = vars(optimizer), []
+    for name in ("param_groups", "state"):
+        if name in attributes:
+            roots.append((attributes[name], f"{type(optimizer).__name__}.{name}"))
+    return roots
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

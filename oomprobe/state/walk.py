@@ -25,24 +25,9 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from oomprobe.state import contents
+from oomprobe.state.contents import PLAIN, Values, When
 from oomprobe.state.references import REGISTRIES, Reference, hooks_of, keyed, slots_of, weak
-from oomprobe.state.values import (
-    PLAIN,
-    Values,
-    When,
-    contents,
-    of_attributes,
-    of_cache,
-    of_cells,
-    of_class,
-    of_hooks,
-    of_items,
-    of_registry,
-    of_slots,
-    of_tensor,
-    of_tuple,
-    of_variables,
-)
 
 MAX_DEPTH = 6  # in libraries: an optimizer in a strategy in a trainer is at depth 3
 MAX_OBJECTS = 20_000  # a walk that visits more has entered a data set
@@ -217,14 +202,14 @@ class _Walk:
 
     def _descend(self, values: Values) -> None:
         """Queue what is held; of an object of a library only data and functions, since the rest is its own affair."""
-        holder, held = values.holder, values.read()
+        holder, parts = values.holder, values.read()
         is_container = isinstance(holder, (*_CONTAINERS, tuple))
-        if is_container and len(held) > MAX_CONTAINER and values.when is not When.COLD:
+        if is_container and len(parts) > MAX_CONTAINER and values.when is not When.COLD:
             return
         is_owner = id(holder) in self._owners
         is_users = holder is None or values.is_registry or self.is_users(holder)
         only_data = (values.trains or is_owner) and not is_users
-        for key, value in keyed(held):
+        for key, value in keyed(parts):
             if isinstance(value, PLAIN):
                 continue
             path = values.named(key)
@@ -263,7 +248,8 @@ class _Walk:
         return self._of_object(node)
 
     def _of_tensor(self, node: _Node) -> Seen:
-        return Seen(node.value, node.path, Kind.TENSOR, (of_tensor(weak(node.value), node.path),), node.trains)
+        values = contents.of_tensor(weak(node.value), node.path)
+        return Seen(node.value, node.path, Kind.TENSOR, (values,), node.trains)
 
     def _of_array(self, node: _Node) -> Seen:
         return Seen(node.value, node.path, Kind.ARRAY)
@@ -277,7 +263,7 @@ class _Walk:
     def _variables_of(self, function: types.FunctionType) -> Iterator[Values]:
         name, cells = function.__name__, _cells_of(function)
         if not self.is_users(function):  # such as a decorator around a function of the user's
-            inside = [*vars(function).values(), *contents(cells).values()]
+            inside = [*vars(function).values(), *contents.in_cells(cells).values()]
             for value in inside:
                 if isinstance(value, types.FunctionType):
                     self._add("", value)
@@ -285,17 +271,17 @@ class _Walk:
             return
         self._add(f"{name}()", *_defaults_of(function))
         if cells:
-            yield of_cells(cells)
+            yield contents.of_cells(cells)
         names, variables = code_names(function.__code__), function.__globals__
         used = {variable: variables[variable] for variable in names & variables.keys()}
         if not is_users_code(module_of(function)):  # of an installed package: it shares these with others
             self._pass(used.values(), name)
             return
-        yield of_variables(vars(function), f"{name}.")
-        yield of_variables(variables, "", names)
+        yield contents.of_variables(vars(function), f"{name}.")
+        yield contents.of_variables(variables, "", names)
         for variable, module in used.items():
             if isinstance(module, types.ModuleType) and is_users_code(module.__name__):
-                yield of_variables(vars(module), f"{variable}.", names)
+                yield contents.of_variables(vars(module), f"{variable}.", names)
 
     def _of_method(self, node: _Node) -> Seen:
         owner = node.value.__self__
@@ -312,10 +298,10 @@ class _Walk:
         if not is_users_code(kind.__module__):
             return Seen(kind, node.path, Kind.CODE)
         self._add(node.path, *kind.__bases__)
-        for value in vars(kind).values():  # of_class leaves out __call__ and its like
+        for value in vars(kind).values():  # __call__ too, which is not among its values
             if isinstance(value, types.FunctionType):
                 self._add(node.path, value)
-        return Seen(kind, node.path, Kind.CODE, (of_class(kind),))
+        return Seen(kind, node.path, Kind.CODE, (contents.of_class(kind),))
 
     def _of_cache(self, node: _Node) -> Seen:
         cache, path = node.value, node.path
@@ -325,10 +311,10 @@ class _Walk:
         # Some of what a cache returns may be known by its identity, so one that is not empty cannot be emptied.
         if cache.cache_info().currsize:
             return Seen(cache, path, Kind.LIBRARY)
-        return Seen(cache, path, Kind.CODE, (of_cache(cache, path),))
+        return Seen(cache, path, Kind.CODE, (contents.of_cache(cache, path),))
 
     def _of_tuple(self, node: _Node) -> Seen:
-        items = of_tuple(Reference(node.value), node.path)._replace(when=node.when, trains=node.trains)
+        items = contents.of_tuple(Reference(node.value), node.path)._replace(when=node.when, trains=node.trains)
         return Seen(node.value, node.path, Kind.HOLDER, (items,))
 
     def _of_frozenset(self, node: _Node) -> Seen:
@@ -340,7 +326,7 @@ class _Walk:
     def _of_container(self, node: _Node) -> Seen:
         value, path, reference = node.value, node.path, Reference(node.value)
         base = next(kind for kind in type(value).__mro__ if not self.is_users(kind))
-        values = [of_items(reference, path, base)._replace(when=node.when, trains=node.trains)]
+        values = [contents.of_items(reference, path, base)._replace(when=node.when, trains=node.trains)]
         if self.is_users(value):
             values += self._attributes_of(reference, path)
         return Seen(value, path, Kind.HOLDER, tuple(values))
@@ -362,12 +348,12 @@ class _Walk:
             # Sharded parameters change places with whole ones while a step runs, and torch's own objects know which are there.
             is_sharded = any(is_traceable_wrapper_subclass(value) for value in registry.values())
             self._met[id(registry)] = registry
-            values = of_registry(reference, name, f"{path}.")
+            values = contents.of_registry(reference, name, f"{path}.")
             yield values._replace(when=When.AT_END if is_sharded else When.COLD)
-        yield of_hooks(reference, tuple(hooks), path)
+        yield contents.of_hooks(reference, tuple(hooks), path)
         if not is_parallel:
             restarts = is_users or kind.__module__.startswith("torch.nn.modules.")
-            values = of_attributes(reference, f"{path}.", without=frozenset((*REGISTRIES, *hooks)))
+            values = contents.of_attributes(reference, f"{path}.", without=frozenset((*REGISTRIES, *hooks)))
             yield values._replace(when=When.EACH_TRIAL if restarts else When.AT_END, trains=True)
 
     def _of_loader(self, node: _Node) -> Seen:
@@ -405,10 +391,10 @@ class _Walk:
         if is_users:
             self._add(type(value).__name__, type(value))
         if hasattr(value, "__dict__"):
-            yield of_attributes(reference, f"{path}.")
+            yield contents.of_attributes(reference, f"{path}.")
         slots = slots_of(type(value))
         if slots and is_users:
-            yield of_slots(reference, slots, f"{path}.")
+            yield contents.of_slots(reference, slots, f"{path}.")
         elif slots:
             reference.stay_strong()
 
@@ -463,7 +449,7 @@ def _parts(value: Any) -> Iterable[Any]:
             return ()
         return list(dict.values(value) if isinstance(value, dict) else value)
     if isinstance(value, types.FunctionType):
-        return [*contents(_cells_of(value)).values(), *_defaults_of(value)]
+        return [*contents.in_cells(_cells_of(value)).values(), *_defaults_of(value)]
     if isinstance(value, types.MethodType):
         return value.__self__, value.__func__
     if isinstance(value, partial):

@@ -97,7 +97,7 @@ def of_cells(cells: dict[Any, types.CellType]) -> Values:
     def drop(name: str) -> None:
         del cells[name].cell_contents
 
-    return Values("", lambda: contents(cells), _writer(put, drop), variable=lambda name: id(cells[name]))
+    return Values("", lambda: in_cells(cells), _writer(put, drop), variable=lambda name: id(cells[name]))
 
 
 def of_class(kind: type) -> Values:
@@ -293,7 +293,7 @@ def _writer(
     return write
 
 
-def contents(cells: dict[Any, types.CellType]) -> dict[Any, Any]:
+def in_cells(cells: dict[Any, types.CellType]) -> dict[Any, Any]:
     """Return what cells hold, without those that are empty."""
     values = {}
     for name, cell in cells.items():
