@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,9 @@ class LargestFirst:
 
     def batches(self, size: int, count: int, last: int = 0) -> Subset[Any]:
         """Return `count` batches and one of `last` as a data set to read in order; one smaller than `size` is repeated."""
-        batches = (self.batch(size, number) for number in range(count))
-        indices = [batch[i % len(batch)] for batch in batches for i in range(size)]
+        indices: list[int] = []
+        for number in range(count):
+            indices += islice(cycle(self.batch(size, number)), size)
         return Subset(self.dataset, indices + self.batch(last, 0))
 
     def has_largest(self, size: int) -> bool:
@@ -79,13 +81,33 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
             "the data set is a stream, so its largest examples, which decide the answer, are unknown: probe with a list of "
             "them as the data set"
         )
-    indices = range(len(dataset)) if indices is None else indices
+    if indices is None:
+        indices = range(len(dataset))
     if not indices:
         raise InvalidArgumentError("the data set is empty: there are no examples to make a batch of")
+    sizes, extents, are_images = _scan(dataset, indices, scan_s)
+    # Sorting is stable: examples of equal size keep the order of the data set; those that were not scanned come last.
+    by_size = sorted(indices, key=lambda index: -sizes.get(index, -1))
+    leaders = _leaders(by_size, extents)
+    return LargestFirst(
+        dataset=dataset,
+        indices=sorted(by_size, key=lambda index: index not in leaders),
+        leaders=max(1, len(leaders)),
+        scanned=len(sizes),
+        complete=are_images or len(sizes) == len(indices),
+        known=any(sizes.values()),
+        scan_s=scan_s,
+    )
+
+
+def _scan(
+    dataset: Any, indices: Sequence[int], scan_s: float
+) -> tuple[dict[int, int], dict[int, dict[Any, int]], bool]:
+    """Return examples' numbers of elements, their extents by field and side, and whether all are images of one size."""
     until = time.monotonic() + scan_s
     shuffled = list(indices)
     random.Random(0).shuffle(shuffled)
-    sizes: dict[int, int] = {}  # elements
+    sizes: dict[int, int] = {}
     extents: dict[int, dict[Any, int]] = {}  # by field, and by field and axis
     kinds: set[tuple[Any, ...]] = set()
     are_images = False
@@ -101,23 +123,18 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
         are_images = len(sizes) >= SAME_SHAPE_EXAMPLES and _images_of_one_size(kinds)
         if time.monotonic() >= until or are_images:
             break
-    # Sorting is stable: examples of equal size keep the order of the data set.
-    by_size = sorted(indices, key=lambda index: -sizes[index] if index in sizes else 1)
-    largest: dict[Any, int] = {}
+    return sizes, extents, are_images
+
+
+def _leaders(by_size: Sequence[int], extents: Mapping[int, Mapping[Any, int]]) -> set[int]:
+    """Return the largest example of each field and of each of its sides; among equals, the first `by_size`."""
+    longest: dict[Any, int] = {}
+    leaders: dict[Any, int] = {}
     for index in by_size:
         for key, extent in extents.get(index, {}).items():
-            if key not in largest or extent > extents[largest[key]].get(key, 0):
-                largest[key] = index
-    leaders = set(largest.values())
-    return LargestFirst(
-        dataset=dataset,
-        indices=sorted(by_size, key=lambda index: index not in leaders),
-        leaders=max(1, len(leaders)),
-        scanned=len(sizes),
-        complete=are_images or len(sizes) == len(shuffled),
-        known=any(sizes.values()),
-        scan_s=scan_s,
-    )
+            if extent > longest.get(key, -1):
+                longest[key], leaders[key] = extent, index
+    return set(leaders.values())
 
 
 class WorstCaseBatches:
@@ -159,7 +176,7 @@ class WorstCaseBatches:
         for index in indices:
             if index not in self._read:
                 self._read[index] = self.examples.dataset[index]
-        batch = self._collate_fn([self._read[indices[i % len(indices)]] for i in range(batch_size)])
+        batch = self._collate_fn([self._read[index] for index in islice(cycle(indices), batch_size)])
         if self._device is None:
             return batch
         if hasattr(batch, "to"):
@@ -201,10 +218,10 @@ def worst_case_batches(
 
 def _extents(shapes: Mapping[Any, tuple[Shape, ...]]) -> Iterator[tuple[Any, int]]:
     """Yield the number of elements of each field, and the longest side along each axis."""
-    for key, found in shapes.items():
-        yield (key, None), sum(math.prod(one) for one in found)
-        for axis in range(max(map(len, found), default=0)):
-            yield (key, axis), max(one[axis] for one in found if len(one) > axis)
+    for key, of_field in shapes.items():
+        yield (key, None), sum(map(math.prod, of_field))
+        for axis in range(max(map(len, of_field), default=0)):
+            yield (key, axis), max(shape[axis] for shape in of_field if len(shape) > axis)
 
 
 def shapes_of(example: Any) -> dict[Any, tuple[Shape, ...]]:
@@ -215,30 +232,45 @@ def shapes_of(example: Any) -> dict[Any, tuple[Shape, ...]]:
         fields = dict(enumerate(example))
     else:
         fields = {0: example}
-    texts = {key for key, value in fields.items() if isinstance(value, str | bytes)}
-    return {key: _shapes(fields[key]) for key in fields if key not in texts or len(texts) == len(fields)}
+    without_texts = {key: value for key, value in fields.items() if not isinstance(value, str | bytes)}
+    return {key: _shapes(value) for key, value in (without_texts or fields).items()}
 
 
 def _images_of_one_size(kinds: set[tuple[Any, ...]]) -> bool:
-    return len(kinds) == 1 and any(len(shape) >= IMAGE_DIMENSIONS for _, found in next(iter(kinds)) for shape in found)
+    if len(kinds) != 1:
+        return False
+    (fields,) = kinds
+    dimensions = [len(shape) for _, shapes in fields for shape in shapes]
+    return max(dimensions, default=0) >= IMAGE_DIMENSIONS
 
 
 def _shapes(value: Any) -> tuple[Shape, ...]:
     """Return the shapes found in a value: the length of a text or list of numbers, the sides of a picture."""
     if isinstance(value, torch.Tensor | np.ndarray):
         return (tuple(value.shape),)
-    if isinstance(value, str | bytes) or (isinstance(value, list | tuple) and _is_numbers(value)):
+    if isinstance(value, str | bytes) or _is_numbers(value):
         return ((len(value),),)
-    if isinstance(value, Mapping | list | tuple):
-        parts = value.values() if isinstance(value, Mapping) else value
-        return tuple(shape for part in parts for shape in _shapes(part))
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        shapes: list[Shape] = []
+        for part in value:
+            shapes += _shapes(part)
+        return tuple(shapes)
     size = getattr(value, "size", None)
-    return (size,) if isinstance(size, tuple) and all(isinstance(side, int) for side in size) else ()
+    if isinstance(size, tuple) and all(isinstance(side, int) for side in size):
+        return (size,)
+    return ()
 
 
-def _is_numbers(values: Any) -> bool:
-    """Whether all values are scalars: of Python, of numpy, or tensors without dimensions."""
-    return bool(values) and all(
-        isinstance(one, int | float | np.number | np.bool_) or (isinstance(one, torch.Tensor) and one.dim() == 0)
-        for one in values
-    )
+def _is_numbers(value: Any) -> bool:
+    """Whether a value is a list or tuple of scalars: of Python, of numpy, or tensors without dimensions."""
+    if not isinstance(value, list | tuple):
+        return False
+    return bool(value) and all(map(_is_number, value))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0
+    return isinstance(value, int | float | np.number | np.bool_)

@@ -45,6 +45,7 @@ from oomprobe.probing.order import SearchOptions
 from oomprobe.records.options import Step
 from oomprobe.records.trials import Verdict
 from oomprobe.runners.hooks import wraps_another
+from oomprobe.state.tracker import parameters_of
 from oomprobe.verdicts import classify_error
 
 SHARED_STATES = ("PartialState", "AcceleratorState", "GradientState")  # process-wide, in accelerate.state
@@ -199,9 +200,11 @@ class _Trials:
         module = sys.modules.get("accelerate.accelerator")
         # All Accelerators and scalers: the function may use some through globals of the functions that it calls.
         self._accelerators = [] if module is None else _of_type(objects, module.Accelerator)
-        self._scalers = [one for one in _of_type(objects, torch.amp.GradScaler) if one.is_enabled()]
+        self._scalers = [scaler for scaler in _of_type(objects, torch.amp.GradScaler) if scaler.is_enabled()]
         # Ids of the tensors that exist already. None: unknown, because gc does not list frozen objects.
-        self._existed = set(map(id, _of_type(objects, torch.Tensor))) if gc.get_freeze_count() == 0 else None
+        self._existed: set[int] | None = None
+        if gc.get_freeze_count() == 0:
+            self._existed = set(map(id, _of_type(objects, torch.Tensor)))
 
     def __call__(self, model: torch.nn.Module, batch_size: int) -> None:
         _collect()  # models and loaders are cycles: those of the last call must not share memory with the next
@@ -213,8 +216,9 @@ class _Trials:
             nonlocal has_stepped
             if not has_stepped:
                 # Others may step later. A probe freezes older objects, so gc lists only those of this call.
-                made = (one for one in _of_type(gc.get_objects(), torch.optim.Optimizer) if not wraps_another(one))
-                steps.update((one, 0) for one in made)
+                for made in _of_type(gc.get_objects(), torch.optim.Optimizer):
+                    if not wraps_another(made):
+                        steps[made] = 0
             has_stepped = True
             steps[optimizer] = steps.get(optimizer, 0) + 1
             least = min(steps.values())
@@ -243,10 +247,11 @@ class _Trials:
 
     def has_made(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the current call made all parameters of the optimizer, so that none of them needs restoring."""
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        if self._existed is None or any(id(one) in self._existed for one in parameters):
+        parameters = parameters_of(optimizer)
+        if self._existed is None or not self._existed.isdisjoint(map(id, parameters)):
             return False
-        if any(self._made_in.setdefault(one, self._calls) != self._calls for one in parameters):
+        made_in = {self._made_in.setdefault(parameter, self._calls) for parameter in parameters}
+        if made_in - {self._calls}:
             raise NotRunError(
                 f"{self._name} trains a model that an earlier call made and kept (in a global, in a cache): the trials "
                 "have trained it, and its initial weights are lost. Make it before the first call, or again in each"
@@ -279,12 +284,16 @@ def unchanged(*accelerators: Any) -> Iterator[None]:
         ...     with unchanged(accelerator):
         ...         return probe.find_max_batch(model, step)
     """
-    states: list[dict[str, Any]] = [one.__dict__ for one in accelerators]
+    states: list[dict[str, Any]] = [accelerator.__dict__ for accelerator in accelerators]
     if module := sys.modules.get("accelerate.state"):
         # The public constructors would create the state.
         states += [getattr(module, name)._shared_state for name in SHARED_STATES]
     before = [(state, dict(state)) for state in states]
-    lists = [(value, list(value)) for state in states for value in state.values() if isinstance(value, list)]
+    lists: list[tuple[list[Any], list[Any]]] = []
+    for state in states:
+        for value in state.values():
+            if isinstance(value, list):
+                lists.append((value, list(value)))
     try:
         yield
     finally:

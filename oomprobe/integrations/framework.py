@@ -63,9 +63,12 @@ def drop_last_collectives(device: torch.device) -> None:
 
 def skipped_callbacks(callbacks: Iterable[object], harmless: tuple[type, ...]) -> list[str]:
     """Say that trials call none of the callbacks, unless all of them are harmless."""
-    names = ", ".join(sorted({type(one).__name__ for one in callbacks if not isinstance(one, harmless)}))
-    copies = " (weight averaging keeps a copy of the weights)" * ("WeightAveraging" in names)
-    return [f"callbacks, which trials do not call: {names}{copies}"] if names else []
+    names = ", ".join(sorted({type(callback).__name__ for callback in callbacks if not isinstance(callback, harmless)}))
+    if not names:
+        return []
+    if "WeightAveraging" in names:
+        names += " (weight averaging keeps a copy of the weights)"
+    return [f"callbacks, which trials do not call: {names}"]
 
 
 def last_batch(count: int, batch_size: int, epochs: float = math.inf) -> int:
@@ -73,7 +76,9 @@ def last_batch(count: int, batch_size: int, epochs: float = math.inf) -> int:
 
     One example counts as two: batch norm cannot train on one, which has nothing to do with memory.
     """
-    rest = count % batch_size if epochs > 1 else 0
+    if epochs <= 1:
+        return 0
+    rest = count % batch_size
     return 2 if rest == 1 else rest
 
 
@@ -109,11 +114,13 @@ class Loop(Protocol):
 def probe(loop: Loop, options: SearchOptions) -> ProbeResult:
     """Search, and say what the trials covered."""
     result = find_max_batch(loop.model, loop.steps(), **options)
-    largest = [one for _, one in loop.scanned]
-    has_largest = bool(largest) and all(one.has_largest(result.batch_size) for one in largest)
-    covered = (*loop.covered, LONGEST) if has_largest else loop.covered
+    scanned, covered = loop.scanned, loop.covered
+    if scanned and all(examples.has_largest(result.batch_size) for _, examples in scanned):
+        covered = (*covered, LONGEST)
     not_covered = [item for item in result.not_covered if item not in covered]
-    notes = [note for what, one in loop.scanned for note in one.notes(what)]
+    notes: list[str] = []
+    for what, examples in scanned:
+        notes += examples.notes(what)
     notes += loop.notes(result)
     log_notes(map(remark, notes))
     return replace(
@@ -153,11 +160,11 @@ def state_kept(owners: Iterable[object], model: torch.nn.Module | None = None, p
     """Put back on exit what `owners` and `model` hold, and the host's random number generators, but no weights."""
     generators = generator_states("cpu")
     tracker = Tracker(torch.nn.Module() if model is None else model, [], preserved(preserve), owners=owners)
-    held = [copy.find() for copy in tracker.tensors]  # what is replaced while this is open must not be freed
+    kept_alive = [copy.find() for copy in tracker.tensors]  # what is replaced while this is open must not be freed
     try:
         yield
     finally:
         tracker.put_back()
         for put, state in generators:
             put(state)
-        del held
+        del kept_alive

@@ -189,7 +189,9 @@ class Fit:
         self.data = Data(self.pl, trainer, self.owners, loaders, name)
         self.validates = EVAL in self.data.makers
         self.accumulates = trainer.accumulate_grad_batches > 1
-        self.covered: tuple[str, ...] = (NO_EVALUATION, LAST_BATCH) if self.validates else (LAST_BATCH,)
+        self.covered: tuple[str, ...] = (LAST_BATCH,)
+        if self.validates:
+            self.covered = (NO_EVALUATION, LAST_BATCH)
         self.teardowns: list[Callable[[], object]] = []
         # Of the current call: its training batches, whether a smaller last one is among them, the steps of each optimizer by id,
         # and how many optimizers have not stepped.
@@ -198,7 +200,7 @@ class Fit:
     @property
     def scanned(self) -> list[tuple[str, LargestFirst]]:
         """Each data set that trials read, with what it is called."""
-        return [(KIND[name], order) for name, found in self.data.orders.items() for order in found]
+        return [(KIND[name], order) for name, orders in self.data.orders.items() for order in orders]
 
     @property
     def is_automatic(self) -> bool:
@@ -213,20 +215,27 @@ class Fit:
     @property
     def wanted(self) -> int:
         """Training batches that a trial runs at least: of two optimizer steps, and of those after validation or a last batch."""
-        return self.micro * (2 * framework.LOOP_STEPS if self.validates else framework.LOOP_STEPS + self.has_last)
+        if self.validates:
+            return self.micro * 2 * framework.LOOP_STEPS
+        return self.micro * (framework.LOOP_STEPS + self.has_last)
 
     @property
     def most(self) -> int:
         """Training batches after which it stops; with manual optimization, only the module decides how many make a step."""
-        return self.wanted if self.is_automatic else max(self.wanted, MANUAL_BATCHES)
+        if self.is_automatic:
+            return self.wanted
+        return max(self.wanted, MANUAL_BATCHES)
 
     # --- what it tells ---
 
     def steps(self) -> dict[str, Step]:
         """Return the fit as a step."""
         size_is = "loaders of batch_size=" if self.data.was_passed else f"{self.data.name} = "
+        alone = f"run trainer.fit with {size_is}{{batch_size}}"
+        if self.user.world_size > 1:
+            alone += " under torchrun"
         caller = Caller(
-            alone=f"run trainer.fit with {size_is}{{batch_size}}{' under torchrun' * (self.user.world_size > 1)}",
+            alone=alone,
             more="As with fast_dev_run, the loggers of a trial are Lightning's DummyLogger, and no callback is called.",
         )
         count = min(len(order.indices) for order in compress(self.data.orders[TRAIN], self.data.sized))
@@ -234,9 +243,12 @@ class Fit:
 
     def notes(self, result: ProbeResult) -> Iterator[str]:
         """Yield what a trial runs, and what it cannot show."""
-        accumulated = f" of {self.micro} accumulated batches each" if self.micro > 1 else ""
-        validated = f", {EVAL_BATCHES} validation batches, and both again" if self.validates else ""
-        yield f"one step of a trial is Trainer.fit for {framework.LOOP_STEPS} optimizer steps{accumulated}{validated}"
+        fit = f"one step of a trial is Trainer.fit for {framework.LOOP_STEPS} optimizer steps"
+        if self.micro > 1:
+            fit += f" of {self.micro} accumulated batches each"
+        if self.validates:
+            fit += f", {EVAL_BATCHES} validation batches, and both again"
+        yield fit
         if self.idle:
             yield (
                 f"some optimizers ({self.idle}) did not step within {MANUAL_BATCHES} batches: the result does not cover "
@@ -266,8 +278,9 @@ class Fit:
         trainer, stage = self.pl.Trainer(**self.arguments()), self.pl.trainer.states.TrainerFn.FITTING
         for owner in self.owners:
             owner.trainer = trainer
-        for owner in self.owners if self.user.strategy.is_global_zero else []:
-            owner.prepare_data()
+        if self.user.strategy.is_global_zero:
+            for owner in self.owners:
+                owner.prepare_data()
         self.user.strategy.barrier()
         for owner in self.owners:
             owner.setup(stage=stage)
@@ -366,8 +379,8 @@ class Fit:
             **ranks,
             "accelerator": trainer.accelerator,
             "plugins": [trainer.precision_plugin, environment],
-            "max_epochs": trainer.max_epochs if trainer.max_epochs == -1 else max(1, trainer.max_epochs or 1),
-            "max_steps": trainer.max_steps if trainer.max_steps == -1 else max(least, trainer.max_steps),
+            "max_epochs": _at_least(1, trainer.max_epochs),
+            "max_steps": _at_least(least, trainer.max_steps),
             "accumulate_grad_batches": self.micro,
             "gradient_clip_val": trainer.gradient_clip_val,
             "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
@@ -381,26 +394,32 @@ class Fit:
 
     def _trial_loaders(self, name: str, batch_size: int) -> Any:
         """Return the user's loaders with the largest examples first."""
-        found, rebuild = self.data.loaders(name, batch_size)
-        is_passed, orders, lasts = name == TRAIN and self.data.was_passed, self.data.orders[name], [0] * len(found)
-        sizes = [batch_size if is_passed else _size_of(loader) for loader in found]
-        sizes = [min(size, len(order.indices)) for size, order in zip(sizes, orders, strict=True)]
-        if name == TRAIN:
-            lasts = [self._last_batch(*one) for one in zip(found, orders, sizes, strict=True)]
+        loaders, rebuild = self.data.loaders(name, batch_size)
+        trains, sizes, lasts = name == TRAIN, list[int](), list[int]()
+        is_passed = trains and self.data.was_passed
+        for loader, order in zip(loaders, self.data.orders[name], strict=True):
+            size = min(batch_size if is_passed else _size_of(loader), len(order.indices))
+            sizes.append(size)
+            lasts.append(self._last_batch(loader, order, size) if trains else 0)
+        count = EVAL_BATCHES
+        if trains:
             self.has_last = any(lasts)
-        count = self.most if name == TRAIN else EVAL_BATCHES
+            count = self.most
         place = framework.LOOP_STEPS * self.micro - 1  # of a last batch: the second optimizer step ends with it
-        batches = [_Batches(*one, count, place) for one in zip(orders, sizes, lasts, strict=True)]
-        return rebuild([_trial_loader(*one) for one in zip(found, sizes, batches, strict=True)])
+        made = []
+        for loader, order, size, last in zip(loaders, self.data.orders[name], sizes, lasts, strict=True):
+            made.append(_trial_loader(loader, size, _Batches(order, size, last, count, place)))
+        return rebuild(made)
 
     def _last_batch(self, loader: Any, order: LargestFirst, size: int) -> int:
         """Return the size of an epoch's smaller last batch, after which training goes on; 0 if there is none."""
         user, count = self.user, len(order.indices)
+        if loader.drop_last or user.limit_train_batches != 1.0:
+            return 0
         epochs = math.inf if user.max_epochs == -1 else user.max_epochs or 1
         if user.max_steps != -1:
             epochs = min(epochs, user.max_steps * size * user.accumulate_grad_batches / count)
-        drops = loader.drop_last or user.limit_train_batches != 1.0
-        return 0 if drops else framework.last_batch(count, size, epochs)
+        return framework.last_batch(count, size, epochs)
 
 
 class Data:
@@ -439,26 +458,27 @@ class Data:
         loaders = {name: self.loaders(name, 1)[0] for name in self.makers}
         self.sized = [self.was_passed or _size_of(loader) == 1 for loader in loaders[TRAIN]]
         with framework.state_kept(chain(*loaders.values())):
-            self.orders = {name: [_order_of(one, scan_s) for one in found] for name, found in loaders.items()}
+            for name, of_kind in loaders.items():
+                self.orders[name] = [_order_of(loader, scan_s) for loader in of_kind]
             yield
 
     def loaders(self, name: str, batch_size: int) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return the user's loaders at that batch size, checked, and a function that puts others into the same structure."""
         made = self.makers[name]()
         combines = isinstance(made, self.pl.utilities.CombinedLoader)
-        found, structure = tree_flatten(made.iterables if combines else made)
+        loaders, structure = tree_flatten(made.iterables if combines else made)
 
         def rebuild(loaders: list[Any]) -> Any:
             tree = tree_unflatten(loaders, structure)
             return type(made)(tree, made._mode) if combines else tree
 
-        for loader in found:
+        for loader in loaders:
             if _size_of(loader) is None:
                 raise InvalidArgumentError(
                     f"the {type(loader).__name__} of the {KIND[name]} cannot be rebuilt with the largest examples: it has its "
                     f"own batch_sampler or __iter__. Pass {name}s=DataLoader(dataset, batch_size=...)"
                 )
-        sizes = {_size_of(loader) for loader in found}
+        sizes = {_size_of(loader) for loader in loaders}
         if name == TRAIN and self.size_owners and batch_size not in sizes:
             made_sizes = " and ".join(map(str, sorted(sizes)))
             raise NotRunError(
@@ -466,7 +486,7 @@ class Data:
                 f"DataLoader(..., batch_size=self.{self.name}), or pass batch_size_name=, the name of the attribute "
                 "that it reads"
             )
-        return found, rebuild
+        return loaders, rebuild
 
 
 def _checked(trainer: Any, module: Any, datamodule: Any) -> tuple[Any, Any]:
@@ -488,6 +508,11 @@ def _checked(trainer: Any, module: Any, datamodule: Any) -> tuple[Any, Any]:
     return pl, plain
 
 
+def _at_least(least: int, limit: int | None) -> int:
+    """Return a Trainer's limit on epochs or steps, raised to what a trial needs; -1: there is none."""
+    return -1 if limit == -1 else max(least, limit or 0)
+
+
 def _nothing(*_: object, **__: object) -> None:
     """Do nothing, in place of a hook."""
 
@@ -496,13 +521,17 @@ def _size_of(loader: Any) -> Any:
     """Return the batch size of a loader that can be rebuilt at another size, or None if it cannot."""
     if getattr(type(loader), "__iter__", None) is not DataLoader.__iter__:
         return None
-    return loader.batch_sampler.batch_size if type(loader.batch_sampler) is BatchSampler else None
+    if type(loader.batch_sampler) is not BatchSampler:
+        return None
+    return loader.batch_sampler.batch_size
 
 
 def _order_of(loader: Any, scan_s: float) -> LargestFirst:
     """Return the loader's examples, largest first."""
     subset = getattr(loader.sampler, "indices", None)
-    return largest_first(loader.dataset, scan_s, None if subset is None else [int(index) for index in subset])
+    if subset is not None:
+        subset = list(map(int, subset))
+    return largest_first(loader.dataset, scan_s, subset)
 
 
 class _Batches(Sampler[list[int]]):
@@ -533,16 +562,18 @@ def _trial_loader(loader: Any, size: int, batches: _Batches) -> Any:
 
 def _size_owners(name: str, owners: list[Any]) -> list[Any]:
     """Return the objects on which Lightning's own finder sets the batch size: modules and their hyperparameters."""
-    found = [owner for owner in owners if hasattr(owner, name)]
-    # To read `hparams` where there are none would make some.
-    found += [owner.hparams for owner in owners if "_hparams" in vars(owner) and name in owner.hparams]
-    if not found:
+    holders = [owner for owner in owners if hasattr(owner, name)]
+    for owner in owners:
+        # To read `hparams` where there are none would make some.
+        if "_hparams" in vars(owner) and name in owner.hparams:
+            holders.append(owner.hparams)
+    if not holders:
         raise InvalidArgumentError(
             f"neither {' nor '.join(type(owner).__name__ for owner in owners)} nor their hyperparameters have {name!r}: "
             f"write self.{name} = 1 in __init__ and DataLoader(..., batch_size=self.{name}) in train_dataloader(), or pass "
             "batch_size_name=, the name of the attribute that it reads"
         )
-    return found
+    return holders
 
 
 def _device_of(trainer: Any, device: object) -> Device:

@@ -116,14 +116,15 @@ def find_max_batch(
                     f"evaluation is what does not fit, at per_device_eval_batch_size={size}: make that smaller"
                 )
             raise
-        split, note = _split_that_runs(loop, global_batch, result, options) if write_back else (None, "")
+        split = None
+        if write_back:
+            split, text = _split_that_runs(loop, global_batch, result, options)
+            log_notes([remark(text)])
+            result = result.with_notes(after=[remark(text)])
     if split is not None:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
         trainer._train_batch_size = args.train_batch_size  # the Trainer copies it when it is created
-    if not note:
-        return result
-    log_notes([remark(note)])
-    return result.with_notes(after=[remark(note)])
+    return result
 
 
 def model_and_step(trainer: Any, *, scan_s: float = 30.0) -> tuple[torch.nn.Module, dict[str, Step]]:
@@ -225,7 +226,9 @@ class _Loop:
         self.user, self.model, self.args = trainer, trainer.model, trainer.args
         self.evaluates = self.args.eval_strategy != "no" or self.args.eval_on_start
         self.accumulation = min(self.args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
-        datasets = [trainer.train_dataset, *(_values(trainer.eval_dataset) if self.evaluates else [])]
+        datasets = [trainer.train_dataset]
+        if self.evaluates:
+            datasets += _values(trainer.eval_dataset)
         self.trainer = _copied(trainer, simulated=simulated)
         self.trainer.data_collator = self._collate
         self.longest, *self.evaluated = (largest_first(one, scan_s) for one in datasets)
@@ -276,8 +279,11 @@ class _Loop:
 
     def _train(self, accumulation: int, model: object, batch_size: int) -> None:
         trainer, args, last = self.trainer, self.trainer.args, self._last_batch(batch_size)
-        epoch_steps = 1 if last and self.longest.leaders <= batch_size * accumulation else framework.LOOP_STEPS
-        steps = epoch_steps + 2 if last else epoch_steps  # that of the last batch, and the first of the next epoch
+        steps = epoch_steps = framework.LOOP_STEPS
+        if last:
+            if self.longest.leaders <= batch_size * accumulation:  # one step reads all of the longest
+                epoch_steps = 1
+            steps = epoch_steps + 2  # that of the last batch, and the first of the next epoch
         args.max_steps, args.gradient_accumulation_steps = steps, accumulation
         args.per_device_train_batch_size = trainer._train_batch_size = batch_size  # the Trainer reads its args once
         count = accumulation * epoch_steps * args.world_size  # each rank reads its share of them
@@ -322,24 +328,25 @@ class _Loop:
         try:
             with unchanged():  # a failed loop leaves its loader in the state that accelerators share
                 loop()
-            if (
-                self.args.world_size > 1
-            ):  # the next call makes another DDP model, with buckets as large as the gradients
+            # The next call makes another DDP model, with buckets as large as the gradients.
+            if self.args.world_size > 1:
                 self.trainer.model_wrapped = self.trainer.model
                 self.trainer.accelerator.free_memory()
                 framework.drop_last_collectives(self.args.device)
         finally:
             # Drop this call's sum of losses: a block of 512 bytes that a cold start does not have can decide near the limit.
-            for name in [name for name, value in vars(self.trainer).items() if isinstance(value, torch.Tensor)]:
-                delattr(self.trainer, name)
+            for name in list(vars(self.trainer)):
+                if isinstance(vars(self.trainer)[name], torch.Tensor):
+                    delattr(self.trainer, name)
             hook = vars(self.trainer).pop("neftune_hook_handle", None)
             if hook is not None:  # a failed loop leaves its hook, and the next would add another
                 hook.remove()
         if not {batch_size} <= set(self.collated) <= {batch_size, last}:
-            found = f"batches of {sorted(set(self.collated))} examples were collated instead of {batch_size}"
+            reason = f"batches of {sorted(set(self.collated))} examples were collated instead of {batch_size}"
+            if not self.collated:
+                reason = "the data_collator of the Trainer was never called"
             raise NotRunError(
-                f"{found if self.collated else 'the data_collator of the Trainer was never called'}: in your "
-                "get_train_dataloader or get_eval_dataloader, use self.data_collator and self._train_batch_size"
+                f"{reason}: in your get_train_dataloader or get_eval_dataloader, use self.data_collator and self._train_batch_size"
             )
 
     def _collate(self, examples: Any) -> Any:

@@ -140,7 +140,7 @@ class Training:
     ) -> None:
         """Copy the model, and make its loss and optimizer."""
         self.device, self.imgsz, self.objects, self.dataset_size = device.torch_device, imgsz, objects, dataset_size
-        self.covered: tuple[str, ...] = (LAST_BATCH,) if dataset_size > 0 else ()
+        self.covered: tuple[str, ...] = (LAST_BATCH,) if dataset_size else ()
         self.dtype = None if self.device.type in ("cpu", "mps") else dtype  # the trainer disables autocast there
         with framework.quiet_loggers("ultralytics"):  # else it would log an optimizer that only the trials use
             self.model = copy.deepcopy(model).float().train()
@@ -271,8 +271,10 @@ def _worst_batch(net: Any, task: str, batch_size: int, *, imgsz: int, objects: i
         batch["txt_feats"] = torch.ones(batch_size, *net.txt_feats.shape[1:])
     if task == "segment":
         overlap, side = net.args.overlap_mask, imgsz // int(net.args.mask_ratio)
-        dtype = torch.int32 if overlap and objects > MAX_UINT8_MASKS else torch.uint8
-        batch["masks"] = torch.ones(batch_size if overlap else batch_size * objects, side, side, dtype=dtype)
+        count, dtype = batch_size * objects, torch.uint8
+        if overlap:  # one mask for each image, which numbers its objects
+            count, dtype = batch_size, torch.int32 if objects > MAX_UINT8_MASKS else torch.uint8
+        batch["masks"] = torch.ones(count, side, side, dtype=dtype)
         batch["sem_masks"] = torch.zeros(batch_size, side, side)
     if task == "pose":
         batch["keypoints"] = torch.full((batch_size * objects, int(head.kpt_shape[0]), 3), 0.5)
@@ -293,12 +295,12 @@ def _match_all_anchors(assigner: Any) -> None:
 
     def match(*args: Any, **kwargs: Any) -> Any:
         try:
-            *targets, found, indices = inner(*args, **kwargs)
+            *targets, matched, indices = inner(*args, **kwargs)
         except RuntimeError as error:
             raise _EscapedError(error) from None
-        found = torch.zeros_like(found)
-        found[:, : assigner.n_max_boxes * int(getattr(assigner, "topk2", None) or assigner.topk)] = True
-        return (*targets, found, indices)
+        matched = torch.zeros_like(matched)
+        matched[:, : assigner.n_max_boxes * int(getattr(assigner, "topk2", None) or assigner.topk)] = True
+        return (*targets, matched, indices)
 
     assigner._forward = match
 
