@@ -53,7 +53,7 @@ class Values(NamedTuple):
     @property
     def is_gone(self) -> bool:
         """Whether the owner was freed."""
-        return self.owner is not None and self.owner.find() is None
+        return self.owner is not None and self.holder is None
 
     def slot(self, key: Any) -> object:
         """Return what identifies the attribute, item or variable with this key."""

@@ -135,9 +135,10 @@ def _in_code(value: Any, counts: list[object]) -> Iterable[Any]:
 
 def _in_optimizer(optimizer: torch.optim.Optimizer, counts: list[object]) -> Iterable[Any]:
     """Return what an optimizer that is not torch's own holds; its state counts steps, which decides nothing about memory."""
-    if _package(optimizer) in _STILL:
-        return ()
-    return [attribute for name, attribute in vars(optimizer).items() if name not in _OF_OPTIMIZERS]
+    if _package(optimizer) not in _STILL:
+        for name, attribute in vars(optimizer).items():
+            if name not in _OF_OPTIMIZERS:
+                yield attribute
 
 
 def _in_object(value: Any) -> Iterable[Any]:
@@ -188,8 +189,9 @@ def _in_module(module: torch.nn.Module, counts: list[object]) -> Iterable[Any]:
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is None:
             continue
-        gradient = tensor.grad if tensor.is_leaf else None
-        counts += [addresses_of(tensor), None if gradient is None else addresses_of(gradient)]
+        counts.append(addresses_of(tensor))
+        if tensor.is_leaf and tensor.grad is not None:
+            counts.append(addresses_of(tensor.grad))
         if not is_torchs:  # the buffers of batch norms count calls, which decides nothing about memory
             counts.append(_small_on_host(tensor))
         yield from vars(tensor).items()

@@ -194,9 +194,7 @@ class Place:
 
 
 def _by_key(now: Any) -> dict[Any, Any]:
-    if isinstance(now, set):
-        return {value: value for value in now}
-    return dict(keyed(now))
+    return dict(zip(now, now, strict=True) if isinstance(now, set) else keyed(now))
 
 
 # What stands in a place for a value that it does not keep alive.
@@ -277,9 +275,6 @@ class OpaquePlace:
     def put_back(self) -> None:
         if self._write is not None and self._before is not MISSING:
             self._write(self._before)
-
-    def changes(self) -> dict[str, Any]:
-        return {self.path: self} if self.has_changed else {}
 
 
 def opaque_place(seen: Seen, names: set[str]) -> OpaquePlace | None:

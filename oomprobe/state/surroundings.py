@@ -80,20 +80,22 @@ class Surroundings:
 
     def __init__(self, device_type: str) -> None:
         self._flags = {**_flags(device_type), **generators(device_type)}
-        read = {name: _read(get) for name, (get, _) in self._flags.items()}
-        self._values = {name: value for name, value in read.items() if value is not _UNREADABLE}
+        self._values: dict[str, Any] = {}
+        for name, (get, _) in self._flags.items():
+            value = _read(get)
+            if value is not _UNREADABLE:
+                self._values[name] = value
 
     def restore(self) -> list[str]:
         """Restore all values, and return the names of those that could not be set."""
-        failed: list[str] = []
         for _ in range(2):  # torch's old and new precision flags set each other
             failed = [name for name in self._values if not self._set(name)]
         return failed
 
     def _set(self, name: str) -> bool:
-        get, put = self._flags[name]
         try:
-            if not same(_read(get), self._values[name]):
+            if self._differs(name):
+                _, put = self._flags[name]
                 put(self._values[name])
         except Exception:  # continue with the others
             return False
@@ -101,7 +103,11 @@ class Surroundings:
 
     def differences(self) -> list[str]:
         """Return the names of the values that have changed."""
-        return [name for name, value in self._values.items() if not same(_read(self._flags[name][0]), value)]
+        return list(filter(self._differs, self._values))
+
+    def _differs(self, name: str) -> bool:
+        get, _ = self._flags[name]
+        return not same(_read(get), self._values[name])
 
 
 FROZEN_BY_PYTHON = 1000  # at most: collecting garbage in 3.12 freezes immortal objects, 375 at the start

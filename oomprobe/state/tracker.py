@@ -76,9 +76,9 @@ class Tracker:
         self._names: set[str] = set()  # that the user's functions use
         self._left_entries = MAX_ENTRIES
         self._only_at_end = False  # whether values are put back only at the end
-        owners, named = list(owners), [(model, "model"), *((root, "") for root in (*preserve, *steps))]
-        self._roots, self._device = [*(root for root, _ in named), *owners], device
-        self._find(list(visit(named, owners, without=[device])))
+        others, owners = [*preserve, *steps], list(owners)
+        self._roots, self._device = [model, *others, *owners], device
+        self._find(list(visit([(model, "model"), *((root, "") for root in others)], owners, without=[device])))
         self._switches = Switches(self.stateful)
         self._switches.read_flags(self.parameters())
         self.first_weights, self.first_gradients = self.weights(), gradients_of(self.parameters())
@@ -328,7 +328,8 @@ class Tracker:
         """Return what of the user's differs from the start, each with its kind, such as ``"trainer.it (an iterator)"``."""
         changed: dict[str, Any] = {}
         for opaque in self.opaque:
-            changed |= opaque.changes()
+            if opaque.has_changed:
+                changed[opaque.path] = opaque
         for place in self.places:
             if not place.values.trains:
                 changed |= place.changes()

@@ -162,14 +162,15 @@ class _Walk:
     """One walk; its methods say what each kind of value holds."""
 
     def __init__(self, roots: list[tuple[object, str]], owners: list[object], without: Iterable[object]) -> None:
-        self._owners = {id(owner) for owner in owners}
+        self._owners = set(map(id, owners))
         # Objects of these packages are walked into too, but not what they share with others: variables and classes.
-        self._packages = {_package(root) for root, _ in roots}
+        self._packages = set[str]()
         # Kept alive, so that no other object gets their ids.
         self._met: dict[int, Any] = {id(value): value for value in without}
         self._queue = deque[_Node]()
         self._passed = deque[_Node]()  # held by objects of libraries
         for root, path in roots:
+            self._packages.add(_package(root))
             self._queue.append(_Node(root, path, trains=isinstance(root, torch.Tensor)))
         for owner in owners:
             self._queue.append(_Node(owner, type(owner).__name__))
@@ -342,7 +343,8 @@ class _Walk:
         is_parallel = kind.__module__.startswith(PARALLEL)
         reference = Reference(module, is_strong=is_parallel or kind.__module__.startswith("torch.jit."))
         hooks = hooks_of(module)
-        self._met |= {id(registry): registry for registry in hooks.values()}
+        for registry in hooks.values():
+            self._met[id(registry)] = registry
         for name in REGISTRIES:
             registry = vars(module)[name]
             # Sharded parameters change places with whole ones while a step runs, and torch's own objects know which are there.
@@ -381,20 +383,21 @@ class _Walk:
         return self._holder(node, when, keeps_state=keeps_state)
 
     def _holder(self, node: _Node, when: When, *, keeps_state: bool = False) -> Seen:
-        values = self._attributes_of(Reference(node.value), node.path)
-        timed = tuple(attributes._replace(when=when, trains=keeps_state) for attributes in values)
-        return Seen(node.value, node.path, Kind.STATEFUL if keeps_state else Kind.HOLDER, timed)
+        values = self._attributes_of(Reference(node.value), node.path, when, trains=keeps_state)
+        return Seen(node.value, node.path, Kind.STATEFUL if keeps_state else Kind.HOLDER, tuple(values))
 
-    def _attributes_of(self, reference: Reference, path: str) -> Iterator[Values]:
+    def _attributes_of(
+        self, reference: Reference, path: str, when: When = When.EACH_TRIAL, *, trains: bool = False
+    ) -> Iterator[Values]:
         value = reference.find()
         is_users = self.is_users(value)
         if is_users:
             self._add(type(value).__name__, type(value))
         if hasattr(value, "__dict__"):
-            yield contents.of_attributes(reference, f"{path}.")
+            yield contents.of_attributes(reference, f"{path}.")._replace(when=when, trains=trains)
         slots = slots_of(type(value))
         if slots and is_users:
-            yield contents.of_slots(reference, slots, f"{path}.")
+            yield contents.of_slots(reference, slots, f"{path}.")._replace(when=when, trains=trains)
         elif slots:
             reference.stay_strong()
 
