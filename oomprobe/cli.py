@@ -278,12 +278,12 @@ def _read(path: str) -> ProbeResult | ProbeTable:
 
 def _devices(arguments: argparse.Namespace) -> int:
     from oomprobe.devices.choose import describe_device, list_devices
-    from oomprobe.simulation.catalogue import CARDS
+    from oomprobe.simulation.catalogue import CATALOGUE
 
     for device in list_devices():
         print(describe_device(device))
     print("\ncards to simulate, with torch's share of their memory (sim:24GiB gives torch 24 GiB):")
-    for card in CARDS:
+    for card in CATALOGUE:
         print(f"sim:{card.name:18}  {format_bytes(card.available_bytes)} of {format_bytes(card.total_bytes)}")
     return 0
 
@@ -408,10 +408,10 @@ def _number(text: str) -> object:
 
 
 def _tolerance(text: str) -> float:
-    from oomprobe.results.regression import tolerance_of
+    from oomprobe.results.regression import stated_tolerance
 
     try:
-        return tolerance_of(text)
+        return stated_tolerance(text)
     except InvalidArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -8,9 +8,9 @@ from oomprobe.records.patience import PATIENCE
 from oomprobe.rules.look import (
     EXACT_CALLS,
     WIDEST,
+    bracket_tolerance,
     calls_needed,
     growth_bytes,
-    tolerance_of,
 )
 
 KIB = 2**10
@@ -79,6 +79,6 @@ def test_keeping_the_last_of_varying_batches_is_rarely_a_leak():
 
 
 def test_longer_trials_leave_a_wider_bracket_up_to_a_limit():
-    widths = [tolerance_of(calls) for calls in CALLS]
+    widths = [bracket_tolerance(calls) for calls in CALLS]
     assert widths == sorted(widths)
     assert (widths[EXACT_CALLS - 1], widths[EXACT_CALLS] > 0, widths[-1]) == (0, True, WIDEST)

@@ -11,7 +11,7 @@ from oomprobe.records.options import Options
 from oomprobe.records.patience import Clock
 from oomprobe.records.trials import CallRecord, Outcome, Phase, Trial, Verdict
 from oomprobe.rules.look import calls_since, checks_of, have_settled, marks_of, merged
-from oomprobe.rules.program import Program, further, most_calls, shortened
+from oomprobe.rules.program import Program, further, made_as_long, most_calls
 
 NAMES = ("train", "eval")
 
@@ -80,9 +80,9 @@ def test_a_bug_ends_a_confirmation_only_in_calls_that_it_need_not_make():
 
 def test_a_trial_is_made_as_long_as_the_shortest_data():
     request = program(call_s=0.1, period=1).confirming(8)
-    assert len(shortened(request, 9).calls) == 9 > len(request.calls)
-    assert shortened(request, 2).calls == request.calls[:2]
-    assert shortened(request, 9).until is None
+    assert len(made_as_long(request, 9).calls) == 9 > len(request.calls)
+    assert made_as_long(request, 2).calls == request.calls[:2]
+    assert made_as_long(request, 9).until is None
 
 
 # --- trials that go on ---

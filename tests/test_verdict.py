@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import oomprobe
 from oomprobe.records.trials import Verdict
 from oomprobe.runners.signals import TimeUp
-from oomprobe.verdicts import Evidence, classify, classify_error, facts_of
+from oomprobe.verdicts import Evidence, classify, classify_error, facts_of_error
 from oomprobe.verdicts.classify import MAX_LINKS, MAX_TEXT
 from oomprobe.verdicts.texts import ERROR_TEXTS
 
@@ -124,7 +124,7 @@ def test_a_users_own_wording_is_a_bug(error):
 )
 def test_a_text_that_misleads(text, verdict):
     assert classify_error(RuntimeError(text)) is verdict
-    assert len(facts_of(RuntimeError(text))[0].text) < 3 * MAX_TEXT
+    assert len(facts_of_error(RuntimeError(text))[0].text) < 3 * MAX_TEXT
 
 
 @pytest.mark.parametrize(
@@ -228,11 +228,11 @@ def test_groups():
 def test_cycles_and_depth_are_limited():
     first, second = RuntimeError("one"), RuntimeError("two")
     first.__cause__, second.__cause__ = second, first
-    assert len(facts_of(first)) == 2
+    assert len(facts_of_error(first)) == 2
     error = RuntimeError(OOM_TEXT)
     for _ in range(10 * MAX_LINKS):
         error = caused(RuntimeError("wrapped"), error)
-    assert len(facts_of(error)) == MAX_LINKS
+    assert len(facts_of_error(error)) == MAX_LINKS
 
 
 @pytest.mark.parametrize("thing", [None, OOM_TEXT, torch.OutOfMemoryError, []], ids=str)
@@ -255,7 +255,7 @@ def test_odd_exceptions(kind, args, attributes, evidence):
     error = kind(*args)
     for name, value in attributes.items():
         setattr(error, name, value)
-    facts = facts_of(error)
+    facts = facts_of_error(error)
     assert classify_error(error, evidence) is classify(facts, evidence)
     for link in facts:  # a subclass of str could hold a reference
         assert type(link.text) is str

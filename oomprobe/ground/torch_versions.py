@@ -113,7 +113,7 @@ def uses_lt(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: A
 # --- autograd and kernels ---
 
 
-class Held(NamedTuple):
+class GradientUses(NamedTuple):
     """How often a gradient is referred to in Python and in C++, and its storage, as `card_mode` sees it."""
 
     references: int
@@ -124,7 +124,7 @@ class Held(NamedTuple):
 EFFICIENT_ATTENTION_KEEPS_SEEDS = VERSION >= (2, 14)  # on the card, if it drops nothing; 2.13 was not seen
 GROUP_NORM_KEEPS_FORMAT = VERSION >= (2, 14)  # channels last; 2.13 was not seen
 INFERENCE_KEEPS_CASTS = VERSION < (2, 11)  # whether autocast keeps weights that it has cast in inference mode
-HELD_BY_ENGINE = Held(5, 4, 2) if VERSION >= (2, 10) else Held(4, 4, 1)  # and by nothing else
+HELD_BY_ENGINE = GradientUses(5, 4, 2) if VERSION >= (2, 10) else GradientUses(4, 4, 1)  # and by nothing else
 
 
 def prefers_cudnn_attention(capability: tuple[int, int]) -> bool:

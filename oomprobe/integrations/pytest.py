@@ -83,7 +83,7 @@ class Checked:
     def assert_no_growth(self, tolerance: str | float | None = None) -> None:
         """Fail if the step allocates more than in the baseline, by more than a share such as ``"2%"``; None: at all."""
         __tracebackhide__ = True
-        from oomprobe.results.regression import grown, tolerance_of
+        from oomprobe.results.regression import grown, stated_tolerance
         from oomprobe.results.result import ProbeResult
 
         if self._updates:
@@ -96,5 +96,5 @@ class Checked:
         versions = [result.environment.get("torch") for result in (before, self.result)]
         if tolerance is None and versions[0] != versions[1]:
             pytest.fail(ANOTHER_TORCH.format(path=self._path, before=versions[0], after=versions[1]), pytrace=False)
-        if said := grown(before, self.result, tolerance_of(str(tolerance or 0))):
+        if said := grown(before, self.result, stated_tolerance(str(tolerance or 0))):
             pytest.fail("\n".join(said), pytrace=False)

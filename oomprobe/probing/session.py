@@ -35,7 +35,7 @@ from oomprobe.records.trials import (
 from oomprobe.report.progress import Reporter
 from oomprobe.rules import diagnosis, look, search
 from oomprobe.rules.diagnosis import Allocated
-from oomprobe.rules.look import tolerance_of
+from oomprobe.rules.look import bracket_tolerance
 from oomprobe.rules.program import Program, most_calls
 from oomprobe.rules.search import STRIDE, Found, Reply
 
@@ -114,7 +114,7 @@ class Session:
         self.budget.expect(last.budget)
         self.program.follow(last.program)
         self._learned, self.predicts = last._learned, last.predicts
-        tolerance = tolerance_of(self.program.needed)
+        tolerance = bracket_tolerance(self.program.needed)
         self._known = Reply(passed=True, varies=self.program.is_long, tolerance=tolerance)
 
     # --- the search ---
@@ -169,7 +169,7 @@ class Session:
             varies=self._varies(trial),
             is_certain=self.runner.facts.grows_capped and trial.verdict is Verdict.OOM,
             lengthens=lengthens,
-            tolerance=tolerance_of(self.program.needed),
+            tolerance=bracket_tolerance(self.program.needed),
         )
 
     def requested(self, size: int, phase: Phase, cap_bytes: int | None) -> Request:
@@ -197,7 +197,7 @@ class Session:
             passed=trial.passed,
             within_cap=self.budget.holds(trial),
             varies=varies,
-            tolerance=tolerance_of(self.program.needed),
+            tolerance=bracket_tolerance(self.program.needed),
             guess=diagnosis.line_through(self.trials, trial, self.budget.total_bytes),
         )
 

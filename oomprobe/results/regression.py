@@ -21,14 +21,14 @@ ANOTHER = (
 )
 
 
-def tolerance_of(text: str) -> float:
+def stated_tolerance(text: str) -> float:
     """Return the fraction that a text states.
 
     Raises:
         InvalidArgumentError: it states none, or one that is not at least 0 and less than 1.
 
     Examples:
-        >>> tolerance_of("2%"), tolerance_of("0.02"), tolerance_of("0")
+        >>> stated_tolerance("2%"), stated_tolerance("0.02"), stated_tolerance("0")
         (0.02, 0.02, 0.0)
     """
     number, percent, rest = text.strip().partition("%")

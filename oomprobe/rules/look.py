@@ -335,11 +335,11 @@ def growth_bytes(live_bytes: Sequence[int]) -> int:
     return max(0, live_bytes[-1] - live_bytes[0]) // last
 
 
-def tolerance_of(calls: int) -> float:
+def bracket_tolerance(calls: int) -> float:
     """Return how narrow the bracket must be, as a fraction of the size, if each trial makes this many calls.
 
     Examples:
-        >>> tolerance_of(10), tolerance_of(24), tolerance_of(50)
+        >>> bracket_tolerance(10), bracket_tolerance(24), bracket_tolerance(50)
         (0.0, 0.015625, 0.03125)
     """
     return 0.0 if calls <= EXACT_CALLS else min(WIDEST, STRIDE_OF_MANY * calls / EXACT_CALLS)

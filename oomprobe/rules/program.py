@@ -40,7 +40,7 @@ LONG_CALLS = (
     "most within {calls} calls, so each trial after growing made that many: a later call can still need more. To be sure, let "
     "step_fn make the largest batch it can meet"
 )
-LATE = (
+FAILED_LATE = (
     "batch {size} failed its confirmation after {made}, and each trial had made {before}: those that followed made {calls}. A later "
     "call can still need more. To be sure, let step_fn make the largest batch it can meet"
 )
@@ -61,14 +61,14 @@ class Program:
     def __init__(self, facts: RunnerInfo, options: Options, clock: Clock, row: int = 0) -> None:
         self._facts, self._options, self._clock, self._row = facts, options, clock, row
         self._patience = patience = clock.patience
+        self._look_s = patience.host_look_s if facts.device.on_host else patience.look_s
         self._names = facts.step_names
-        # Several steps take turns twice, each with half of the calls, because training resumes after evaluation: evaluation splits
-        # cached blocks, and only in the second turn does the state of every step's optimizers exist.
+        # Several steps take two turns of half the calls each, because training resumes after evaluation: that splits cached blocks,
+        # and only in the second turn does the state of every step's optimizers exist.
         self._turns = 2 if len(self._names) > 1 else 1
         self.first = self.needed = self.confirmed = 0
         self._full = 0  # calls of a full step after that; 0: no trial has passed yet
-        self._most = patience.look_calls  # fewer if a late call failed with a bug
-        self._most_to_confirm = self._most
+        self._most = self._most_to_confirm = patience.look_calls  # the first: fewer if a late call failed with a bug
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
         self._counts = False  # whether the user's code may know which call it is
         self._decided = 0  # calls of the last trial that passed and was no confirmation
@@ -200,14 +200,14 @@ class Program:
 
     @property
     def is_long(self) -> bool:
-        """Whether trials make more calls than the options ask for, as the look found that they need."""
+        """Whether trials make more calls than the options ask for, as a look found."""
         return self.needed > self._ordinary(self._options.steps)
 
     @property
     def to_confirm(self) -> int:
         """Calls that are still to be made for an answer, at least."""
-        calls = max(self._ordinary(self._options.confirm_steps), self.needed)
-        return calls + self.needed if self.is_long else calls  # another such trial comes before it
+        before = self.needed if self.is_long else 0  # of another such trial
+        return before + max(self._ordinary(self._options.confirm_steps), self.needed)
 
     def _calls_of(self, steps: int) -> int:
         """Return the calls of a trial of so many full steps, or more if the one that needs the most memory comes later."""
@@ -220,10 +220,6 @@ class Program:
         None where each call is a training run of its own (`Step.starts_anew`): the next one would fail alike.
         """
         return None if self._facts.starts_anew else self._ordinary(self._options.steps)
-
-    @property
-    def _look_s(self) -> float:
-        return self._patience.host_look_s if self._facts.device.on_host else self._patience.look_s
 
     @property
     def _takes_no_time(self) -> bool:
@@ -286,9 +282,8 @@ class Program:
         call_s = look.step_s(records)
         if call_s:
             self._call_s[trial.batch_size] = call_s
-        if trial.passed and records and not self._full and not is_plan:
-            self.first = max(map(look.first_calls, look.by_step(records).values()))
-            self._full = max(map(look.step_calls, look.by_step(records).values()))
+        if trial.passed and not is_plan:
+            self._learn_full_steps(records)
         if outcome.ended_early is not None:
             yield self._end_early(trial, records, outcome.ended_early)
         if is_varying and request.confirms and not self.is_long and not self._facts.starts_anew:
@@ -297,6 +292,12 @@ class Program:
             yield from self._learn_from_look(outcome)
         elif not is_plan:
             yield from self._compare_calls(request, trial)
+
+    def _learn_full_steps(self, records: Records) -> None:
+        """Learn how many calls a full step takes, unless an earlier trial has shown it."""
+        if records and not self._full:
+            self.first = max(map(look.first_calls, look.by_step(records).values()))
+            self._full = max(map(look.step_calls, look.by_step(records).values()))
 
     def _end_early(self, trial: Trial, records: Records, error: str) -> Note:
         """Make no more calls from now on than until a late one failed with a bug."""
@@ -338,7 +339,7 @@ class Program:
             self._period = 0  # the look has not met that call
             # The text counts the calls of all steps.
             made, before = count(trial.steps, "call", "calls"), count(steps * self._decided, "call", "calls")
-            text = LATE.format(size=trial.batch_size, made=made, before=before, calls=steps * self.needed)
+            text = FAILED_LATE.format(size=trial.batch_size, made=made, before=before, calls=steps * self.needed)
             yield remark(text, trial.batch_size)
 
     def lengthen(self, size: int) -> None:
@@ -354,7 +355,7 @@ def most_calls(request: Request) -> int:
     return max(len(request.calls), request.until.most_calls)
 
 
-def shortened(request: Request, calls: int) -> Request:
+def made_as_long(request: Request, calls: int) -> Request:
     """Return the trial with exactly this many calls, of all steps together, such as before a rank's data ended."""
     longest = request.calls + request.calls[-1:] * max(0, calls - len(request.calls))
     return replace(request, calls=longest[:calls], until=None)

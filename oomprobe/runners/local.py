@@ -27,7 +27,6 @@ from oomprobe.errors import (
     step_failed,
 )
 from oomprobe.ground.frames import hide_frames, is_own_fault
-from oomprobe.ground.units import format_bytes
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.notes import Note, Notes, remark
@@ -50,11 +49,7 @@ from oomprobe.verdicts import Evidence, classify
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
 OVER_CAP = "it ran, but its peak was over the cap: it reused memory that the allocator had reserved earlier"
-CYCLES = (
-    "at batch {size} each step leaves {kept} in reference cycles until Python collects garbage, so training needs more than a "
-    "trial of a few steps: break the cycle (an object that holds its own output), or call gc.collect() every few steps"
-)
-KEPT = "the step's counters were restored only at the end: when they were restored before each trial, batch {size} failed with {error}"
+COUNTERS_LEFT = "the step's counters were restored only at the end: when they were restored before each trial, batch {size} failed with {error}"
 WENT_ON = (
     "not cold: the step replaces parameters by others of another shape, beside an iterator whose position cannot be put back, so each "
     "trial went on from the last one, and the calls that replace them were not run at this size. Probe it as a target (oomprobe run "
@@ -383,7 +378,7 @@ class LocalRunner:
         except StepFailedError:
             raise error from error.__cause__
         cause = error.__cause__ or error
-        text = KEPT.format(size=request.batch_size, error=failure_of(cause).text)
+        text = COUNTERS_LEFT.format(size=request.batch_size, error=failure_of(cause).text)
         self._notes.add(remark(text, request.batch_size))
         return outcome
 
@@ -418,10 +413,8 @@ class LocalRunner:
             usage = self._usage()
             if verdict is Verdict.FITS and _is_over_cap(usage, request.cap_bytes):
                 verdict = Verdict.OOM
-        elif verdict is not Verdict.POISONED and self._device.healthy():
-            self._end_backward()
         else:
-            verdict = Verdict.POISONED
+            verdict = self._verdict_after(verdict)
         outcome = Outcome(
             trial=calls.trial(verdict, failure, usage),
             records=tuple(calls.records),
@@ -431,7 +424,7 @@ class LocalRunner:
             breakdown=calls.breakdown,
         )
         if failure is None and request.watches_growth and not self._work.ends_with_trial:
-            return self._with_growth(request, outcome)
+            return self._with_growth(outcome)
         return outcome
 
     # --- cold ---
@@ -541,7 +534,14 @@ class LocalRunner:
             simulated=self._device.replays,
         ) from error
 
-    def _with_growth(self, request: Request, outcome: Outcome) -> Outcome:
+    def _verdict_after(self, verdict: Verdict) -> Verdict:
+        """Return the verdict on a failure, once its tensors are gone: poisoned if the device no longer works."""
+        if verdict is Verdict.POISONED or not self._device.healthy():
+            return Verdict.POISONED
+        self._end_backward()
+        return verdict
+
+    def _with_growth(self, outcome: Outcome) -> Outcome:
         """Add the bytes that each further call leaves allocated, not counting uncollected garbage."""
         grown_bytes = look.growth_of(outcome.records)
         if not grown_bytes:
@@ -549,13 +549,10 @@ class LocalRunner:
         before_bytes = self._device.live_bytes()
         gc.collect()
         garbage_bytes = before_bytes - self._device.live_bytes()
-        cycle_bytes = min(grown_bytes, garbage_bytes // len(outcome.records))
-        if cycle_bytes >= look.SMALLEST_GROWTH_BYTES and request.confirms:
-            text = CYCLES.format(kept=format_bytes(cycle_bytes), size=request.batch_size)
-            self._notes.add(remark(text, request.batch_size))
+        kept_bytes = max(0, grown_bytes - garbage_bytes // len(outcome.records))
         return replace(
             outcome,
-            trial=replace(outcome.trial, step_leaked_bytes=grown_bytes - cycle_bytes),
+            trial=replace(outcome.trial, step_leaked_bytes=kept_bytes),
             held=tuple(largest_added(self._tracker, look.SMALLEST_GROWTH_BYTES)),
             gradients_hold_graphs=any(map(_sums_graphs, self._tracker.parameters())),
         )

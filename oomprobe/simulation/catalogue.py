@@ -60,7 +60,7 @@ def _card(
     )
 
 
-CARDS: tuple[Card, ...] = (
+CATALOGUE: tuple[Card, ...] = (
     # --- data centre ---
     # ultralytics on torch 2.11.0+cu128 prints 16269MiB: log
     _card("P100-16GB", "Tesla P100-PCIE-16GB", 16_269, (6, 0), 56),
@@ -152,7 +152,7 @@ def each_name(devices: Iterable[object]) -> list[object]:
         >>> len(each_name(["sim:all"])) > 30, each_name(["sim:T4", "sim:24GiB"])
         (True, ['sim:T4', 'sim:24GiB'])
     """
-    every = [f"sim:{card.name}" for card in CARDS]
+    every = [f"sim:{card.name}" for card in CATALOGUE]
     names: list[object] = []
     for device in devices:
         names += every if device == ALL else [device]
@@ -174,7 +174,7 @@ def find_card(name: str) -> Card:
     """
     key, stated = _key(name), _STATED_SIZE.search(_words(name))
     cards = []
-    for card in CARDS:
+    for card in CATALOGUE:
         if key in (_key(card.name), _key(card.full_name)) and _fits(card, stated):
             cards.append(card)
     if len(cards) == 1:
@@ -204,6 +204,6 @@ def _fits(card: Card, stated: re.Match[str] | None) -> bool:
 
 def _similar(key: str) -> str:
     """Name the cards with similar names: the RTX-4090 for a laptop 4090."""
-    close = nearest(key, [_key(card.name) for card in CARDS], 5)
-    similar = [card.name for card in CARDS if _key(card.name) in close]
+    close = nearest(key, [_key(card.name) for card in CATALOGUE], 5)
+    similar = [card.name for card in CATALOGUE if _key(card.name) in close]
     return f"; similar cards: {', '.join(similar)}" if similar else ""

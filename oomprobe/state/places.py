@@ -22,7 +22,7 @@ from oomprobe.state.compare import same
 from oomprobe.state.contents import PLAIN, Values
 from oomprobe.state.references import MISSING, BoundMethod, Reference, keyed
 from oomprobe.state.tensors import AnyCopy, GraphTensor, HostCopies, TensorCopy, WrapperCopy, can_copy, version_of
-from oomprobe.state.walk import Kind, Seen, module_of
+from oomprobe.state.walk import Kind, Met, module_of
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are put back before every trial, larger ones at the end
 COPIED_BYTES = 2**30  # of larger ones outside the model, in all; of the others only their version is compared
@@ -277,7 +277,7 @@ class OpaquePlace:
             self._write(self._before)
 
 
-def opaque_place(seen: Seen, names: set[str]) -> OpaquePlace | None:
+def opaque_place(seen: Met, names: set[str]) -> OpaquePlace | None:
     """Return the place of an array, a generator, or an object of a library that shows whether it has changed."""
     value, path = seen.value, seen.path
     if seen.kind is Kind.ARRAY:

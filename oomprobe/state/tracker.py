@@ -31,7 +31,7 @@ from oomprobe.state.places import (
 )
 from oomprobe.state.references import Reference, weak
 from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, kind_of_storage, tensors_in, version_of
-from oomprobe.state.walk import Kind, Seen, code_names, has_data, is_learnable, is_training_state, visit
+from oomprobe.state.walk import Kind, Met, code_names, has_data, is_learnable, is_training_state, visit
 
 
 class Tracker:
@@ -84,7 +84,7 @@ class Tracker:
         self.first_weights, self.first_gradients = self.weights(), gradients_of(self.parameters())
         self.take(0)
 
-    def _find(self, every: list[Seen]) -> None:
+    def _find(self, every: list[Met]) -> None:
         """Save all that the walk has seen, and from then on keep nothing alive that a step may let go of."""
         references, tuples = self.copies.references, list[Values]()
         for seen in every:
@@ -102,7 +102,7 @@ class Tracker:
         every_values = [*tuples, *(place.values for place in self._all_places())]
         references.let_go(((held.read, held.slot) for held in every_values), partial(saved_item, copies=self.copies))
 
-    def _save(self, seen: Seen, places: list[Place]) -> None:
+    def _save(self, seen: Met, places: list[Place]) -> None:
         value = seen.value
         if isinstance(value, types.FunctionType):
             self._names |= code_names(value.__code__) | {*value.__code__.co_freevars}
@@ -132,7 +132,7 @@ class Tracker:
             if is_source(value):
                 self._sources.append((place, id(value)))
 
-    def _save_tensor(self, seen: Seen) -> None:
+    def _save_tensor(self, seen: Met) -> None:
         tensor, path = seen.value, seen.path
         if not has_data(tensor):
             return

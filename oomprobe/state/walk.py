@@ -60,7 +60,7 @@ class Kind(enum.Enum):
     LIBRARY = enum.auto()  # an object of a library that the user's code holds, which is not walked into
 
 
-class Seen(NamedTuple):
+class Met(NamedTuple):
     """A value that the walk has met, its path, such as ``"trainer.it"``, and what it holds."""
 
     value: Any
@@ -80,7 +80,7 @@ class _Node(NamedTuple):
 
 def visit(
     roots: Iterable[tuple[object, str]], owners: Iterable[object] = (), *, without: Iterable[object] = ()
-) -> Iterator[Seen]:
+) -> Iterator[Met]:
     """Yield what can be reached from `roots`, pairs of a value and its path: each once, the user's own first, nearest first.
 
     `owners` are objects of libraries that are walked into like the user's own, `without` objects to leave out.
@@ -96,7 +96,7 @@ def visit(
     return _Walk(list(roots), list(owners), without).seen()
 
 
-def is_training_state(seen: Seen) -> bool:
+def is_training_state(seen: Met) -> bool:
     """Return whether a value is a module, an object with ``state_dict``, or a leaf tensor that requires a gradient."""
     if seen.kind is Kind.TENSOR:
         return is_learnable(seen.value)
@@ -175,7 +175,7 @@ class _Walk:
         for owner in owners:
             self._queue.append(_Node(owner, type(owner).__name__))
 
-    def seen(self) -> Iterator[Seen]:
+    def seen(self) -> Iterator[Met]:
         visited = 0
         while queue := self._queue or self._passed:
             node = queue.popleft()
@@ -242,24 +242,24 @@ class _Walk:
         name = module_of(value)
         return is_users_code(name) or str(name).partition(".")[0] in self._packages
 
-    def _of(self, node: _Node) -> Seen:
+    def _of(self, node: _Node) -> Met:
         for kinds, look_into in _LOOKS:
             if isinstance(node.value, kinds):
                 return look_into(self, node)
         return self._of_object(node)
 
-    def _of_tensor(self, node: _Node) -> Seen:
+    def _of_tensor(self, node: _Node) -> Met:
         values = contents.of_tensor(weak(node.value), node.path)
-        return Seen(node.value, node.path, Kind.TENSOR, (values,), node.trains)
+        return Met(node.value, node.path, Kind.TENSOR, (values,), node.trains)
 
-    def _of_array(self, node: _Node) -> Seen:
-        return Seen(node.value, node.path, Kind.ARRAY)
+    def _of_array(self, node: _Node) -> Met:
+        return Met(node.value, node.path, Kind.ARRAY)
 
-    def _of_generator(self, node: _Node) -> Seen:
-        return Seen(node.value, node.path, Kind.GENERATOR)
+    def _of_generator(self, node: _Node) -> Met:
+        return Met(node.value, node.path, Kind.GENERATOR)
 
-    def _of_function(self, node: _Node) -> Seen:
-        return Seen(node.value, node.path, Kind.CODE, tuple(self._variables_of(node.value)))
+    def _of_function(self, node: _Node) -> Met:
+        return Met(node.value, node.path, Kind.CODE, tuple(self._variables_of(node.value)))
 
     def _variables_of(self, function: types.FunctionType) -> Iterator[Values]:
         name, cells = function.__name__, _cells_of(function)
@@ -284,56 +284,56 @@ class _Walk:
             if isinstance(module, types.ModuleType) and is_users_code(module.__name__):
                 yield contents.of_variables(vars(module), f"{variable}.", names)
 
-    def _of_method(self, node: _Node) -> Seen:
+    def _of_method(self, node: _Node) -> Met:
         owner = node.value.__self__
         self._add(node.path or type(owner).__name__.lower(), owner)
         self._add(node.path, node.value.__func__)
-        return Seen(node.value, node.path, Kind.CODE)
+        return Met(node.value, node.path, Kind.CODE)
 
-    def _of_wrapper(self, node: _Node) -> Seen:
+    def _of_wrapper(self, node: _Node) -> Met:
         self._add(node.path, *_parts(node.value))
-        return Seen(node.value, node.path, Kind.CODE)
+        return Met(node.value, node.path, Kind.CODE)
 
-    def _of_class(self, node: _Node) -> Seen:
+    def _of_class(self, node: _Node) -> Met:
         kind = node.value
         if not is_users_code(kind.__module__):
-            return Seen(kind, node.path, Kind.CODE)
+            return Met(kind, node.path, Kind.CODE)
         self._add(node.path, *kind.__bases__)
         for value in vars(kind).values():  # __call__ too, which is not among its values
             if isinstance(value, types.FunctionType):
                 self._add(node.path, value)
-        return Seen(kind, node.path, Kind.CODE, (contents.of_class(kind),))
+        return Met(kind, node.path, Kind.CODE, (contents.of_class(kind),))
 
-    def _of_cache(self, node: _Node) -> Seen:
+    def _of_cache(self, node: _Node) -> Met:
         cache, path = node.value, node.path
         self._add(path, cache.__wrapped__)
         if not is_users_code(module_of(cache.__wrapped__)):
-            return Seen(cache, path, Kind.CODE)
+            return Met(cache, path, Kind.CODE)
         # Some of what a cache returns may be known by its identity, so one that is not empty cannot be emptied.
         if cache.cache_info().currsize:
-            return Seen(cache, path, Kind.LIBRARY)
-        return Seen(cache, path, Kind.CODE, (contents.of_cache(cache, path),))
+            return Met(cache, path, Kind.LIBRARY)
+        return Met(cache, path, Kind.CODE, (contents.of_cache(cache, path),))
 
-    def _of_tuple(self, node: _Node) -> Seen:
+    def _of_tuple(self, node: _Node) -> Met:
         items = contents.of_tuple(Reference(node.value), node.path)._replace(when=node.when, trains=node.trains)
-        return Seen(node.value, node.path, Kind.HOLDER, (items,))
+        return Met(node.value, node.path, Kind.HOLDER, (items,))
 
-    def _of_frozenset(self, node: _Node) -> Seen:
+    def _of_frozenset(self, node: _Node) -> Met:
         for value in node.value:
             if not isinstance(value, PLAIN):
                 self._queue.append(node._replace(value=value))
-        return Seen(node.value, node.path, Kind.HOLDER)
+        return Met(node.value, node.path, Kind.HOLDER)
 
-    def _of_container(self, node: _Node) -> Seen:
+    def _of_container(self, node: _Node) -> Met:
         value, path, reference = node.value, node.path, Reference(node.value)
         base = next(kind for kind in type(value).__mro__ if not self.is_users(kind))
         values = [contents.of_items(reference, path, base)._replace(when=node.when, trains=node.trains)]
         if self.is_users(value):
             values += self._attributes_of(reference, path)
-        return Seen(value, path, Kind.HOLDER, tuple(values))
+        return Met(value, path, Kind.HOLDER, tuple(values))
 
-    def _of_module(self, node: _Node) -> Seen:
-        return Seen(node.value, node.path, Kind.MODULE, tuple(self._registries_of(node.value, node.path)))
+    def _of_module(self, node: _Node) -> Met:
+        return Met(node.value, node.path, Kind.MODULE, tuple(self._registries_of(node.value, node.path)))
 
     def _registries_of(self, module: torch.nn.Module, path: str) -> Iterator[Values]:
         kind, is_users = type(module), self.is_users(module)
@@ -358,23 +358,23 @@ class _Walk:
             values = contents.of_attributes(reference, f"{path}.", without=frozenset((*REGISTRIES, *hooks)))
             yield values._replace(when=When.EACH_TRIAL if restarts else When.AT_END, trains=True)
 
-    def _of_loader(self, node: _Node) -> Seen:
+    def _of_loader(self, node: _Node) -> Met:
         if id(node.value) in self._owners:
             return self._holder(node, When.AT_END)
-        return Seen(node.value, node.path, Kind.LIBRARY)  # whose position is not covered
+        return Met(node.value, node.path, Kind.LIBRARY)  # whose position is not covered
 
-    def _of_optimizer(self, node: _Node) -> Seen:
+    def _of_optimizer(self, node: _Node) -> Met:
         return self._holder(node, When.COLD, keeps_state=True)
 
-    def _of_namespace(self, node: _Node) -> Seen:
+    def _of_namespace(self, node: _Node) -> Met:
         return self._holder(node, When.EACH_TRIAL, keeps_state=has_state(node.value))
 
-    def _of_object(self, node: _Node) -> Seen:
+    def _of_object(self, node: _Node) -> Met:
         value, path = node.value, node.path
         is_owner, is_users, keeps_state = id(value) in self._owners, self.is_users(value), has_state(value)
         if not (is_owner or is_users or keeps_state):
             self._pass(_parts(value), path)
-            return Seen(value, path, Kind.LIBRARY)
+            return Met(value, path, Kind.LIBRARY)
         when = When.EACH_TRIAL
         if str(module_of(value)).startswith(_COLD):
             when = When.COLD
@@ -382,9 +382,9 @@ class _Walk:
             when = When.AT_END
         return self._holder(node, when, keeps_state=keeps_state)
 
-    def _holder(self, node: _Node, when: When, *, keeps_state: bool = False) -> Seen:
+    def _holder(self, node: _Node, when: When, *, keeps_state: bool = False) -> Met:
         values = self._attributes_of(Reference(node.value), node.path, when, trains=keeps_state)
-        return Seen(node.value, node.path, Kind.STATEFUL if keeps_state else Kind.HOLDER, tuple(values))
+        return Met(node.value, node.path, Kind.STATEFUL if keeps_state else Kind.HOLDER, tuple(values))
 
     def _attributes_of(
         self, reference: Reference, path: str, when: When = When.EACH_TRIAL, *, trains: bool = False
@@ -403,7 +403,7 @@ class _Walk:
 
 
 # How to look into a value of each kind, by the first that fits: an object of the user's may be of several.
-_LOOKS: tuple[tuple[Any, Callable[[_Walk, _Node], Seen]], ...] = (
+_LOOKS: tuple[tuple[Any, Callable[[_Walk, _Node], Met]], ...] = (
     (torch.Tensor, _Walk._of_tensor),
     (np.ndarray, _Walk._of_array),
     (_GENERATORS, _Walk._of_generator),

@@ -1,5 +1,5 @@
 """Classification of exceptions into verdicts."""
 
-from oomprobe.verdicts.classify import Evidence, Facts, Link, classify, classify_error, facts_of
+from oomprobe.verdicts.classify import ErrorFacts, Evidence, Link, classify, classify_error, facts_of_error
 
-__all__ = ["Evidence", "Facts", "Link", "classify", "classify_error", "facts_of"]
+__all__ = ["ErrorFacts", "Evidence", "Link", "classify", "classify_error", "facts_of_error"]

@@ -1,6 +1,6 @@
 """Classify exceptions with a table of error texts, strongest row first.
 
-There are two steps, so that nothing of a failed trial stays alive: `facts_of` turns an exception into strings and
+There are two steps, so that nothing of a failed trial stays alive: `facts_of_error` turns an exception into strings and
 numbers, and `classify` combines these with the evidence around the failure. Torch is not imported: classes are compared
 by name.
 """
@@ -31,7 +31,7 @@ class Link:
     error_code: int | None = None
 
 
-Facts = tuple[Link, ...]  # an exception and its causes, without references to them
+ErrorFacts = tuple[Link, ...]  # an exception and its causes, without references to them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +80,10 @@ def classify_error(exc: object, evidence: Evidence | None = None) -> Verdict:
         >>> classify_error(KeyError("CUDA error: out of memory")).name
         'BUG'
     """
-    return classify(facts_of(exc), evidence if isinstance(evidence, Evidence) else None)
+    return classify(facts_of_error(exc), evidence if isinstance(evidence, Evidence) else None)
 
 
-def facts_of(exc: object) -> Facts:
+def facts_of_error(exc: object) -> ErrorFacts:
     """Return the facts of an exception and its chain, without references to any of them."""
     links: list[Link] = []
     pending: list[object] = [exc]
@@ -100,7 +100,7 @@ def facts_of(exc: object) -> Facts:
     return tuple(links)
 
 
-def classify(facts: Facts, evidence: Evidence | None = None) -> Verdict:
+def classify(facts: ErrorFacts, evidence: Evidence | None = None) -> Verdict:
     """Return the verdict for facts and evidence; after a failed health check, always POISONED."""
     if evidence is not None and not evidence.healthy:
         return Verdict.POISONED
@@ -126,7 +126,7 @@ def classify(facts: Facts, evidence: Evidence | None = None) -> Verdict:
     return out_of_memory  # of ambiguous POISONED rows too: if the process is poisoned, the health check says so
 
 
-def _strongest_row(facts: Facts) -> ErrorText | None:
+def _strongest_row(facts: ErrorFacts) -> ErrorText | None:
     rows = [row for row in map(_matching_row, facts) if row is not None]
     return min(rows, key=ERROR_TEXTS.index, default=None)
 

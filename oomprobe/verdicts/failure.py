@@ -8,7 +8,7 @@ from pathlib import Path
 
 from oomprobe.errors import text_of
 from oomprobe.ground.frames import TORCH, raised_at
-from oomprobe.verdicts.classify import Facts, facts_of
+from oomprobe.verdicts.classify import ErrorFacts, facts_of_error
 
 MAX_TEXT = 600
 _OPTIM = TORCH / "optim"
@@ -19,7 +19,7 @@ _BACKWARD_FILES = {TORCH / "_tensor.py", TORCH / "autograd" / "__init__.py"}
 class Failure:
     """Text, location and facts of an exception."""
 
-    facts: Facts
+    facts: ErrorFacts
     text: str  # class and message, shortened
     where: str | None  # part of the step and the user's line, such as "backward, model.py:142"
 
@@ -29,7 +29,7 @@ def failure_of(error: BaseException) -> Failure:
     text = f"{type(error).__name__}: {text_of(error)}".strip()
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT - 4] + " ..."
-    return Failure(facts=facts_of(error), text=text, where=_where(error))
+    return Failure(facts=facts_of_error(error), text=text, where=_where(error))
 
 
 def clear_frames(error: BaseException) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from oomprobe.records.trials import Verdict
 from oomprobe.runners.command.output import CONTEXT_LINES, KEPT, Output, cause_of
-from oomprobe.runners.command.reports import Seen
+from oomprobe.runners.command.reports import RunReports
 from oomprobe.verdicts import Evidence, Link
 
 from .test_reports import memory, report
@@ -55,7 +55,7 @@ def read(text, chunks=1):
 
 def cause(output, *, status=1, smaller_passed=True, oom_kills=0, reports=()):
     evidence = Evidence(smaller_size_passed=smaller_passed, memory_pressure=False)
-    return cause_of(Seen(reports), output, status, evidence, oom_kills=oom_kills)
+    return cause_of(RunReports(reports), output, status, evidence, oom_kills=oom_kills)
 
 
 def test_every_output_is_in_the_table():

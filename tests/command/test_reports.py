@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from oomprobe.runners.command.reports import Memory, Report, Seen, are_the_same
+from oomprobe.runners.command.reports import Memory, ProcessReport, RunReports, are_the_same
 from oomprobe.verdicts import Link
 
 GIB = 2**30
@@ -28,7 +28,7 @@ def memory(uuid="a", *, reserved=2, peak=4, outside=1, fraction=0.9, requested=(
 
 
 def report(rank=None, *devices, steps=3, world=None, why="step", begun_s=0.0, at_s=10.0, host="node"):
-    return Report(
+    return ProcessReport(
         pid=1,
         host=host,
         rank=rank,
@@ -66,7 +66,7 @@ ENGINE = report(None, memory("b"), steps=0)  # beside the trainer; it never step
     ],
 )
 def test_what_is_known_of_all_processes(reports, all_report, steps_of_all, missing):
-    seen = Seen(reports)
+    seen = RunReports(reports)
     assert (seen.all_report, seen.steps_of_all) == (all_report, steps_of_all)
     assert seen.missing_ranks == missing
 
@@ -82,7 +82,7 @@ def test_what_is_known_of_all_processes(reports, all_report, steps_of_all, missi
     ],
 )
 def test_which_processes_use_a_card(reports, users):
-    assert [len(card.users) for card in Seen(reports).cards] == users
+    assert [len(card.users) for card in RunReports(reports).cards] == users
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_which_processes_use_a_card(reports, users):
     ],
 )
 def test_the_memory_that_a_command_leaves(reports, outside, available):
-    (card,) = Seen(reports).cards
+    (card,) = RunReports(reports).cards
     assert (card.outside_bytes, card.available_bytes) == (outside, available)
-    assert Seen(reports).outside_bytes == outside
+    assert RunReports(reports).outside_bytes == outside
 
 
 @pytest.mark.parametrize(
@@ -115,14 +115,14 @@ def test_the_memory_that_a_command_leaves(reports, outside, available):
     ],
 )
 def test_whether_all_were_held_to_their_caps(reports, said):
-    found = Seen(reports).uncapped({"": 0.9, "b": 0.5})
+    found = RunReports(reports).uncapped({"": 0.9, "b": 0.5})
     assert found is None if said is None else found.startswith(said)
 
 
 def test_what_each_step_requested():
     def requested(*steps):
         silent = report(1, memory("b", requested=((0, 0),) * 3))  # its allocator counts nothing
-        return Seen([report(0, memory(requested=steps)), silent]).requested
+        return RunReports([report(0, memory(requested=steps)), silent]).requested
 
     steps = requested((100, 5), (150, 8), (190, 12))
     assert steps == {"0 a": [(50, 3), (40, 4)]}
@@ -137,4 +137,4 @@ def test_reports_are_read_in_the_order_they_were_written(tmp_path):
     for one in written:
         (tmp_path / f"node-{one.rank}.json").write_text(json.dumps({**asdict(one), "newer": "field"}))
     (tmp_path / "node-9.json.part").write_text("{")
-    assert Seen.read(tmp_path).reports == written[::-1]
+    assert RunReports.read(tmp_path).reports == written[::-1]

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from oomprobe.runners.command.reports import Seen
+from oomprobe.runners.command.reports import RunReports
 from oomprobe.runners.command.run import HERE
 
 SITE = HERE / "site"
@@ -36,7 +36,7 @@ def run(tmp_path, code, *, path=(), **variables):
     ended = subprocess.run(
         [sys.executable, script], env={**environment, **variables}, capture_output=True, text=True, check=False
     )
-    return ended.returncode, ended.stderr, Seen.read(reports).reports
+    return ended.returncode, ended.stderr, RunReports.read(reports).reports
 
 
 def test_steps_are_reported(tmp_path):

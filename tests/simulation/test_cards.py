@@ -7,12 +7,12 @@ from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.ground import torch_versions
 from oomprobe.ground.units import parse_bytes
 from oomprobe.simulation.cards import generic_card
-from oomprobe.simulation.catalogue import CARDS, find_card
+from oomprobe.simulation.catalogue import CATALOGUE, find_card
 
 SMALL, LARGE = 8_519_680, 33_554_432
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+@pytest.mark.parametrize("card", CATALOGUE, ids=lambda card: card.name)
 def test_every_card_is_plausible_and_found_by_both_names(card):
     assert 4 * 2**30 < card.total_bytes < 300 * 2**30
     assert 100 * 2**20 < card.context_bytes < 3 * 2**30

@@ -10,7 +10,7 @@ from torch import nn
 
 import oomprobe
 from oomprobe.records.trials import Phase
-from oomprobe.results.regression import grown, tolerance_of
+from oomprobe.results.regression import grown, stated_tolerance
 
 GIB, MIB = 2**30, 2**20
 WIDTH, LENGTH, WORDS, BATCH = 128, 64, 1000, 128
@@ -178,4 +178,4 @@ def test_results_that_cannot_be_compared(changes, text):
 @pytest.mark.parametrize("text", ["2", "100%", "-1%", "two", "2%%", "", "nan"])
 def test_a_tolerance_that_is_no_fraction(text):
     with pytest.raises(oomprobe.InvalidArgumentError, match="a tolerance is a share of the memory"):
-        tolerance_of(text)
+        stated_tolerance(text)

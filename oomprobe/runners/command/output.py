@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from oomprobe.records.trials import Verdict
-from oomprobe.runners.command.reports import Seen
-from oomprobe.verdicts import Evidence, Facts, Link, classify
+from oomprobe.runners.command.reports import RunReports
+from oomprobe.verdicts import ErrorFacts, Evidence, Link, classify
 
-KEPT = 400  # exceptions from the beginning of the output, and as many from its end
+MOST_EXCEPTIONS = 400  # exceptions from the beginning of the output, and as many from its end
 CONTEXT_LINES = 25  # shown before an exception, or from the end of the output
 LONGEST_LINE = 4000
 SIGNALLED = 128  # a shell exits with this and the number of the signal that ended its program
@@ -59,7 +59,7 @@ QUOTED = "its output quotes an out-of-memory error, and not all of its processes
 class ReportedError:
     """An exception that a process reported, or found in its output."""
 
-    facts: Facts
+    facts: ErrorFacts
     text: str  # "KeyError: 'input_ids'"
     who: str = ""  # the process, if known
     where: str | None = None  # the user's line, if known
@@ -82,7 +82,7 @@ class Output:
     """What a command has written so far."""
 
     first: list[ReportedError] = field(default_factory=list)
-    last: deque[ReportedError] = field(default_factory=lambda: deque(maxlen=KEPT))
+    last: deque[ReportedError] = field(default_factory=lambda: deque(maxlen=MOST_EXCEPTIONS))
     oom_line: str = ""  # the first that quotes torch's out-of-memory error
     mentions_host_oom: bool = False  # whether Slurm says that a task was ended to get host memory
     _tail: deque[str] = field(default_factory=lambda: deque(maxlen=400))
@@ -124,7 +124,7 @@ class Output:
         else:
             classes = name, "builtins.RuntimeError"
         whole, context = f"{name}: {text}".removesuffix(": "), tuple(self.tail())
-        kept = self.first if len(self.first) < KEPT else self.last
+        kept = self.first if len(self.first) < MOST_EXCEPTIONS else self.last
         kept.append(ReportedError(facts=(Link(classes=classes, text=text),), text=whole, context=context))
 
     def exceptions(self) -> list[ReportedError]:
@@ -151,7 +151,7 @@ class Ending:
     context: Sequence[str] = ()  # lines of the output that show it
 
 
-def cause_of(seen: Seen, output: Output, status: int, evidence: Evidence, *, oom_kills: int) -> Ending:
+def cause_of(seen: RunReports, output: Output, status: int, evidence: Evidence, *, oom_kills: int) -> Ending:
     """Return why a run failed: what its processes reported, then what its output says, then how it exited.
 
     `status` is the exit status of the command, negative for a signal; `oom_kills` counts what the system's OOM killer ended.
@@ -201,7 +201,7 @@ def _judged(errors: Sequence[ReportedError], evidence: Evidence) -> tuple[Verdic
     return verdict, cause
 
 
-def _errors(seen: Seen, output: Output, all_told: bool) -> Iterator[ReportedError]:
+def _errors(seen: RunReports, output: Output, all_told: bool) -> Iterator[ReportedError]:
     """Yield the exceptions that processes reported, then those in the output."""
     printed = output.exceptions()
     if all_told:

@@ -37,7 +37,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ProcessReport:
     """The last report of one process."""
 
     pid: int
@@ -72,10 +72,10 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class UsedCard:
     """A device, with all processes of the command that have reserved memory there."""
 
-    users: Sequence[tuple[Report, Memory]]
+    users: Sequence[tuple[ProcessReport, Memory]]
 
     @property
     def memory(self) -> Memory:
@@ -108,19 +108,19 @@ Requested = Mapping[str, Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class RunReports:
     """What all processes of a command have reported so far, in the order in which they wrote it."""
 
-    reports: Sequence[Report] = ()
+    reports: Sequence[ProcessReport] = ()
 
     @classmethod
-    def read(cls, folder: Path) -> Seen:
+    def read(cls, folder: Path) -> RunReports:
         """Read the reports in a folder."""
-        reports = [from_plain(Report, json.loads(path.read_bytes())) for path in folder.glob("*.json")]
+        reports = [from_plain(ProcessReport, json.loads(path.read_bytes())) for path in folder.glob("*.json")]
         return cls(sorted(reports, key=lambda report: report.at_s))
 
     @property
-    def training(self) -> list[Report]:
+    def training(self) -> list[ProcessReport]:
         """The reports of processes whose optimizers have stepped."""
         return [report for report in self.reports if report.steps]
 
@@ -147,13 +147,13 @@ class Seen:
     @property
     def steps_of_all(self) -> int:
         """The fewest steps of any rank; 0 while one that the others know of has not stepped."""
-        return self.steps if len(self.training) >= Seen(self.training).world_size else 0
+        return self.steps if len(self.training) >= RunReports(self.training).world_size else 0
 
     @property
     def missing_ranks(self) -> int:
         """How many ranks have never reported, by what the training ones know."""
         known = {report.rank for report in self.reports if report.rank is not None}
-        return Seen(self.training).world_size - len(known)
+        return RunReports(self.training).world_size - len(known)
 
     @property
     def all_report(self) -> bool:
@@ -170,7 +170,7 @@ class Seen:
         return any(report.raised_ooms for report in self.reports)
 
     @property
-    def out_of_memory(self) -> Report | None:
+    def out_of_memory(self) -> ProcessReport | None:
         """The first report of a process that has run out of memory."""
         for report in self.reports:
             if report.failure is Verdict.OOM:
@@ -202,26 +202,26 @@ class Seen:
         return any(report.failure and report.devices for report in self.reports)
 
     @property
-    def cards(self) -> list[Card]:
+    def cards(self) -> list[UsedCard]:
         """The devices that the command uses; ranks that see one device each all call it 0.
 
         A process that ended before another one began on its device, such as a check before training, is left out.
         """
-        devices: dict[tuple[str, str], list[tuple[Report, Memory]]] = defaultdict(list)
+        devices: dict[tuple[str, str], list[tuple[ProcessReport, Memory]]] = defaultdict(list)
         for report in self.reports:
             for memory in report.devices:
                 devices[report.host, memory.uuid].append((report, memory))
         cards = []
         for users in devices.values():
             begun_s = max(report.begun_s for report, _ in users)
-            cards.append(Card([user for user in users if user[0].why != "exit" or user[0].at_s >= begun_s]))
+            cards.append(UsedCard([user for user in users if user[0].why != "exit" or user[0].at_s >= begun_s]))
         return cards
 
     @property
-    def fullest_card(self) -> Card:
+    def fullest_card(self) -> UsedCard:
         """The device of which the command has reserved the largest share; without users if it has reserved none."""
         return max(
-            self.cards, key=lambda card: card.peak_reserved_bytes / max(1, card.available_bytes), default=Card(())
+            self.cards, key=lambda card: card.peak_reserved_bytes / max(1, card.available_bytes), default=UsedCard(())
         )
 
     @property

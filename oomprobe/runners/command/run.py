@@ -19,7 +19,7 @@ from pathlib import Path
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux, processes
 from oomprobe.runners.command.output import Output
-from oomprobe.runners.command.reports import Seen
+from oomprobe.runners.command.reports import RunReports
 
 HERE = Path(__file__).parent
 BATCH, DIR = "{batch}", "{dir}"
@@ -103,9 +103,9 @@ class Run:
         """Seconds since the start."""
         return time.monotonic() - self.started_s
 
-    def reports(self) -> Seen:
+    def reports(self) -> RunReports:
         """Return what its processes have reported."""
-        return Seen.read(self._reports)
+        return RunReports.read(self._reports)
 
     def has_ended(self, wait_s: float) -> bool:
         """Read output for up to `wait_s`; return whether it has ended, and then set `status`: negative for a signal."""

@@ -23,7 +23,7 @@ from oomprobe.records.options import Options
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.records.trials import CallRecord, DeviceInfo, Measured, Outcome, Request, RunnerInfo, Trial, Verdict
 from oomprobe.runners.command.output import OUT_OF_MEMORY, PORT_IN_USE, Ending, cause_of
-from oomprobe.runners.command.reports import Seen, are_the_same, fraction_of, limiting_rank
+from oomprobe.runners.command.reports import RunReports, are_the_same, fraction_of, limiting_rank
 from oomprobe.runners.command.run import BATCH, BATCH_VARIABLE, Run
 from oomprobe.runners.signals import Interrupts
 from oomprobe.verdicts import Evidence
@@ -130,7 +130,7 @@ class CommandRunner:
         self._device = DeviceInfo(name="the command's device", torch_device="cuda:0", total_bytes=0, on_host=False)
         self._environment: dict[str, Any] = {"command": shlex.join(command), "torch": None, "cuda": None}
         self._took_s: list[float] = []  # by each run
-        self._last_passed = 0, Seen()  # batch size and reports
+        self._last_passed = 0, RunReports()  # batch size and reports
         self._world_size = 1
         self._torch_version: tuple[int, ...] = ()  # the oldest that a process reported
 
@@ -211,7 +211,7 @@ class CommandRunner:
 
     # --- one run ---
 
-    def _watch(self, run: Run, request: Request) -> tuple[Seen, Ending]:
+    def _watch(self, run: Run, request: Request) -> tuple[RunReports, Ending]:
         """Follow a run until it passes, fails or ends; return its reports and its ending."""
         wanted, patience = len(request.calls), self._patience
         troubled, incomplete = Held(), Held()
@@ -228,7 +228,7 @@ class CommandRunner:
                 return seen, _timed_out(run, seen)
         return (seen := run.reports()), self._ended(run, request, seen)
 
-    def _has_done_enough(self, run: Run, request: Request, seen: Seen) -> bool:
+    def _has_done_enough(self, run: Run, request: Request, seen: RunReports) -> bool:
         """Return whether a running command can be judged."""
         if not seen.reports:
             return self._passes_after_s is not None and run.elapsed_s > self._passes_after_s
@@ -242,7 +242,7 @@ class CommandRunner:
             least_s = max(least_s, fmean(self._took_s))
         return steps >= self._patience.look_calls or run.elapsed_s > least_s
 
-    def _ended(self, run: Run, request: Request, seen: Seen) -> Ending:
+    def _ended(self, run: Run, request: Request, seen: RunReports) -> Ending:
         """Return how a command ended that ended by itself."""
         size, steps, wanted = request.batch_size, seen.steps, 1 + self._options.steps
         if swallowed := _swallowed(run, request, seen):
@@ -263,7 +263,7 @@ class CommandRunner:
 
     # --- what a run has shown ---
 
-    def _check_pass(self, request: Request, seen: Seen, fractions: Mapping[str, float]) -> None:
+    def _check_pass(self, request: Request, seen: RunReports, fractions: Mapping[str, float]) -> None:
         """Raise UnreliableError if a pass proves nothing: the size was not used, or the margin was not held."""
         size, (last_size, last) = request.batch_size, self._last_passed
         if fractions and (why := seen.uncapped(fractions)):
@@ -276,7 +276,7 @@ class CommandRunner:
             raise UnreliableError(IGNORES.format(size=larger, smaller=smaller, batch=BATCH, program=program))
         self._last_passed = size, seen
 
-    def _measure(self, seen: Seen) -> Measured | None:
+    def _measure(self, seen: RunReports) -> Measured | None:
         """Learn how much memory is available from the first pass, when NCCL and the kernels are there; None from others."""
         cards = seen.cards
         if self._available or not cards:
@@ -286,7 +286,7 @@ class CommandRunner:
         self._measured = Measured(available_bytes=available_bytes, outside_bytes=seen.outside_bytes)
         return self._measured
 
-    def _describe(self, seen: Seen) -> None:
+    def _describe(self, seen: RunReports) -> None:
         """Note the devices and versions that the answer holds for."""
         cards = seen.cards
         if not cards:
@@ -306,7 +306,12 @@ class CommandRunner:
         self._world_size = seen.world_size
 
     def _outcome(
-        self, request: Request, seen: Seen, ending: Ending, fractions: Mapping[str, float], measured: Measured | None
+        self,
+        request: Request,
+        seen: RunReports,
+        ending: Ending,
+        fractions: Mapping[str, float],
+        measured: Measured | None,
     ) -> Outcome:
         steps, step_s = seen.steps, seen.step_s
         cap_bytes = request.cap_bytes
@@ -343,7 +348,7 @@ class CommandRunner:
             notes=tuple(self._notes(request, trial, seen)),
         )
 
-    def _notes(self, request: Request, trial: Trial, seen: Seen) -> Iterator[Note]:
+    def _notes(self, request: Request, trial: Trial, seen: RunReports) -> Iterator[Note]:
         if trial.verdict is not Verdict.FITS:
             return
         if request.confirms and 0 < trial.steps < len(request.calls):
@@ -360,7 +365,7 @@ class CommandRunner:
 FITS = Ending(verdict=Verdict.FITS, error="")
 
 
-def _swallowed(run: Run, request: Request, seen: Seen) -> Ending | None:
+def _swallowed(run: Run, request: Request, seen: RunReports) -> Ending | None:
     """Return the out-of-memory error that a program caught and went on from, so that its steps prove nothing."""
     is_quoted = run.output.oom_line and not seen.all_report
     if seen.caught_oom or is_quoted:
@@ -370,7 +375,7 @@ def _swallowed(run: Run, request: Request, seen: Seen) -> Ending | None:
     return None
 
 
-def _failure(run: Run, request: Request, seen: Seen) -> Ending:
+def _failure(run: Run, request: Request, seen: RunReports) -> Ending:
     evidence = Evidence(smaller_size_passed=request.smaller_passed, memory_pressure=seen.is_pressed)
     return cause_of(seen, run.output, run.status or 0, evidence, oom_kills=int(run.oom_kills))
 
@@ -404,12 +409,12 @@ def _failed(request: Request, ending: Ending) -> str:
     return "\n".join(lines)
 
 
-def _missing(request: Request, seen: Seen, waited_s: float) -> str:
+def _missing(request: Request, seen: RunReports, waited_s: float) -> str:
     ranks, missing, waited = seen.world_size, seen.missing_ranks, format_seconds(waited_s)
     return MISSING.format(size=request.batch_size, seen=ranks - missing, all=ranks, missing=missing, waited=waited)
 
 
-def _timed_out(run: Run, seen: Seen) -> Ending:
+def _timed_out(run: Run, seen: RunReports) -> Ending:
     steps = [f"{user.name} had made {count(user.steps, 'step', 'steps')}" for user in seen.reports if user.devices]
     error = f"the command was ended after {format_seconds(run.elapsed_s)}"
     if shown := "; ".join(steps) or "".join(run.output.tail()[-1:]):

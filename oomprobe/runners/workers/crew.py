@@ -22,7 +22,7 @@ from oomprobe.runners.workers.messages import Further, Message, Shown
 from oomprobe.runners.workers.process import TICK_S, Idle, Process, end_all
 from oomprobe.runners.workers.settling import LATE, STUCK, TIMED_OUT, WAITED, Answer, has_failed
 
-HOST = "127.0.0.1"
+STORE_HOST = "127.0.0.1"
 # Others have a patience's time to end a trial that one rank has passed, or this many times as long as that one took.
 LATE_FACTOR = 10.0
 
@@ -54,7 +54,7 @@ class Crew:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         # Torch keeps the keys of an earlier group in a store (2.14 adds no prefix), so each crew has one of its own.
-        store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        store = TCPStore(STORE_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
         crew = cls({}, store, patience)
         try:
             for rank in range(ranks):
@@ -158,7 +158,7 @@ def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": ranks,
         "GROUP_WORLD_SIZE": 1,
         "ROLE_WORLD_SIZE": ranks,
-        "MASTER_ADDR": HOST,
+        "MASTER_ADDR": STORE_HOST,
         "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 hosts no store
         "TORCHELASTIC_RESTART_COUNT": 0,

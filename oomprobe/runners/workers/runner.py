@@ -25,7 +25,7 @@ from oomprobe.records.options import Options, Step
 from oomprobe.records.patience import Clock, Patience
 from oomprobe.records.trials import Call, Measured, Outcome, Request, RunnerInfo, Verdict
 from oomprobe.rules.look import Records, merged
-from oomprobe.rules.program import further, shortened
+from oomprobe.rules.program import further, made_as_long
 from oomprobe.runners.hooks import preload_dynamo
 from oomprobe.runners.ranks_here import check_cards
 from oomprobe.runners.signals import Interrupts
@@ -344,7 +344,7 @@ class WorkersRunner:
             return self._passed(request, outcomes)
         self._end_crew()
         early = first_to_end(request, answers, self._clock.patience.late_s)
-        outcome = self._try(shortened(request, len(early.records)))
+        outcome = self._try(made_as_long(request, len(early.records)))
         return replace(outcome, ended_early=early.ended_early)
 
     @property

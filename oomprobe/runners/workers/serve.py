@@ -23,7 +23,7 @@ from oomprobe.runners.workers.messages import Further, Lost, Message, Ready, Sho
 from oomprobe.state import Tracker
 from oomprobe.verdicts.failure import failure_of
 
-NO_BACKWARD = (
+FORKED_BACKWARD = (
     "host memory is probed in children forked from this process, but they cannot run a backward pass: this process has "
     "already run one while an accelerator was visible. Probe in fresh processes: "
     "oomprobe run path/to/train.py:build --device cpu"
@@ -131,4 +131,4 @@ def _try_backward() -> None:
         torch.ones(1, device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         if "fork" in str(error):
-            raise errors.InvalidArgumentError(NO_BACKWARD) from error
+            raise errors.InvalidArgumentError(FORKED_BACKWARD) from error
