@@ -154,7 +154,7 @@ def _results(probed: ProbeResult | ProbeTable) -> list[ProbeResult]:
 
 
 def _tell_warnings(probed: ProbeResult | ProbeTable, is_contaminated: bool) -> None:
-    notes = [note.text for result in _results(probed) for note in result.noted() if note.warns]
+    notes = [note.text for result in _results(probed) for note in result._noted() if note.warns]
     if is_contaminated:
         notes.append(CONTAMINATED)
     elif isinstance(probed, ProbeTable):

@@ -124,7 +124,7 @@ def probe(loop: Loop, options: SearchOptions) -> ProbeResult:
     notes += loop.notes(result)
     log_notes(map(remark, notes))
     return replace(
-        result.with_notes(after=map(remark, notes)),
+        result._with_notes(after=map(remark, notes)),
         not_covered=(*not_covered, *loop.not_covered()),
     )
 

@@ -120,7 +120,7 @@ def find_max_batch(
         if write_back:
             split, text = _split_that_runs(loop, global_batch, result, options)
             log_notes([remark(text)])
-            result = result.with_notes(after=[remark(text)])
+            result = result._with_notes(after=[remark(text)])
     if split is not None:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
         trainer._train_batch_size = args.train_batch_size  # the Trainer copies it when it is created

@@ -103,7 +103,7 @@ def result_of(session: Session, found: Found, target: str | None = None) -> Prob
         breakdown=session.breakdown,
         world_size=session.runner.facts.world_size,
         limiting_rank=(deciding or answer).limiting_rank,
-    ).with_notes(_notes(session, found, answer))
+    )._with_notes(_notes(session, found, answer))
 
 
 def _limited_by(session: Session, deciding: Trial | None) -> str:

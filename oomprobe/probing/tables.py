@@ -54,7 +54,7 @@ class Rows:
         if opened := self._opened:
             verified = opened.state_verified
             rows = {
-                value: result and replace(result.with_notes(before=opened.notes), state_verified=verified)
+                value: result and replace(result._with_notes(before=opened.notes), state_verified=verified)
                 for value, result in rows.items()
             }
         return ProbeTable(

@@ -28,7 +28,7 @@ class Reported(ABC):
         """Return the report, of which the text, the page and the plot are made; a verbose one leaves nothing out."""
 
     @abstractmethod
-    def noted(self) -> Sequence[Note]:
+    def _noted(self) -> Sequence[Note]:
         """Return the notes of the report, each with what it means for the answer."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ Record = TypeVar("Record", bound=Reported)
 
 def logged(record: Record) -> Record:
     """Log the notes and the warning of a finished probe's report, and return what it found."""
-    log_notes(record.noted())
+    log_notes(record._noted())
     warning = record.report().warning
     if warning:
         LOGGER.warning(warning)

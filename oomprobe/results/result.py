@@ -193,13 +193,13 @@ class ProbeResult(Reported):
                 plain[f"{part}/{name}"] = value
         return {name: value for name, value in plain.items() if value is None or isinstance(value, int | float | str)}
 
-    def noted(self) -> list[Note]:
+    def _noted(self) -> list[Note]:
         """Return the notes, each with what it means for the answer."""
         return [Note(text=text, kind=self.note_kinds.get(text, NoteKind.REMARK)) for text in self.notes]
 
-    def with_notes(self, before: Iterable[Note] = (), after: Iterable[Note] = ()) -> ProbeResult:
+    def _with_notes(self, before: Iterable[Note] = (), after: Iterable[Note] = ()) -> ProbeResult:
         """Return this result with further notes, before and after its own."""
-        notes = [*before, *self.noted(), *after]
+        notes = [*before, *self._noted(), *after]
         return replace(
             self,
             notes=tuple(note.text for note in notes),

@@ -219,7 +219,7 @@ class ProbeTable(Reported):
                 elapsed_s=data["elapsed_s"],
             )
 
-    def noted(self) -> list[Note]:
+    def _noted(self) -> list[Note]:
         """Return the notes of the table, and each of the rows' notes once, with the values of its rows unless it is all of them.
 
         Of cards, only warnings are told with their rows: each card has other figures.
@@ -227,7 +227,7 @@ class ProbeTable(Reported):
         rows_of: dict[Note, list[str]] = defaultdict(list)
         rows = list(self.fitting())
         for value, result in rows:
-            for note in result.noted():
+            for note in result._noted():
                 rows_of[note].append(text_of_value(value))
         shared, of_some_rows = [], []
         for note, values in rows_of.items():
@@ -245,7 +245,7 @@ class ProbeTable(Reported):
             if verbose:
                 parts[f"{self.axis}={text_of_value(value)}"] = result.report(verbose=True)
         is_contaminated = any(result.contaminated for result in results)
-        blocks = [Block("", _rows(self)), Block("", _facts(self)), Block(NOTES, [note.text for note in self.noted()])]
+        blocks = [Block("", _rows(self)), Block("", _facts(self)), Block(NOTES, [note.text for note in self._noted()])]
         if results and not verbose:
             blocks.append(not_covered_block(results[-1], verbose=False))
         return Report(
