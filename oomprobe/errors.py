@@ -201,6 +201,10 @@ class Caller:
     more: str = ""  # a sentence about what trials leave out
 
 
+LONGEST_TEXT = 2000  # characters of an exception's text: some carry all their data
+MISTYPED = (NameError, ImportError, SyntaxError)  # errors of the code alone, wherever it runs
+
+
 def step_failed(
     error: BaseException,
     *,
@@ -225,7 +229,7 @@ def step_failed(
         alone = f"To see whether it comes without oomprobe, {how}. {caller.more}".rstrip()
     elif NO_GPU.search(text_of(error)):
         alone = NO_GPU_FOR_STEP
-    elif known:
+    elif known or isinstance(error, MISTYPED):
         alone = f"Run {call} once by itself to see it."
     else:
         where = "on a real device" if simulated else "in a new process"
@@ -233,11 +237,14 @@ def step_failed(
     places = []
     if trial > 1:
         places.append(f"in trial {trial} of its process")
-    if simulated:
+    if simulated and not isinstance(error, MISTYPED):
         places.append("on a simulated card, whose tensors have no data")
     came = f" It came {', '.join(places)}." if places else ""
+    text = text_of(error)
+    if len(text) > LONGEST_TEXT:
+        text = f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters in all)"
     return StepFailedError(
-        f"the step failed at batch size {batch_size} with {type(error).__name__}: {text_of(error)}\n"
+        f"the step failed at batch size {batch_size} with {type(error).__name__}: {text}\n"
         f"This is not about memory{_no_answer(error, batch_size, largest_passed, caller, trial, known)}.{came} {alone}",
         batch_size=batch_size,
     )

@@ -94,8 +94,27 @@ AT_EVERY_SIZE = (
             "meant to work (a data set that ends?). To see whether it comes without oomprobe, run train(8). It has no "
             "logger.",
         ),
+        (
+            NameError("name 'modle' is not defined"),
+            {"simulated": True},
+            "NameError: name 'modle' is not defined\nThis is not about memory, so no batch size would help. "
+            "Run step_fn(model, 8) once by itself to see it.",
+        ),
+        (
+            ValueError("x" * 100_000),
+            {},
+            f"ValueError: {'x' * errors.LONGEST_TEXT} ... (100,000 characters in all)\n{AT_EVERY_SIZE}",
+        ),
     ],
-    ids=["a bug", "no text", "after a pass", "simulated", "adapter above a pass"],
+    ids=[
+        "a bug",
+        "no text",
+        "after a pass",
+        "simulated",
+        "adapter above a pass",
+        "a name that is mistyped",
+        "all its data",
+    ],
 )
 def test_a_failed_step_says_what_to_do(own, options, said):
     failed = step_failed(own, batch_size=8, **options)

@@ -195,9 +195,10 @@ def test_a_step_whose_call_runs_nothing_is_refused(step):
     [
         (torch.nn.Linear, "model must be a torch.nn.Module, not the class Linear: make an instance"),
         (None, "model must be a torch.nn.Module, not NoneType"),
+        (check_model, "the first argument is a function, and model must be a torch.nn.Module: swap the two"),
         (torch.nn.Sequential(torch.nn.LazyLinear(2)), "the parameter 0.weight of a lazy module"),
     ],
-    ids=["a class", "none", "a lazy module"],
+    ids=["a class", "none", "a function", "a lazy module"],
 )
 def test_anything_but_a_module_with_its_parameters_is_refused(value, said):
     assert refused(check_model, value).startswith(said)

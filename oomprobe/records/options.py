@@ -196,6 +196,11 @@ def check_model(model: object) -> torch.nn.Module:
 
     if isinstance(model, type):
         raise InvalidArgumentError(f"model must be a torch.nn.Module, not the class {model.__name__}: make an instance")
+    if inspect.isroutine(model):
+        raise InvalidArgumentError(
+            "the first argument is a function, and model must be a torch.nn.Module: swap the two, as in "
+            f"find_max_batch(model, {getattr(model, '__name__', 'step_fn')})"
+        )
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     for name, parameter in model.named_parameters():
