@@ -43,17 +43,25 @@ class ExitStatus:
         else:
             what = f"the trial's process was killed by {signal.Signals(self.signal).name}"
             if self.signal == signal.SIGKILL:
-                killer = "the system's OOM killer was active" if self.oom_kills else "not by the system's OOM killer"
-                what += f" ({killer})"
+                what += f" ({self._killer()})"
         output, mark, trace = self.stderr.partition(_TRACE)
         shown = output[-SHOWN_CHARACTERS:] + mark + "\n".join(trace.splitlines()[:TRACE_LINES])
-        return f"{what}\nthe end of its stderr:\n{shown}" if shown else what
+        if not shown:
+            return what
+        return f"{what}\nthe end of its stderr:\n{shown}"
+
+    def _killer(self) -> str:
+        if self.oom_kills:
+            return "the system's OOM killer was active"
+        return "not by the system's OOM killer"
 
     def where(self) -> str | None:
         """Return the line of the user's code that was running, from faulthandler's trace; None if unknown."""
         trace = self.stderr.partition(_CURRENT)[2].partition("\n\n")[0].partition("\nThread ")[0]  # of one thread
-        lines = ((Path(file), number) for file, number in _FRAME.findall(trace))
-        return next((f"{file.name}:{number}" for file, number in lines if not is_library(file)), None)
+        for file, number in _FRAME.findall(trace):
+            if not is_library(Path(file)):
+                return f"{Path(file).name}:{number}"
+        return None
 
 
 def classify_exit(
@@ -69,12 +77,16 @@ def classify_exit(
         return Verdict.HOST_OOM if status.oom_kills else Verdict.CRASHED
     if status.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # sent on purpose
         return Verdict.CRASHED
-    full = on_host and cap_bytes is not None and used_bytes >= PRESSURE_SHARE * cap_bytes
-    evidence = Evidence(smaller_size_passed=smaller_passed, memory_pressure=full, on_host=on_host)
+    is_full = False
+    if on_host and cap_bytes is not None:
+        is_full = used_bytes >= PRESSURE_SHARE * cap_bytes
+    evidence = Evidence(smaller_size_passed=smaller_passed, memory_pressure=is_full, on_host=on_host)
     verdict = _classify_words(_last_lines(status.stderr), evidence)
     if verdict is not None:
         return verdict
-    return Verdict.OOM if full and smaller_passed else Verdict.CRASHED
+    if is_full and smaller_passed:
+        return Verdict.OOM
+    return Verdict.CRASHED
 
 
 def _classify_words(words: str, evidence: Evidence) -> Verdict | None:
@@ -83,7 +95,9 @@ def _classify_words(words: str, evidence: Evidence) -> Verdict | None:
         return verdict
     if _NO_THREADS.search(words):
         return Verdict.OOM if evidence.on_host else Verdict.HOST_OOM
-    return Verdict.OOM if _ANY_LIBRARY.search(words) and evidence.smaller_size_passed else None
+    if evidence.smaller_size_passed and _ANY_LIBRARY.search(words):
+        return Verdict.OOM
+    return None
 
 
 def _last_lines(stderr: str) -> str:

@@ -7,14 +7,16 @@ first. What the others say after that is noise: their collectives break because 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from enum import IntEnum
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from oomprobe.errors import UnreliableError
 from oomprobe.ground.units import format_seconds
-from oomprobe.records.notes import Notes
+from oomprobe.records.notes import Note, Notes
 from oomprobe.records.trials import LOST, Measured, Outcome, RankTrial, Request, Trial, Verdict
 from oomprobe.rules.look import merged
 from oomprobe.runners.workers.exit_status import ExitStatus, classify_exit
@@ -27,7 +29,6 @@ OUT_OF_STEP = (
     "number of them, in each step?"
 )
 UNKNOWN_PLACE = "an unknown place"
-LIMITS = {Verdict.OOM, Verdict.HOST_OOM, Verdict.SIZE_LIMIT}  # verdicts on the size itself
 # Why a process was ended, as part of a sentence.
 TIMED_OUT, WAITED, LATE, STUCK = "timed out", "waited for another rank", "was late", "stuck"
 
@@ -39,34 +40,51 @@ def has_failed(answer: Answer) -> bool:
     return isinstance(answer, ExitStatus | Failed | Lost)
 
 
-def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -> int | None:
-    """Return the rank whose failure is believed; None if there is none. `answers` are in the order in which they came."""
-    bugs = {_words(answer) for answer in answers.values() if isinstance(answer, Failed)}
-    all_failed = all(isinstance(answer, Failed) for answer in answers.values())
-    if all_failed and len(bugs) == 1:
-        return min(answers)  # they all have the same bug
-    kinds: tuple[Callable[[Answer], bool], ...] = (_is_limit, _is_death, _is_bug, _is_timeout)
-    for is_of_kind in kinds:
-        ranks = [rank for rank, answer in answers.items() if is_of_kind(answer)]
-        if ranks:
-            return min(ranks, key=lambda rank: _left_bytes(answers[rank], available_bytes.get(rank, 0)))
+class Cause(IntEnum):
+    """Why a rank failed; the lowest cause is believed."""
+
+    LIMIT = 0  # the size itself
+    DEATH = 1
+    BUG = 2
+    TIMEOUT = 3
+
+
+_CAUSES = {
+    Verdict.OOM: Cause.LIMIT,
+    Verdict.HOST_OOM: Cause.LIMIT,
+    Verdict.SIZE_LIMIT: Cause.LIMIT,
+    Verdict.TIMED_OUT: Cause.TIMEOUT,
+    **dict.fromkeys(LOST, Cause.DEATH),
+}
+_CAUSES_OF_END = {None: Cause.DEATH, TIMED_OUT: Cause.TIMEOUT}  # by `ExitStatus.why`
+
+
+def _cause(answer: Answer) -> Cause | None:
+    """Return why the rank failed; None if it passed, or was ended only because another one had failed."""
+    if isinstance(answer, Outcome):
+        return _CAUSES.get(answer.trial.verdict)
+    if isinstance(answer, ExitStatus):
+        return _CAUSES_OF_END.get(answer.why)
+    if isinstance(answer, Lost):
+        return Cause.DEATH
+    if isinstance(answer, Failed):
+        return Cause.BUG
     return None
 
 
-def _is_limit(answer: Answer) -> bool:
-    return isinstance(answer, Outcome) and answer.trial.verdict in LIMITS
-
-
-def _is_death(answer: Answer) -> bool:
-    if isinstance(answer, Outcome):
-        return answer.trial.verdict in LOST
-    if isinstance(answer, ExitStatus):
-        return answer.why is None
-    return isinstance(answer, Lost)
-
-
-def _is_bug(answer: Answer) -> bool:
-    return isinstance(answer, Failed)
+def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -> int | None:
+    """Return the rank whose failure is believed; None if there is none. `answers` are in the order in which they came."""
+    bugs = [_words(answer) for answer in answers.values() if isinstance(answer, Failed)]
+    if len(bugs) == len(answers) and len(set(bugs)) == 1:
+        return min(answers)  # they all have the same bug
+    failing: dict[Cause, list[int]] = defaultdict(list)
+    for rank, answer in answers.items():
+        cause = _cause(answer)
+        if cause is not None:
+            failing[cause].append(rank)
+    if not failing:
+        return None
+    return min(failing[min(failing)], key=lambda rank: _left_bytes(answers[rank], available_bytes.get(rank, 0)))
 
 
 def _words(failed: Failed) -> str:
@@ -74,17 +92,65 @@ def _words(failed: Failed) -> str:
     return re.sub(r"\d+", "", failed.text)
 
 
-def _is_timeout(answer: Answer) -> bool:
-    if isinstance(answer, Outcome):
-        return answer.trial.verdict is Verdict.TIMED_OUT
-    return isinstance(answer, ExitStatus) and answer.why == TIMED_OUT
-
-
 def _left_bytes(answer: Answer, available_bytes: int) -> int:
     """Return what a rank that ran out of memory had left; 0 for all others, of which the first counts."""
-    if not isinstance(answer, Outcome) or not _is_limit(answer):
-        return 0
-    return available_bytes - (answer.trial.peak_reserved_bytes or 0)
+    if isinstance(answer, Outcome) and _cause(answer) is Cause.LIMIT:
+        return available_bytes - (answer.trial.peak_reserved_bytes or 0)
+    return 0
+
+
+def measured_of(every: Sequence[Measured | None]) -> Measured | None:
+    """Return the sample of a crew: the least that is available, the most that is outside. None if a rank has none."""
+    samples = [sample for sample in every if sample is not None]
+    if len(samples) < len(every):
+        return None
+    return Measured(
+        available_bytes=min(sample.available_bytes for sample in samples),
+        outside_bytes=_most([sample.outside_bytes for sample in samples]),
+    )
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _most(values: Iterable[Number | None]) -> Number | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _first(texts: Iterable[str | None]) -> str | None:
+    return next((text for text in texts if text is not None), None)
+
+
+def _without_doubles(notes: Iterable[Sequence[Note]]) -> tuple[Note, ...]:
+    return tuple(Notes(chain.from_iterable(notes)))
+
+
+# How each field follows from what it is on every rank; all other fields are those of the limiting rank.
+_OUTCOME_OF_ALL: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    "records": lambda records: tuple(merged(records)),
+    "starts_alike": all,
+    "counts": any,
+    "ended_early": _first,
+    "measured": measured_of,
+    "outside_before_bytes": _most,
+    "outside_after_bytes": _most,
+    "refusal": _first,
+    "is_spent": any,
+    "in_steps_s": max,
+    "notes": _without_doubles,
+}
+_TRIAL_OF_ALL: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    "peak_allocated_bytes": _most,
+    "peak_reserved_bytes": _most,
+    "step_s": _most,  # training waits for the slowest rank
+    "alloc_retries": max,
+    "leaked_bytes": max,
+    "step_leaked_bytes": max,
+}
+
+
+def _of_all(rules: Mapping[str, Callable[[Sequence[Any]], Any]], ranks: Sequence[object]) -> dict[str, Any]:
+    return {name: rule([getattr(rank, name) for rank in ranks]) for name, rule in rules.items()}
 
 
 def passed_outcome(outcomes: Mapping[int, Outcome], available_bytes: Mapping[int, int]) -> Outcome:
@@ -92,41 +158,14 @@ def passed_outcome(outcomes: Mapping[int, Outcome], available_bytes: Mapping[int
     if len(outcomes) == 1:
         return outcomes[0]
     every = [outcomes[rank] for rank in sorted(outcomes)]
+    trials = [outcome.trial for outcome in every]
     ranks = tuple(_of_trial(rank, outcomes[rank].trial, available_bytes.get(rank)) for rank in sorted(outcomes))
-    limiting = min(ranks, key=lambda rank: rank.left_bytes).rank
-    return replace(
-        outcomes[limiting],
-        trial=_slowest_and_largest(outcomes[limiting].trial, [outcome.trial for outcome in every], ranks),
-        records=tuple(merged([outcome.records for outcome in every])),
-        starts_alike=all(outcome.starts_alike for outcome in every),
-        counts=any(outcome.counts for outcome in every),
-        ended_early=_first(outcome.ended_early for outcome in every),
-        measured=measured_of([outcome.measured for outcome in every]),
-        outside_before_bytes=_most(outcome.outside_before_bytes for outcome in every),
-        outside_after_bytes=_most(outcome.outside_after_bytes for outcome in every),
-        refusal=_first(outcome.refusal for outcome in every),
-        is_spent=any(outcome.is_spent for outcome in every),
-        in_steps_s=max(outcome.in_steps_s for outcome in every),
-        notes=tuple(Notes(chain.from_iterable(outcome.notes for outcome in every))),
-    )
-
-
-def _slowest_and_largest(limiting: Trial, trials: Sequence[Trial], ranks: tuple[RankTrial, ...]) -> Trial:
-    """Return the trial of the limiting rank, with the time of the slowest rank and the highest peaks of any."""
-    step_s = _most(trial.step_s for trial in trials)
-    is_timed = step_s is not None and trials[0].samples_per_s is not None
-    return replace(
-        limiting,
-        peak_allocated_bytes=_most(trial.peak_allocated_bytes for trial in trials),
-        peak_reserved_bytes=_most(trial.peak_reserved_bytes for trial in trials),
-        step_s=step_s,
-        samples_per_s=limiting.batch_size / step_s if is_timed and step_s else None,
-        alloc_retries=max(trial.alloc_retries for trial in trials),
-        leaked_bytes=max(trial.leaked_bytes for trial in trials),
-        step_leaked_bytes=max(trial.step_leaked_bytes for trial in trials),
-        ranks=ranks,
-        limiting_rank=min(ranks, key=lambda rank: rank.left_bytes).rank,
-    )
+    limiting_rank = min(ranks, key=lambda rank: rank.left_bytes).rank
+    limiting = outcomes[limiting_rank]
+    trial = replace(limiting.trial, ranks=ranks, limiting_rank=limiting_rank, **_of_all(_TRIAL_OF_ALL, trials))
+    if trial.samples_per_s is not None and trial.step_s:
+        trial = replace(trial, samples_per_s=trial.batch_size / trial.step_s)
+    return replace(limiting, trial=trial, **_of_all(_OUTCOME_OF_ALL, every))
 
 
 def failed_outcome(
@@ -152,34 +191,15 @@ def failed_outcome(
         outcome = Outcome(trial=Trial.of(request, verdict, error=rank.error, where=rank.where))
     if len(answers) == 1:
         return outcome
-    timed_out = [late for late in ranks if late.verdict is Verdict.TIMED_OUT]
     error = f"on rank {believed} of {len(answers)}: {rank.error}"
-    if rank.verdict is Verdict.TIMED_OUT:
+    limiting_rank = None
+    timed_out = [late for late in ranks if late.verdict is Verdict.TIMED_OUT]
+    if not timed_out:
+        limiting_rank = believed
+    elif rank.verdict is Verdict.TIMED_OUT:
         error = "; ".join(f"rank {late.rank} at {late.where or UNKNOWN_PLACE}" for late in timed_out)
-    trial = replace(outcome.trial, error=error, ranks=ranks, limiting_rank=None if timed_out else believed)
+    trial = replace(outcome.trial, error=error, ranks=ranks, limiting_rank=limiting_rank)
     return replace(outcome, trial=trial, measured=None, learned={})
-
-
-def measured_of(every: Sequence[Measured | None]) -> Measured | None:
-    """Return the sample of a crew: the least that is available, the most that is outside. None if a rank has none."""
-    samples = [sample for sample in every if sample is not None]
-    if len(samples) < len(every):
-        return None
-    return Measured(
-        available_bytes=min(sample.available_bytes for sample in samples),
-        outside_bytes=_most(sample.outside_bytes for sample in samples),
-    )
-
-
-Number = TypeVar("Number", int, float)
-
-
-def _most(values: Iterable[Number | None]) -> Number | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _first(texts: Iterable[str | None]) -> str | None:
-    return next((text for text in texts if text is not None), None)
 
 
 def _of_trial(rank: int, trial: Trial, available_bytes: int | None) -> RankTrial:
@@ -232,13 +252,16 @@ def first_to_end(request: Request, answers: Mapping[int, Answer], waited_s: floa
     early = [outcome for outcome in passed.values() if outcome.ended_early is not None]
     if early:
         return min(early, key=lambda outcome: len(outcome.records))
-    is_one_late, has_one_passed = len(answers) - len(passed) == 1, len(passed) == 1
-    were = "was" if is_one_late else "were"
+    late, others = f"{_late_ranks(answers)} were", "the others"
+    if len(answers) - len(passed) == 1:
+        late = f"{_late_ranks(answers)} was"
+    if len(passed) == 1:
+        others = f"rank {next(iter(passed))}"
     raise UnreliableError(
         OUT_OF_STEP.format(
-            which=f"{_late_ranks(answers)} {were} still in the step",
+            which=f"{late} still in the step",
             seconds=format_seconds(waited_s),
-            passed=f"rank {next(iter(passed))}" if has_one_passed else "the others",
+            passed=others,
             size=request.batch_size,
             places=places_of(answers),
         )
