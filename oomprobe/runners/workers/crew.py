@@ -7,10 +7,11 @@ travels through the process group or the store.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
@@ -81,41 +82,36 @@ class Crew:
         `stuck_s`; their exit status says why. Once every rank has shown its calls, all go on with the calls that are `further`.
         """
         started_s = time.monotonic()
-        for rank, process in self.processes.items():
-            if rank in messages:
-                process.tell(messages[rank])
-        idle = {rank: Idle(process.pid, self._patience.cpu_reading_s) for rank, process in self.processes.items()}
+        for rank, message in messages.items():
+            self.processes[rank].tell(message)
+        idle = {
+            rank: Idle(process.pid, self._patience.cpu_reading_s, stuck_s) for rank, process in self.processes.items()
+        }
+        agreement = _Agreement([*self.processes.values()], further)
         answers: dict[int, Answer] = {}
-        shown: dict[int, list[CallRecord]] = defaultdict(list)  # by each rank in this trial
-        asking: set[int] = set()  # ranks that wait for further calls
-        limits = [] if deadline_s is None else [(deadline_s, TIMED_OUT)]
+        limit = (math.inf if deadline_s is None else deadline_s, TIMED_OUT)
         while len(answers) < len(self.processes):
             waiting = {rank: process for rank, process in self.processes.items() if rank not in answers}
             wait([channel for process in waiting.values() for channel in process.channels], TICK_S)
             for rank, process in waiting.items():
                 answer = process.poll()
                 if isinstance(answer, Shown):
-                    shown[rank] += answer.records
-                    asking.add(rank)
+                    agreement.add(rank, answer.records)
                 elif answer is not None:
                     answers[rank] = answer
-                    limits.append(self._limit_others(answer, time.monotonic() - started_s, late_s))
-                elif stuck_s is not None and idle[rank].for_s > stuck_s:
+                    limit = min(limit, self._limit_others(answer, time.monotonic() - started_s, late_s))
+                elif idle[rank].is_too_long:
                     answers[rank] = process.end(STUCK)
-            if len(asking) == len(self.processes):
-                self._go_on(further([shown[rank] for rank in sorted(shown)]))
-                asking.clear()
-            if limits and time.monotonic() > min(limits)[0]:
-                self._end_late(answers, min(limits)[1])
-        self.processes = {
-            rank: process for rank, process in self.processes.items() if not isinstance(answers[rank], ExitStatus)
-        }
+            until_s, why = limit
+            if time.monotonic() > until_s:
+                self._end_late(answers, why)
+        self._forget_ended(answers)
         return answers
 
-    def _go_on(self, calls: Sequence[Call]) -> None:
-        """Let every rank make these calls, or end its trial if there are none."""
-        for process in self.processes.values():
-            process.tell(Further(calls=tuple(calls)))
+    def _forget_ended(self, answers: Mapping[int, Answer]) -> None:
+        for rank, answer in answers.items():
+            if isinstance(answer, ExitStatus):
+                del self.processes[rank]
 
     def _end_late(self, answers: dict[int, Answer], why: str) -> None:
         """End the processes that have not answered, and add their exit status to the answers."""
@@ -131,7 +127,9 @@ class Crew:
         """Return until when the other ranks may go on after one has answered, and what they are then ended for."""
         if has_failed(answer):
             return time.monotonic() + self._patience.failing_s, WAITED
-        return time.monotonic() + (late_s or max(self._patience.late_s, LATE_FACTOR * took_s)), LATE
+        if late_s is None:
+            late_s = max(self._patience.late_s, LATE_FACTOR * took_s)
+        return time.monotonic() + late_s, LATE
 
     def end(self) -> None:
         """End all its processes at once."""
@@ -139,16 +137,35 @@ class Crew:
         self.processes = {}
 
 
+class _Agreement:
+    """The ranks' agreement on how a trial goes on: once all have shown their calls, all make the calls that are `further`."""
+
+    def __init__(self, processes: Sequence[Process], further: FurtherOfRanks) -> None:
+        self._processes, self._further = processes, further
+        self._shown: dict[int, list[CallRecord]] = defaultdict(list)  # by each rank in this trial
+        self._asking: set[int] = set()  # ranks that wait for further calls
+
+    def add(self, rank: int, records: Iterable[CallRecord]) -> None:
+        """Add what a rank shows, and answer all ranks once each of them waits."""
+        self._shown[rank] += records
+        self._asking.add(rank)
+        if len(self._asking) < len(self._processes):
+            return
+        calls = self._further([self._shown[rank] for rank in sorted(self._shown)])
+        for process in self._processes:
+            process.tell(Further(calls=tuple(calls)))  # if there are none, the trial ends
+        self._asking.clear()
+
+
 def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank, and that tell it where the store is.
 
     Examples:
-        >>> found = variables(1, 8, 29500)
-        >>> found["LOCAL_RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]
+        >>> values = variables(1, 8, 29500)
+        >>> values["LOCAL_RANK"], values["WORLD_SIZE"], values["MASTER_PORT"]
         ('1', '8', '29500')
     """
-    threads = {} if "OMP_NUM_THREADS" in os.environ or ranks == 1 else {"OMP_NUM_THREADS": "1"}
-    values = {
+    values: dict[str, object] = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "GROUP_RANK": 0,
@@ -165,4 +182,6 @@ def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RUN_ID": "oomprobe",
     }
-    return {name: str(value) for name, value in values.items()} | threads
+    if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        values["OMP_NUM_THREADS"] = 1
+    return {name: str(value) for name, value in values.items()}

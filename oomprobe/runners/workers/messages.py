@@ -112,7 +112,9 @@ def receive(wire: Connection) -> Message | None:
 
 def failed(error: BaseException, *, building: str | None = None) -> Failed:
     """Turn an exception into a message; `building` names the target if it was raised while building it."""
-    cause = error.__cause__ if isinstance(error, errors.StepFailedError) and error.__cause__ is not None else error
+    cause = error
+    if isinstance(error, errors.StepFailedError) and error.__cause__ is not None:
+        cause = error.__cause__
     text = failure_of(cause).text
     if building is not None:
         hide_frames(cause)
@@ -138,7 +140,9 @@ def raise_failure(failed: Failed, batch_size: int) -> NoReturn:
     if failed.kind is not None:
         raise getattr(errors, failed.kind, errors.OomProbeError)(failed.text) from cause
     if failed.exited:
-        where = f"the target {failed.building}" if failed.building else f"the step at batch size {batch_size}"
+        where = f"the step at batch size {batch_size}"
+        if failed.building is not None:
+            where = f"the target {failed.building}"
         raise errors.StepFailedError(
             f"{where} left the process, sys.exit({failed.text}), without an answer. Remove that call",
             batch_size=batch_size,

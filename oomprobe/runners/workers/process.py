@@ -144,9 +144,11 @@ class Process:
         If there is a reason `why`, ask it to end first. It is killed at `until_s` on the monotonic clock, if it was asked before.
         """
         if until_s is None:
+            until_s = time.monotonic()
             if why is not None:
                 self.terminate()
-            until_s = time.monotonic() + (self._patience.ending_s if why is not None or hung_up else 0)
+            if why is not None or hung_up:
+                until_s += self._patience.ending_s
         while not processes.has_ended(self.pid) and time.monotonic() < until_s:
             self._read_stderr(pass_on=why is None)
             time.sleep(TICK_S / 5)
@@ -171,26 +173,30 @@ class Process:
 
 def end_all(processes: Sequence[Process], why: str | None = None, patience: Patience = PATIENCE) -> list[ExitStatus]:
     """End processes as `Process.end` does, all within the time that one may take."""
-    for process in processes if why is not None else []:
-        process.terminate()
-    until_s = time.monotonic() + (patience.ending_s if why is not None else 0)
+    until_s = time.monotonic()
+    if why is not None:
+        until_s += patience.ending_s
+        for process in processes:
+            process.terminate()
     return [process.end(why, until_s=until_s) for process in processes]
 
 
 class Idle:
-    """For how long a session has used no processor time."""
+    """Whether a session has used no processor time for more than `longest_s`; None: it may."""
 
-    def __init__(self, pid: int, reading_s: float) -> None:
-        self._pid, self._reading_s, self._cpu_s = pid, reading_s, -1.0
+    def __init__(self, pid: int, reading_s: float, longest_s: float | None) -> None:
+        self._pid, self._reading_s, self._longest_s, self._cpu_s = pid, reading_s, longest_s, -1.0
         self._held, self._read_at_s = Held(), time.monotonic()
 
     @property
-    def for_s(self) -> float:
-        """Seconds until now."""
+    def is_too_long(self) -> bool:
+        """Whether it has been idle for too long until now; to be read often."""
+        if self._longest_s is None:
+            return False
         now_s, before_s = time.monotonic(), self._cpu_s
         if now_s - self._read_at_s >= self._reading_s:
             self._cpu_s, self._read_at_s = processes.cpu_s(self._pid), now_s
-        return self._held.for_s(self._cpu_s == before_s)
+        return self._held.for_s(self._cpu_s == before_s) > self._longest_s
 
 
 def begin() -> None:

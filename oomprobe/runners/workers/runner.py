@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import tenacity
 import torch
@@ -23,7 +23,7 @@ from oomprobe.records.axis import Axis
 from oomprobe.records.notes import remark
 from oomprobe.records.options import Options, Step
 from oomprobe.records.patience import Clock, Patience
-from oomprobe.records.trials import Call, Measured, Outcome, Request, RunnerInfo, Verdict
+from oomprobe.records.trials import Call, DeviceInfo, Measured, Outcome, Request, RunnerInfo, Verdict
 from oomprobe.rules.look import Records, merged
 from oomprobe.rules.program import further, made_as_long
 from oomprobe.runners.hooks import preload_dynamo
@@ -36,6 +36,7 @@ from oomprobe.runners.workers.serve import local_runner, serve
 from oomprobe.runners.workers.settling import (
     STUCK,
     TIMED_OUT,
+    UNKNOWN_PLACE,
     Answer,
     built_late,
     culprit,
@@ -83,13 +84,21 @@ class Source:
     start: Callable[[], Crew]
     task: Task | None = None  # what workers build; None: children are forked from this process, which holds the model
 
+    @property
+    def ranks(self) -> int | None:
+        """Size of the process group that each crew is; None: a crew is one process."""
+        if self.task is None:
+            return None
+        return self.task.ranks
+
 
 def forks(
     model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, axis: Axis, patience: Patience
 ) -> Source:
     """Return a source of children forked from this process; each runs one trial on host memory."""
-    if living := multiprocessing.active_children():
-        raise errors.InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(one.name for one in living)))
+    children = multiprocessing.active_children()
+    if children:
+        raise errors.InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(child.name for child in children)))
     preload_dynamo()
 
     def answer(wire: Connection) -> None:
@@ -102,10 +111,9 @@ def workers(
     target: str, device: Any, options: Options, axis: Axis, patience: Patience, ranks: int | None = None
 ) -> Source:
     """Return a source of workers that build a target, one or a rank each."""
-    told = f"the {type(device).__name__} given as device", "name it by a string such as 'cuda:1'"
     task = Task(
         target=target,
-        device=_pickled(device, *told),
+        device=_pickled(device, f"the {type(device).__name__} given as device", "name it by a string such as 'cuda:1'"),
         axis=_pickled(axis, f"a value of {axis.name}", "let its name stand for it, and the step look it up"),
         options=options,
         ranks=ranks,
@@ -131,7 +139,7 @@ class WorkersRunner:
 
     def __init__(self, source: Source, clock: Clock, interrupts: Interrupts) -> None:
         self._source, self._clock, self._interrupts = source, clock, interrupts
-        self._ranks = (source.task and source.task.ranks) or 1
+        self._ranks = source.ranks or 1
         self._crew: Crew | None = None
         self._spare: Crew | None = None  # started, but with no task yet
         self._ready: list[Ready] = []  # by the current crew, or the last one
@@ -160,19 +168,9 @@ class WorkersRunner:
     def facts(self) -> RunnerInfo:
         """What the first crew has reported; of several ranks, the device with the least memory stands for all."""
         facts = replace(self._ready[0].facts, replaceable=True)  # unlike this process, they can be replaced
-        if self._source.task is None or self._source.task.ranks is None:
+        if self._source.ranks is None:
             return facts
-        every = [of_rank.facts.device for of_rank in self._ready]
-        names = Counter(device.name for device in every)
-        smallest = min(every, key=lambda device: device.total_bytes)
-        return replace(
-            facts,
-            device=replace(smallest, name=", ".join(f"{number} x {name}" for name, number in names.items())),
-            world_size=self._ranks,
-            confirmations=CONFIRMATIONS,
-            failure_cost_s=self._building_s,
-            alone=ALONE.format(ranks=self._ranks),
-        )
+        return _of_group(facts, [of_rank.facts.device for of_rank in self._ready], self._building_s)
 
     # --- the crews ---
 
@@ -190,15 +188,15 @@ class WorkersRunner:
             wait=tenacity.wait_exponential(multiplier=2),
             stop=tenacity.stop_after_attempt(1 if is_first else BUILDS),
         )
-        ready = [answer for _, answer in sorted(answers.items()) if isinstance(answer, Ready)]
+        ready = _of_kind(Ready, answers)
         if len(ready) < self._ranks:
             self._end_crew()
-            self._refuse(answers, is_first=is_first)
+            _refuse(answers, self._source, self._clock, is_first=is_first)
             return answers
-        self._ready = ready
+        self._ready = [*ready.values()]
         if is_first:
-            check_cards([of_rank.facts.device for of_rank in ready])
-            self._outside_bytes = [of_rank.outside_bytes or 0 for of_rank in ready]
+            check_cards([of_rank.facts.device for of_rank in self._ready])
+            self._outside_bytes = _outside_bytes(self._ready)
         elif self._ranks > 1:
             self._await_memory()
         return {}
@@ -208,29 +206,14 @@ class WorkersRunner:
         self._end_crew()
         self._crew, self._spare = self._spare or self._source.start(), None
         patience, task = self._clock.patience, self._source.task
-        messages = {} if task is None else dict.fromkeys(range(self._ranks), task)
+        messages: dict[int, Message] = {}
+        if task is not None:
+            messages = dict.fromkeys(range(self._ranks), task)
         return self._ask(messages, self._clock.end_s, late_s=patience.building_s, stuck_s=patience.stuck_s)
-
-    def _refuse(self, answers: Mapping[int, Answer], *, is_first: bool) -> None:
-        """Raise the error of a crew that did not get ready, unless a later one died: that may not happen again."""
-        rank = culprit(answers, {})
-        if rank is None:
-            raise built_late(answers, self._clock.patience.building_s)
-        answer = answers[rank]
-        if isinstance(answer, Failed):
-            raise_failure(_of_rank(answer, rank, self._ranks), 0)
-        if not is_first or not isinstance(answer, ExitStatus):
-            return
-        if answer.why is not None:
-            places = f" ({places_of(answers)})" if self._ranks > 1 else ""
-            raise self._clock.time_is_up(f"while the target was built{places}")
-        if self._source.task is None:
-            raise errors.StepFailedError(f"a child forked from this process died before its trial: {answer.text()}")
-        raise _died_building(answer, self._source.task.target, rank, self._ranks)
 
     def _await_memory(self) -> None:
         """Wait for the memory of the previous crew to come back; after `Patience.returning_s`, accept that others hold it."""
-        outside = [of_rank.outside_bytes or 0 for of_rank in self._ready]
+        outside = _outside_bytes(self._ready)
 
         def is_back(outside: Sequence[int]) -> bool:
             pairs = zip(outside, self._outside_bytes, strict=True)
@@ -239,7 +222,7 @@ class WorkersRunner:
         if not is_back(outside):
             outside = until(
                 is_back,
-                lambda: [sample.outside_bytes or 0 for sample in self._measured().values()],
+                lambda: _outside_bytes([*self._measured().values()]),
                 wait=tenacity.wait_exponential(multiplier=0.25, max=4),
                 stop=tenacity.stop_after_delay(self._clock.patience.returning_s),
             )
@@ -256,9 +239,10 @@ class WorkersRunner:
     ) -> dict[int, Answer]:
         """Send messages to the crew, if there are any, and return its answers; end it unless all its processes live."""
         assert self._crew is not None
+        waits_for_threads = self._source.task is None  # of its parent, which a fork does not have
         try:
             with self._interrupts.delivered_until(None):
-                stuck = stuck_s if self._source.task is None else None  # only a fork waits for threads of its parent
+                stuck = stuck_s if waits_for_threads else None
                 answers = self._crew.ask(messages, deadline_s, late_s=late_s, stuck_s=stuck, further=further)
         except BaseException:
             self.end()
@@ -266,8 +250,8 @@ class WorkersRunner:
         if len(self._crew.processes) < self._ranks:
             self._end_crew()
         for answer in answers.values():
-            if isinstance(answer, ExitStatus) and answer.why == STUCK:
-                raise errors.UnreliableError(HANGS.format(where=answer.where() or "an unknown place"))
+            if _was_ended(answer, STUCK):
+                raise errors.UnreliableError(HANGS.format(where=answer.where() or UNKNOWN_PLACE))
         return answers
 
     def end(self) -> None:
@@ -283,8 +267,10 @@ class WorkersRunner:
 
     def _start_spare(self) -> None:
         """Start the next crew, unless host memory is too scarce for what this one took to build."""
+        if self._spare is not None:
+            return
         taken_bytes, free_bytes = sum(of_rank.resident_bytes for of_rank in self._ready), linux.free_bytes()
-        if self._spare is None and (free_bytes is None or free_bytes > taken_bytes):
+        if free_bytes is None or free_bytes > taken_bytes:
             self._spare = self._source.start()
 
     @property
@@ -296,7 +282,7 @@ class WorkersRunner:
 
     def run(self, request: Request) -> Outcome:
         """Run one trial; a `fresh` one in a crew that has run nothing else."""
-        if self._crew is not None and self._crew.has_run and request.fresh and not self._has_children:
+        if request.fresh and self._has_run:
             self._end_crew()
         outcome = self._try(request)
         if self._source.task is None:
@@ -313,13 +299,12 @@ class WorkersRunner:
         a counter that was put back beside an iterator that was not. A new crew then decides.
         """
         died = self._begin()
-        is_new = not self._has_run
-        if not died and is_new and self._ranks > 1 and not request.fresh:
-            self._warm_up()
+        if not died:
+            self._warm_up(request)
             died = self._begin()
         if died:
             return self._failed(request, died, culprit(died, {}) or 0)
-        has_run = self._has_run and not self._has_children
+        has_run = self._has_run
         answers = self._answers(request)
         rank = culprit(answers, self._available_bytes)
         if rank is None:
@@ -339,7 +324,7 @@ class WorkersRunner:
 
     def _passed_or_late(self, request: Request, answers: Mapping[int, Answer]) -> Outcome:
         """Return the outcome of a trial that every rank has passed, or of as many calls as the rank made whose data ended first."""
-        outcomes = {rank: answer for rank, answer in answers.items() if isinstance(answer, Outcome)}
+        outcomes = _of_kind(Outcome, answers)
         if len(outcomes) == self._ranks:
             return self._passed(request, outcomes)
         self._end_crew()
@@ -349,28 +334,35 @@ class WorkersRunner:
 
     @property
     def _has_run(self) -> bool:
-        return self._crew is not None and self._crew.has_run
+        """Whether processes of the crew have run a trial themselves, and may keep what it left there."""
+        if self._crew is None or self._has_children:
+            return False
+        return self._crew.has_run
 
     def _answers(self, request: Request) -> dict[int, Answer]:
         assert self._crew is not None
         self._crew.has_run = True
         request = replace(request, deadline_s=self._clock.deadline_s())
-        learned = {rank: self._learned.get(rank, request.learned) for rank in range(self._ranks)}
-        messages = {rank: replace(request, learned=one) for rank, one in learned.items()}
+        messages = {}
+        for rank in range(self._ranks):
+            messages[rank] = replace(request, learned=self._learned.get(rank, request.learned))
         deadline_s, patience = request.deadline_s, self._clock.patience
         if deadline_s is not None and self._ready[0].trials_in_children:
             deadline_s += patience.ending_s + ANSWERING_S
         goes_on = partial(_further, request)
         return self._ask(messages, deadline_s, late_s=None, stuck_s=patience.stuck_in_step_s, further=goes_on)
 
-    def _warm_up(self) -> None:
-        """Run a small size that has passed in a new crew of ranks, so that the trials that decide all begin alike.
+    def _warm_up(self, request: Request) -> None:
+        """Run a small size that has passed in a new crew of ranks before this trial, so that those that decide all begin alike.
 
         After its first step, once in the life of a process, DDP rebuilds its buckets, and NCCL may still hold the old ones during
         the second. If only the first trial of each crew met that, verdicts would depend on their order. The trials that confirm do
         meet it, as training does.
         """
-        if self._small is not None and any(map(has_failed, self._answers(self._small).values())):
+        if self._small is None or self._has_run or request.fresh:
+            return
+        answers = self._answers(self._small)
+        if any(has_failed(answer) for answer in answers.values()):
             self._end_crew()
 
     def _passed(self, request: Request, outcomes: Mapping[int, Outcome]) -> Outcome:
@@ -378,13 +370,15 @@ class WorkersRunner:
         self._sample = outcome.measured or self._sample
         if self._has_children:
             return outcome
+        is_spent = outcome.is_spent
         if self._ranks > 1:
+            is_spent |= outcome.trial.leaked_bytes > 0
             self._small = self._small or request
-            for rank, one in outcomes.items():
-                self._learned[rank] = one.learned or self._learned.get(rank, {})
-                if one.measured is not None:
-                    self._available_bytes[rank] = one.measured.available_bytes
-        if outcome.is_spent or (self._ranks > 1 and outcome.trial.leaked_bytes):
+            for rank, of_rank in outcomes.items():
+                self._learned[rank] = of_rank.learned or self._learned.get(rank, {})
+                if of_rank.measured is not None:
+                    self._available_bytes[rank] = of_rank.measured.available_bytes
+        if is_spent:
             self._end_crew()
         self._start_spare()
         return outcome
@@ -392,36 +386,77 @@ class WorkersRunner:
     def _failed(self, request: Request, answers: Mapping[int, Answer], rank: int) -> Outcome:
         outcome = failed_outcome(request, answers, rank, self._available_bytes, self._ready)
         trial = outcome.trial
-        # At the driver's edge a failed mapping may have broken torch's allocator, which a health check may miss.
-        is_suspect = request.cap_bytes is None or trial.leaked_bytes or trial.verdict is Verdict.POISONED
-        if self._ranks > 1 or outcome.is_spent or (is_suspect and not self._has_children):
+        if self._ranks > 1 or outcome.is_spent:
             self._end_crew()
+        elif not self._has_children:
+            # At the driver's edge a failed mapping may have broken torch's allocator, which a health check may miss.
+            at_the_edge = request.cap_bytes is None
+            if at_the_edge or trial.leaked_bytes or trial.verdict is Verdict.POISONED:
+                self._end_crew()
         return outcome
 
     def measure(self) -> Measured:
         """Sample the memory now: of several ranks, the least that one has available."""
-        if (available_bytes := self._ready[0].available_bytes) is not None:
+        available_bytes = self._ready[0].available_bytes
+        if available_bytes is not None:
             return Measured(available_bytes=available_bytes, outside_bytes=None)
         samples = self._measured()
-        self._available_bytes = {rank: one.available_bytes for rank, one in samples.items()}
+        self._available_bytes = {rank: sample.available_bytes for rank, sample in samples.items()}
         measured = measured_of([*samples.values()])
         assert measured is not None
         return measured
 
     def _measured(self) -> dict[int, Measured]:
         for _ in range(2):
-            answers = self._begin() or self._ask(
-                dict.fromkeys(range(self._ranks), Measure()), self._clock.end_s, late_s=None, stuck_s=0.0
-            )
-            samples = {rank: one for rank, one in sorted(answers.items()) if isinstance(one, Measured)}
+            answers = self._begin()
+            if not answers:
+                answers = self._ask(
+                    dict.fromkeys(range(self._ranks), Measure()), self._clock.end_s, late_s=None, stuck_s=0.0
+                )
+            samples = _of_kind(Measured, answers)
             if len(samples) == self._ranks:
                 return samples
             self._end_crew()
-            if any(isinstance(one, ExitStatus) and one.why == TIMED_OUT for one in answers.values()):
+            if any(_was_ended(answer, TIMED_OUT) for answer in answers.values()):
                 raise self._clock.time_is_up("while the memory was measured")
         rank = culprit(answers, {}) or 0
-        device, crews = self.facts.device.name, "processes" if self._ranks == 1 else f"groups of {self._ranks} ranks"
-        raise errors.UnreliableError(NOT_MEASURED.format(crews=crews, device=device, how=how_it_ended(answers[rank])))
+        crews = "processes" if self._ranks == 1 else f"groups of {self._ranks} ranks"
+        how, device = how_it_ended(answers[rank]), self.facts.device.name
+        raise errors.UnreliableError(NOT_MEASURED.format(crews=crews, device=device, how=how))
+
+
+def _of_group(facts: RunnerInfo, devices: Sequence[DeviceInfo], building_s: float) -> RunnerInfo:
+    """Return the facts of several ranks, on these devices; `building_s` is what it took to make the first crew ready."""
+    names = Counter(device.name for device in devices)
+    smallest = min(devices, key=lambda device: device.total_bytes)
+    return replace(
+        facts,
+        device=replace(smallest, name=", ".join(f"{number} x {name}" for name, number in names.items())),
+        world_size=len(devices),
+        confirmations=CONFIRMATIONS,
+        failure_cost_s=building_s,
+        alone=ALONE.format(ranks=len(devices)),
+    )
+
+
+def _refuse(answers: Mapping[int, Answer], source: Source, clock: Clock, *, is_first: bool) -> None:
+    """Raise the error of a crew that did not get ready, unless a later one died: that may not happen again."""
+    rank, ranks = culprit(answers, {}), source.ranks or 1
+    if rank is None:
+        raise built_late(answers, clock.patience.building_s)
+    answer = answers[rank]
+    if isinstance(answer, Failed):
+        raise_failure(_of_rank(answer, rank, ranks), 0)
+    if not is_first or not isinstance(answer, ExitStatus):
+        return
+    if answer.why is not None:
+        places = ""
+        if ranks > 1:
+            places = f" ({places_of(answers)})"
+        raise clock.time_is_up(f"while the target was built{places}")
+    if source.task is None:
+        raise errors.StepFailedError(f"a child forked from this process died before its trial: {answer.text()}")
+    raise _died_building(answer, source.task.target, rank, ranks)
 
 
 def _of_rank(failed: Failed, rank: int, ranks: int) -> Failed:
@@ -429,9 +464,11 @@ def _of_rank(failed: Failed, rank: int, ranks: int) -> Failed:
     if ranks == 1:
         return failed
     where = f"on rank {rank} of {ranks}"
-    building = failed.building and f"{failed.building} {where}"
-    text = failed.text if failed.kind == "InvalidArgumentError" else f"{where}: {failed.text}"
-    return replace(failed, text=text, building=building)
+    if failed.building is not None:
+        failed = replace(failed, building=f"{failed.building} {where}")
+    if failed.kind == "InvalidArgumentError":  # which all ranks would raise
+        return failed
+    return replace(failed, text=f"{where}: {failed.text}")
 
 
 def _died_building(status: ExitStatus, target: str, rank: int, ranks: int) -> errors.StepFailedError:
@@ -445,6 +482,22 @@ def _died_building(status: ExitStatus, target: str, rank: int, ranks: int) -> er
 def _further(request: Request, ranks: Sequence[Records]) -> Sequence[Call]:
     """Return the calls with which a trial goes on, from what every rank has shown."""
     return further(request, merged(ranks), time.monotonic())
+
+
+def _outside_bytes(samples: Sequence[Ready | Measured]) -> list[int]:
+    return [sample.outside_bytes or 0 for sample in samples]
+
+
+Kind = TypeVar("Kind", Ready, Outcome, Measured)
+
+
+def _of_kind(kind: type[Kind], answers: Mapping[int, Answer]) -> dict[int, Kind]:
+    """Return the answers of this kind, in the order of the ranks."""
+    return {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, kind)}
+
+
+def _was_ended(answer: Answer, why: str) -> TypeGuard[ExitStatus]:
+    return isinstance(answer, ExitStatus) and answer.why == why
 
 
 def _is_out_of_memory(answers: Mapping[int, Answer]) -> bool:

@@ -19,7 +19,7 @@ from oomprobe.records.trials import Call, CallRecord, Request, Runner
 from oomprobe.runners.hooks import OptimizerWatch
 from oomprobe.runners.local import FurtherCalls, LocalRunner, Workload, further_here
 from oomprobe.runners.signals import Interrupts
-from oomprobe.runners.workers.messages import Further, Lost, Message, Ready, Shown, failed, receive, send
+from oomprobe.runners.workers.messages import Failed, Further, Lost, Message, Ready, Shown, failed, receive, send
 from oomprobe.state import Tracker
 from oomprobe.verdicts.failure import failure_of
 
@@ -52,10 +52,16 @@ def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], bu
         try:
             answer = _carry_out(runner, message)
         except BaseException as error:
-            told = None if device is None else device_error(device, error)
-            is_lost = isinstance(told, errors.DeviceLostError)
-            answer = Lost(text=failure_of(error).text) if is_lost else failed(told or error)
+            answer = _failure(error, device)
         _answer(wire, answer)
+
+
+def _failure(error: BaseException, device: Device | None) -> Failed | Lost:
+    """Say what an error means: that the device is lost or cannot be measured, or what it says itself."""
+    of_device = None if device is None else device_error(device, error)
+    if isinstance(of_device, errors.DeviceLostError):
+        return Lost(text=failure_of(error).text)
+    return failed(of_device or error)
 
 
 def _answer(wire: Connection, answer: Message) -> None:
