@@ -25,16 +25,18 @@ class Budget:
         self.total_bytes = int(self._fraction * self.available_bytes)
         self.is_final |= is_final
 
-    def expect(self, other: Budget) -> None:
+    def expect(self, budget: Budget) -> None:
         """Begin with the budget of another row of the table, until the memory is sampled again."""
-        self.available_bytes, self.total_bytes = other.available_bytes, other.total_bytes
+        self.available_bytes, self.total_bytes = budget.available_bytes, budget.total_bytes
 
     def search_cap(self) -> int | None:
         """Return the cap of every trial that does not grow; without a margin it is `grow_cap`. May sample the memory.
 
         None until the first pass of a runner that `grows_capped`, such as that of commands: until then it computes its own.
         """
-        return (self.total_bytes or None) if self._fraction < 1 else self.grow_cap()
+        if self._fraction < 1:
+            return self.total_bytes or None
+        return self.grow_cap()
 
     def grow_cap(self) -> int | None:
         """Return the cap of trials that grow, and sample the memory on first use.
@@ -45,7 +47,8 @@ class Budget:
         facts = self._runner.facts
         if facts.grows_capped and self._fraction < 1:
             return self.search_cap()
-        if (facts.replaceable and facts.world_size == 1) or not facts.device.edge_bytes:
+        may_die = facts.replaceable and facts.world_size == 1
+        if may_die or not facts.device.edge_bytes:
             return None
         if not self.available_bytes:
             self.take(self._runner.measure(), is_final=False)
@@ -53,5 +56,6 @@ class Budget:
 
     def holds(self, trial: Trial) -> bool:
         """Return whether the trial's peak proves that it passes under the budget too."""
-        peak_bytes = trial.peak_reserved_bytes
-        return trial.passed and peak_bytes is not None and peak_bytes <= self.total_bytes
+        if not trial.passed or trial.peak_reserved_bytes is None:
+            return False
+        return trial.peak_reserved_bytes <= self.total_bytes

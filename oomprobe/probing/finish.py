@@ -26,14 +26,14 @@ NO_SPLIT = "no split of global_batch={global_batch} into micro-batches of at mos
 NO_PLAN = "the plan for global_batch was not run: the command itself decides how it accumulates gradients"
 
 
-def finish(session: Session, found: Found) -> Found:
+def finish(session: Session, largest: Found) -> Found:
     """Raise if nothing fits or if each step leaks; otherwise run the accumulation plan and the breakdown."""
-    if found.batch_size is None:
+    if largest.batch_size is None:
         raise nothing_fits(session)
-    refuse_leaking(session, found.batch_size)
-    run_plan(session, found.batch_size)
-    break_down(session, found.batch_size)
-    return found
+    refuse_leaking(session, largest.batch_size)
+    run_plan(session, largest.batch_size)
+    break_down(session, largest.batch_size)
+    return largest
 
 
 def run_plan(session: Session, batch_size: int) -> None:

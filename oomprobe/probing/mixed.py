@@ -34,7 +34,9 @@ NOT_TRIED = "training that meets all values in one process was not tried: {reaso
 
 def mixed_sizes(session: Session, axis: Axis, answers: Mapping[int, int]) -> tuple[Mapping[int, int], list[str]]:
     """Return the largest share of the answers that runs in turn, by row, and notes about it; no sizes if none was found."""
-    calls = session.clock.patience.look_calls * (LONG_FACTOR if session.program.is_long else 1)
+    calls = session.clock.patience.look_calls
+    if session.program.is_long:
+        calls *= LONG_FACTOR
     shuffle, rounds = random.Random(0), max(ROUNDS, -(-calls // len(answers)))
     orders = [shuffle.sample([*answers] * rounds, rounds * len(answers)) for _ in range(ORDERS)]
     first: dict[str, object] = {}  # failure, of the answers themselves
@@ -47,17 +49,22 @@ def mixed_sizes(session: Session, axis: Axis, answers: Mapping[int, int]) -> tup
             except OomProbeError as error:  # the rows stand without it
                 return {}, [NOT_TRIED.format(reason=str(error).splitlines()[0])]
             if not trial.passed:
-                first = first or {"label": axis.label(order[trial.steps % len(order)]), "call": trial.steps + 1}
+                if not first:
+                    first = {"label": axis.label(order[trial.steps % len(order)]), "call": trial.steps + 1}
                 break
         else:
+            if not first:
+                return sizes, []
             instead = FEWER.format(percent=100 * share, calls=len(orders[0]), orders=ORDERS)
-            return sizes, [_note(first, instead)] if first else []
+            return sizes, [_note(first, instead)]
     return {}, [_note(first, NONE_RUNS.format(percent=100 * SHARES[-1]))]
 
 
 def _note(first: Mapping[str, object], instead: str) -> str:
-    is_set = any("expandable_segments:true" in value.lower() for value in allocator_settings().values())
-    return DO_NOT_RUN.format(**first, instead=instead) + ("" if is_set else LOSES_LESS)
+    note = DO_NOT_RUN.format(**first, instead=instead)
+    if any("expandable_segments:true" in value.lower() for value in allocator_settings().values()):
+        return note
+    return note + LOSES_LESS
 
 
 def _in_turn(session: Session, sizes: list[tuple[int, int]]) -> Trial:

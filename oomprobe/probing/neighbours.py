@@ -12,7 +12,7 @@ from oomprobe.ground.units import format_bytes
 from oomprobe.ground.waiting import until
 from oomprobe.records.notes import Notes, remark
 from oomprobe.records.patience import PATIENCE, Patience
-from oomprobe.records.trials import NO_VERDICT, DeviceInfo, Outcome, Request, Runner
+from oomprobe.records.trials import NO_VERDICT, DeviceInfo, Outcome, Request, Runner, Trial
 
 # Growth outside our allocator that is ignored: this fraction of the device, but at least this many bytes. Kernels that
 # libraries load late take over 250 MiB.
@@ -58,8 +58,16 @@ class Neighbours:
 
     def names(self) -> str:
         """Describe the other processes on the device; empty if unknown."""
-        is_cuda = self._device.torch_device.startswith("cuda")
-        return processes_on(torch.device(self._device.torch_device)) if is_cuda else ""
+        if not self._device.torch_device.startswith("cuda"):
+            return ""
+        return processes_on(torch.device(self._device.torch_device))
+
+    def names_in_brackets(self) -> str:
+        """Return a space and the names in brackets, to follow a noun; empty if unknown."""
+        names = self.names()
+        if not names:
+            return ""
+        return f" ({names})"
 
     def second_try(self, request: Request, outcome: Outcome, look: Callable[[], int | None]) -> Request | None:
         """Return the trial to run again, after waiting for the others, if they may have caused its failure; None if it counts.
@@ -68,24 +76,29 @@ class Neighbours:
         """
         trial, after_bytes = outcome.trial, outcome.outside_after_bytes
         outside_bytes = max(outcome.outside_before_bytes or 0, after_bytes or 0)
-        grown_bytes = self._grown_bytes(outside_bytes)
-        has_room = trial.cap_bytes is not None and self._device.total_bytes - outside_bytes >= trial.cap_bytes
-        may_be_theirs = not trial.passed and trial.verdict not in NO_VERDICT and not has_room
-        if may_be_theirs and grown_bytes > self._tolerated_bytes:
+        if self._may_have_failed(trial, outside_bytes):
             self._spoiled += 1
             if self._spoiled < ATTEMPTS and not self.contaminated:  # wait in vain only once
-                discarded = DISCARDED.format(grown=format_bytes(grown_bytes), size=trial.batch_size)
-                self.notes.add(remark(discarded, trial.batch_size))
+                grown = format_bytes(self._grown_bytes(outside_bytes))
+                self.notes.add(remark(DISCARDED.format(grown=grown, size=trial.batch_size), trial.batch_size))
                 self._wait_for_quiet(look)
                 return request
-            names = self.names()
-            which = f" ({names})" if names else ""
+            which = self.names_in_brackets()
             self.notes.add(remark(CONTAMINATED.format(which=which, size=trial.batch_size), trial.batch_size))
             self.contaminated, self._expected_bytes = True, after_bytes
         self._spoiled = 0
         if self._expected_bytes is not None and after_bytes is not None:
             self.held_bytes.append(after_bytes)
         return None
+
+    def _may_have_failed(self, trial: Trial, outside_bytes: int) -> bool:
+        """Return whether the trial failed, and may have failed because others held this much more than before."""
+        if trial.passed or trial.verdict in NO_VERDICT:
+            return False
+        left_bytes = self._device.total_bytes - outside_bytes
+        if trial.cap_bytes is not None and left_bytes >= trial.cap_bytes:
+            return False
+        return self._grown_bytes(outside_bytes) > self._tolerated_bytes
 
     def _wait_for_quiet(self, look: Callable[[], int | None]) -> None:
         """Wait until the others are back at their normal level."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from oomprobe.errors import (
     DeviceLostError,
+    OomProbeError,
     StepFailedError,
     TimeLimitError,
     UnreliableError,
@@ -88,10 +88,6 @@ class Session:
         self.neighbours = Neighbours(runner, clock.patience)
         self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
-        self.needs_emptying = False  # whether the answer ran only after the cache that building left was emptied
-        self._failed_as_built: Trial | None = (
-            None  # the last confirmation, where it failed in a process as building left it
-        )
         self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
         self.reporter = reporter
         self.held_by_step = ""  # a sentence that names what grows from call to call
@@ -121,44 +117,65 @@ class Session:
 
     def find(self) -> Found:
         """Find the largest size that runs."""
-        closest = STRIDE if self.device.on_host else 0.0  # below this, fragmentation of malloc's heap decides
-        look = self.look if self.device.counts_bytes and not self.runner.facts.starts_anew else None
-        find = partial(
-            search.find,
+        look = None
+        if self.device.counts_bytes and not self.runner.facts.starts_anew:
+            look = self.look
+        try:
+            try:
+                return self._find(self.options.start_batch, look)
+            except ContradictedError:
+                start = self._drop_predictions()
+                return self._find(start, None if self.program.looked else look)
+        except StepFailedError as error:
+            if error.__cause__ is None:  # the text of a bug says what ran
+                self._tell_what_is_known(error)
+            raise
+        except (DeviceLostError, TimeLimitError, UnreliableError) as error:
+            self._tell_what_is_known(error)
+            raise
+
+    def _find(self, start: int | None, look: Callable[[int], Reply] | None) -> Found:
+        resolution = self.options.resolution
+        if self.device.on_host:  # closer to the limit, fragmentation of malloc's heap decides
+            resolution = max(resolution, STRIDE)
+        return search.find(
             self.try_size,
             self.options.sizes,
+            start=start,
+            look=look,
             capped=self.options.memory_fraction < 1,
             out_of_time=self.out_of_time,
-            resolution=max(self.options.resolution, closest),
+            resolution=resolution,
             grows_capped=self.runner.facts.grows_capped,
             confirmations=self.runner.facts.confirmations,
             failures_cost=self.runner.facts.failure_cost_s > 0,
             known=self._known,
         )
-        try:
-            try:
-                return find(start=self.options.start_batch, look=look)
-            except ContradictedError:
-                size = self.trials[-1].batch_size
-                self.notes.add(remark(DROPPED.format(size=size), size))
-                grown = {one.batch_size for one in self.trials if one.phase is Phase.GROW}
-                self._stop_predicting()
-                self._ran = {(one.batch_size, one.cap_bytes): one for one in self.trials}
-                last = self.trials[-1].batch_size  # the nearest to the limit of those that ran
-                start = max((size for size in grown if size <= last), default=last)  # growing then meets the same sizes
-                return find(start=start, look=None if self.program.looked else look)
-        except (DeviceLostError, StepFailedError, TimeLimitError, UnreliableError) as error:
-            if not isinstance(error, StepFailedError) or error.__cause__ is None:  # the text of a bug says what ran
-                error.args = (f"{diagnosis.known_so_far(self.trials)}{error}", *error.args[1:])
-            raise
+
+    def _drop_predictions(self) -> int:
+        """Forget the predicted trials, and return the size from which to grow: growing then meets the same sizes as before."""
+        size = self.trials[-1].batch_size
+        self.notes.add(remark(DROPPED.format(size=size), size))
+        grown = {trial.batch_size for trial in self.trials if trial.phase is Phase.GROW}
+        self._stop_predicting()
+        self._ran = {(trial.batch_size, trial.cap_bytes): trial for trial in self.trials}
+        last = self.trials[-1].batch_size  # the nearest to the limit of those that ran
+        return max((size for size in grown if size <= last), default=last)
+
+    def _tell_what_is_known(self, error: OomProbeError) -> None:
+        error.args = (f"{diagnosis.known_so_far(self.trials)}{error}", *error.args[1:])
 
     def try_size(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
-        needed, cap_bytes = self.program.needed, self.budget.search_cap() if capped else self.budget.grow_cap()
-        ran = None if phase in SECOND_OPINIONS else self._ran.get((size, cap_bytes))
-        trial = ran or self.run(self.requested(size, phase, cap_bytes))
-        if phase is Phase.GROW and trial.passed and ran is None:
-            self._judge_growth(trial)
+        needed = self.program.needed
+        cap_bytes = self.budget.search_cap() if capped else self.budget.grow_cap()
+        trial = None
+        if phase not in SECOND_OPINIONS:
+            trial = self._ran.get((size, cap_bytes))
+        if trial is None:
+            trial = self.run(self.requested(size, phase, cap_bytes))
+            if phase is Phase.GROW and trial.passed:
+                self._judge_growth(trial)
         lengthens = phase is Phase.CONFIRM and self.program.needed > needed
         if lengthens and self.device.replays:
             self._stop_predicting()
@@ -191,7 +208,8 @@ class Session:
             return Reply(passed=True)
         trial = self.run(replace(self.program.looking(size, calls), cap_bytes=self.budget.grow_cap()))
         varies = trial.passed and self.program.is_long
-        if self.device.replays and (varies or not trial.passed):
+        is_predictable = trial.passed and not varies
+        if self.device.replays and not is_predictable:
             self._stop_predicting()
         return Reply(
             passed=trial.passed,
@@ -216,21 +234,24 @@ class Session:
         self.budget.take(self.runner.measure(), is_final=False)
         first_budget_bytes = self.budget.total_bytes
         trial = first = self.run(self.requested(size, Phase.CONFIRM, self.budget.search_cap()))
-        again = not trial.passed
-        if trial.passed:
+        reruns = self.runner.facts.confirmations - 1
+        if not trial.passed:
+            reruns += 1
+        else:
             self._take_budget(self.runner.measure())
-            peak_bytes, budget_bytes = trial.peak_reserved_bytes, self.budget.total_bytes
-            shrank = budget_bytes < (trial.cap_bytes or first_budget_bytes)
-            again = shrank and (peak_bytes is None or peak_bytes > budget_bytes)
+            had_more = (trial.cap_bytes or first_budget_bytes) > self.budget.total_bytes
+            if had_more and not self.budget.holds(trial):
+                reruns += 1
         varies = self._varies(trial)
-        for _ in range(again + self.runner.facts.confirmations - 1):
+        for _ in range(reruns):
             trial = self.run(self.requested(size, Phase.CONFIRM, self.budget.search_cap()))
             varies |= self._varies(trial)
             if not trial.passed:
-                break
+                return Found(batch_size=None)
         if not trial.passed:
             return Found(batch_size=None)
-        return Found(batch_size=size, limit=size, transient=() if first.passed or varies else (size,))
+        has_recovered = not first.passed and not varies
+        return Found(batch_size=size, limit=size, transient=(size,) if has_recovered else ())
 
     # --- one trial, with second tries ---
 
@@ -264,7 +285,7 @@ class Session:
         return replace(
             request,
             deadline_s=self.clock.deadline_s(),
-            passed=tuple({trial.batch_size: None for trial in self.trials if trial.passed}),
+            passed=tuple(dict.fromkeys(trial.batch_size for trial in self.trials if trial.passed)),
             learned=self._learned,
         )
 
@@ -302,7 +323,7 @@ class Session:
         if outcome.refusal is not None:
             raise UnreliableError(outcome.refusal)
         if outcome.contradicts_replay:
-            if any(one.replayed for one in self.trials):
+            if any(trial.replayed for trial in self.trials):
                 raise ContradictedError
             self._stop_predicting()
 
@@ -326,7 +347,9 @@ class Session:
             if now.replayed:
                 raise ContradictedError  # the two sizes it was predicted from may have had different lengths
             raise UnreliableError(diagnosis.FLAT.format(size=now.batch_size, smaller=smaller.batch_size))
-        first = diagnosis.splits_from(self.trials, self._allocated) if self.options.max_batch is None else None
+        first = None
+        if self.options.max_batch is None:
+            first = diagnosis.splits_from(self.trials, self._allocated)
         self.splits = first is not None
         if first is not None:
             sizes = first.batch_size, now.batch_size
@@ -335,15 +358,15 @@ class Session:
     def _varies(self, trial: Trial) -> bool:
         """Return whether the size ended differently before, after the same calls under the same cap, and note that."""
         before = self._ends.setdefault((trial.batch_size, trial.cap_bytes, self._asked_calls), trial)
-        if trial.replayed or before.replayed or self.neighbours.contaminated or self.device.on_host:
-            return False
+        has_run_twice = not before.replayed and not trial.replayed
+        is_ours_alone = not self.neighbours.contaminated and not self.device.on_host
         how = diagnosis.how_different(before, trial)
-        if how is not None:
-            calls = count(trial.steps, "call", "calls")
-            if self.runner.facts.world_size == 1:
-                note = warning(UNSTEADY.format(size=trial.batch_size, calls=calls, how=how), trial.batch_size)
-            else:
-                note = remark(UNSTEADY_GROUPS.format(size=trial.batch_size, how=how), trial.batch_size)
-            self.notes.add(note)
-            self.program.lengthen(trial.batch_size)
-        return how is not None
+        if how is None or not has_run_twice or not is_ours_alone:
+            return False
+        calls = count(trial.steps, "call", "calls")
+        note = warning(UNSTEADY.format(size=trial.batch_size, calls=calls, how=how), trial.batch_size)
+        if self.runner.facts.world_size > 1:
+            note = remark(UNSTEADY_GROUPS.format(size=trial.batch_size, how=how), trial.batch_size)
+        self.notes.add(note)
+        self.program.lengthen(trial.batch_size)
+        return True

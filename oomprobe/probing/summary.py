@@ -71,39 +71,48 @@ _LIMITED_BY = {
 }
 
 
-def result_of(session: Session, found: Found, target: str | None = None) -> ProbeResult:
+def result_of(session: Session, largest: Found, target: str | None = None) -> ProbeResult:
     """Make the result from the trials of a session; `target` is what was probed, if it has a name."""
-    assert found.batch_size is not None
-    answer = last_of(session.trials, found.batch_size)
-    deciding = None if found.deciding is None else last_of(session.trials, found.deciding, passed=False)
-    points = []
-    for t in session.trials:
-        if t.passed and t.peak_allocated_bytes is not None and t.accumulation_steps == 1:
-            points.append((t.batch_size, t.peak_allocated_bytes))
-    fit = fit_line(points, session.budget.total_bytes)
+    assert largest.batch_size is not None
+    answer = limiting = last_of(session.trials, largest.batch_size)
+    deciding = None
+    if largest.deciding is not None:
+        deciding = limiting = last_of(session.trials, largest.deciding, passed=False)
+    limit, budget_bytes = largest.limit or largest.batch_size, session.budget.total_bytes
+    points = [
+        (t.batch_size, t.peak_allocated_bytes)
+        for t in _of_the_step(session)
+        if t.passed and t.peak_allocated_bytes is not None
+    ]
+    fit = fit_line(points, budget_bytes)
     return ProbeResult(
-        batch_size=found.batch_size,
-        limit_batch_size=found.limit or found.batch_size,
-        first_failing_batch_size=_first_failing(session, found),
+        batch_size=largest.batch_size,
+        limit_batch_size=limit,
+        first_failing_batch_size=_first_failing(session, largest, limit),
         limited_by=_limited_by(session, deciding),
-        limiting_step=(deciding or answer).step_name,
+        limiting_step=limiting.step_name,
         trials=tuple(session.trials),
         fit=fit,
         device=session.device.name,
-        budget_bytes=session.budget.total_bytes,
+        budget_bytes=budget_bytes,
         available_bytes=session.budget.available_bytes,
         not_covered=tuple(_not_covered(session)),
         contaminated=session.neighbours.contaminated,
         state_verified=session.state_verified,
         environment={"target": target, **_environment(session)},
-        estimates={} if fit is None else estimates(points, budget_bytes=session.budget.total_bytes),
+        estimates={} if fit is None else estimates(points, budget_bytes=budget_bytes),
         options=asdict(session.options),
         elapsed_s=session.clock.elapsed_s,
         in_steps_s=session.in_steps_s,
         breakdown=session.breakdown,
         world_size=session.runner.facts.world_size,
-        limiting_rank=(deciding or answer).limiting_rank,
-    )._with_notes(_notes(session, found, answer))
+        limiting_rank=limiting.limiting_rank,
+    )._with_notes(_notes(session, largest, answer))
+
+
+def _of_the_step(session: Session) -> list[Trial]:
+    """Return the trials whose calls are calls of the step itself, not micro-batches of a plan."""
+    return [trial for trial in session.trials if trial.accumulation_steps == 1]
 
 
 def _limited_by(session: Session, deciding: Trial | None) -> str:
@@ -114,21 +123,18 @@ def _limited_by(session: Session, deciding: Trial | None) -> str:
 
 def nothing_fits(session: Session) -> NothingFitsError:
     """Return the error for a probe in which not even the smallest size ran."""
-    options, last = session.options, next(trial for trial in reversed(session.trials) if not trial.passed)
-    grows_capped = session.runner.facts.grows_capped and options.memory_fraction < 1
-    is_capped = last.cap_bytes is not None and (grows_capped or last.cap_bytes <= session.budget.total_bytes)
-    has_margin = is_capped and options.memory_fraction < 1
-    is_one_size = options.min_batch == options.max_batch
+    options = session.options
+    *_, last = (trial for trial in session.trials if not trial.passed)
     memory, which, step, where, others = "with all available memory", ", the smallest allowed,", "", "", ""
     advice = ["a smaller model or sample, activation checkpointing or lower precision"]
-    if is_one_size:
+    if options.min_batch == options.max_batch:
         which = ""
         advice.insert(0, "a smaller batch size")
     elif options.min_batch > 1:
         advice.append(f"min_batch below {options.min_batch}")
-    if has_margin:
-        fraction = options.memory_fraction
-        memory = f"within a budget of {format_bytes(last.cap_bytes or 0)} (memory_fraction={fraction})"
+    if options.memory_fraction < 1 and _ran_in_the_budget(session, last):
+        budget = format_bytes(last.cap_bytes or 0)
+        memory = f"within a budget of {budget} (memory_fraction={options.memory_fraction})"
         advice.append("a larger memory_fraction")
     if last.step_name:
         step = f", in step {last.step_name!r}"
@@ -143,8 +149,15 @@ def nothing_fits(session: Session) -> NothingFitsError:
     )
 
 
+def _ran_in_the_budget(session: Session, trial: Trial) -> bool:
+    """Return whether the cap was what the margin leaves; a trial that grows may have more."""
+    if trial.cap_bytes is None:
+        return False
+    return session.runner.facts.grows_capped or trial.cap_bytes <= session.budget.total_bytes
+
+
 def _environment(session: Session) -> dict[str, Any]:
-    return {
+    environment: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "oomprobe": __version__,
         "torch": str(torch.__version__),
@@ -160,9 +173,10 @@ def _environment(session: Session) -> dict[str, Any]:
         "isolated": session.runner.facts.replaceable,
         "world_size": session.runner.facts.world_size,
         "allocator_settings": allocator_settings(),
-        **({"after": session.device.emptying} if session.as_built.needs_emptying else {}),
-        **session.runner.facts.environment,
     }
+    if session.as_built.needs_emptying:
+        environment["after"] = session.device.emptying
+    return {**environment, **session.runner.facts.environment}
 
 
 def allocator_settings() -> dict[str, str]:
@@ -170,37 +184,31 @@ def allocator_settings() -> dict[str, str]:
     return {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ}
 
 
-def _first_failing(session: Session, found: Found) -> int | None:
+def _first_failing(session: Session, largest: Found, limit: int) -> int | None:
     """Return the smallest size above the limit that failed; smaller sizes may have failed too, for example by fragmentation."""
-    limit = found.limit or found.batch_size or 0
-    if found.first_failing is None or found.first_failing > limit:
-        return found.first_failing
-    grown = (t for t in session.trials if not t.passed and t.phase is Phase.GROW and t.accumulation_steps == 1)
-    failed = {t.batch_size for t in grown}
-    return min((size for size in failed - set(found.transient) if size > limit), default=None)
+    if largest.first_failing is None or largest.first_failing > limit:
+        return largest.first_failing
+    failed = {t.batch_size for t in _of_the_step(session) if t.phase is Phase.GROW and not t.passed}
+    return min((size for size in failed.difference(largest.transient) if size > limit), default=None)
 
 
-def _notes(session: Session, found: Found, answer: Trial) -> Iterator[Note]:
+def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
     """Yield what the trials noted, and what is to be said of them together."""
     yield from session.notes
-    environment = session.runner.facts.environment
-    untested = None if "torch" in environment else untested_note()
-    if untested:
-        yield remark(untested)
+    yield from _of_torch(session)
     yield from session.neighbours.notes
-    kind = "optimizer step" if "command" in environment else "call"
+    kind = "optimizer step" if "command" in session.runner.facts.environment else "call"
     if session.program.confirmed:
         text = SEEN if answer.settled_after is None else SETTLED
         yield remark(text.format(calls=count(session.program.confirmed, kind, f"{kind}s")))
-    count_of_data = session.runner.facts.max_batch
-    has_met_the_end = count_of_data is not None and session.options.max_batch == count_of_data
-    if has_met_the_end and found.deciding is None:
-        yield remark(LITTLE_DATA.format(count=count_of_data))
-    for size in found.transient:
+    examples = session.runner.facts.max_batch
+    if examples is not None and examples == session.options.max_batch and largest.deciding is None:
+        yield remark(LITTLE_DATA.format(count=examples))
+    for size in largest.transient:
         yield remark(f"transient failure: batch {size} failed once and passed when tried again", size)
-    if found.unconfirmed:
-        sizes = ", ".join(map(str, found.unconfirmed))
-        yield remark(f"passed a trial but failed confirmation: batch {sizes}", *found.unconfirmed)
+    if largest.unconfirmed:
+        sizes = ", ".join(map(str, largest.unconfirmed))
+        yield remark(f"passed a trial but failed confirmation: batch {sizes}", *largest.unconfirmed)
     if session.device.replays:
         yield _simulation_note(session, answer)
     yield from _leaks(session, answer)
@@ -209,9 +217,18 @@ def _notes(session: Session, found: Found, answer: Trial) -> Iterator[Note]:
         calls = count(answer.steps, kind, f"{kind}s")
         yield warning(PRESSED.format(size=answer.batch_size, retries=retries, calls=calls), answer.batch_size)
     yield from _outside(session)
-    if found.deciding is not None and found.deciding - answer.batch_size > session.options.multiple_of:
-        sizes_between = answer.batch_size, found.deciding
+    if largest.deciding is not None and largest.deciding - answer.batch_size > session.options.multiple_of:
+        sizes_between = answer.batch_size, largest.deciding
         yield remark("not exact: sizes between {} and {} were not tried".format(*sizes_between), *sizes_between)
+
+
+def _of_torch(session: Session) -> Iterator[Note]:
+    """Yield a note if the version of torch is not one that oomprobe is tested with."""
+    if "torch" in session.runner.facts.environment:  # that of a command, which has noted it
+        return
+    untested = untested_note()
+    if untested is not None:
+        yield remark(untested)
 
 
 def _outside(session: Session) -> Iterator[Note]:
@@ -221,8 +238,7 @@ def _outside(session: Session) -> Iterator[Note]:
         return
     first_bytes, grown_bytes = samples_bytes[0], samples_bytes[-1] - samples_bytes[0]
     if first_bytes > CROWDED_BYTES and not session.device.on_host:
-        names = session.neighbours.names()
-        which = f" ({names})" if names else ""
+        which = session.neighbours.names_in_brackets()
         yield remark(CROWDED.format(taken=format_bytes(first_bytes), which=which))
     if grown_bytes > 0:
         yield remark(GREW_OUTSIDE.format(grown=format_bytes(grown_bytes)))
@@ -277,8 +293,9 @@ def _not_covered(session: Session) -> list[str]:
     if late:
         not_covered.append(NO_LATE.format(what=", ".join(late)))
     for item in NOT_COVERED:
-        is_there = item == OTHER_RANKS and facts.world_size > 1
-        not_covered.append(OTHER_MACHINES if is_there else item)
+        if item == OTHER_RANKS and facts.world_size > 1:  # the ranks of this machine were there
+            item = OTHER_MACHINES
+        not_covered.append(item)
     if not facts.replaceable:
         not_covered.append(NOT_RESTORED)
     return not_covered

@@ -50,13 +50,10 @@ class Rows:
 
     def table(self) -> ProbeTable:
         """Return the table. Once the session of all its rows is closed, which restores and compares the state, each row has its notes."""
-        rows = {value: self.results[value] for value in self._axis.values if value in self.results}
-        if opened := self._opened:
-            verified = opened.state_verified
-            rows = {
-                value: result and replace(result._with_notes(before=opened.notes), state_verified=verified)
-                for value, result in rows.items()
-            }
+        rows = {}
+        for value in self._axis.values:
+            if value in self.results:
+                rows[value] = self._with_notes(self.results[value])
         return ProbeTable(
             axis=self._axis.name,
             rows=rows,
@@ -67,6 +64,11 @@ class Rows:
             notes=tuple(self.notes),
             elapsed_s=time.monotonic() - self._started_s,
         )
+
+    def _with_notes(self, result: ProbeResult | None) -> ProbeResult | None:
+        if self._opened is None or result is None:
+            return result
+        return replace(result._with_notes(before=self._opened.notes), state_verified=self._opened.state_verified)
 
     def search(self, opened: Session, *, try_larger: bool, mixed: bool) -> None:
         """Find the largest size for each value, and with `mixed` the share of these that runs with all values in turn.
@@ -110,23 +112,23 @@ class Rows:
 
     def _compare(self, session: Session, *, mixed: bool) -> None:
         """Note answers that are all alike, and with `mixed` run them in turn."""
-        answers = {}
+        answers, limits = {}, set()
         for row, value in enumerate(self._axis.values):
             result = self.results[value]
             if result is not None:
                 answers[row] = result.batch_size
-        is_single = len(answers) == 1
-        if not is_single and session.device.on_host:
-            return
-        limits = {result.limited_by for result in self.results.values() if result is not None}
-        if not is_single and limits == {"memory"} and max(answers.values()) <= ALIKE * min(answers.values()):
-            self.notes.append(UNUSED.format(axis=self._axis.name))
+                limits.add(result.limited_by)
+        sizes: Mapping[int, int] = answers
+        if len(answers) > 1:  # a single row needs no mixing
+            if session.device.on_host:
+                return
+            if limits == {"memory"} and max(answers.values()) <= ALIKE * min(answers.values()):
+                self.notes.append(UNUSED.format(axis=self._axis.name))
+            if mixed:
+                sizes, notes = mixed_sizes(session, self._axis, answers)
+                self.notes += notes
         if not mixed:
             return
-        sizes: Mapping[int, int] = answers
-        if not is_single:  # a single row needs no mixing
-            sizes, notes = mixed_sizes(session, self._axis, answers)
-            self.notes += notes
         self._mixed = {self._axis.values[row]: size for row, size in sizes.items()}
         self._mixed_failed = not sizes
 
