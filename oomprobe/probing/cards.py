@@ -49,8 +49,9 @@ def cards_of(devices: Iterable[object], ranks: int = 1) -> dict[str, SimulatedDe
         NoDeviceError: the catalogue has no such card.
     """
     names = each_name(devices)
-    if other := next((name for name in names if not names_simulated(name)), None):
-        raise InvalidArgumentError(NOT_CARDS.format(device=other))
+    for name in names:
+        if not names_simulated(name):
+            raise InvalidArgumentError(NOT_CARDS.format(device=name))
     if not names or len(set(names)) < len(names):
         raise InvalidArgumentError(f"name at least one card, and each only once, not {names}")
     return {str(name): opened_if_simulated(name, ranks) for name in names}
@@ -78,13 +79,14 @@ def search_cards(
     with Rows(Axis(CARDS, tuple(cards)), target) as rows:
         search, rows.required = _Search(rows, order, opened, cards), required
         try:
-            for largest, *others in kinds.values():
-                search.run(largest, others)
+            for name, *smaller in kinds.values():
+                search.run(name, smaller)
             search.run_smallest()
         except TimeLimitError:
             if not any(rows.results.values()):
                 raise
-            rows.notes.append(CUT_OFF.format(cards=", ".join(name for name in cards if name not in rows.results)))
+            missing = [name for name in cards if name not in rows.results]
+            rows.notes.append(CUT_OFF.format(cards=", ".join(missing)))
     return rows.table()
 
 
@@ -99,20 +101,22 @@ class _Search:
         """Search on a card by running the step, and on smaller ones of its kind by replaying what it did."""
         card, rows, left = self._cards[name], self._rows, list[str]()
         replayed: dict[str, tuple[Session, Found]] = {}
-        end_s = self._clock.end_s
-        left_s = None if end_s is None else max(1e-3, end_s - time.monotonic())
-        options = replace(self._order.options, time_limit_s=left_s)
+        options = self._order.options
+        if self._clock.end_s is not None:
+            options = replace(options, time_limit_s=max(1e-3, self._clock.end_s - time.monotonic()))
         try:
             with self._opened(replace(self._order, device=card, options=options)) as session:
-                found = session.find()
-                for other in smaller if found.batch_size is not None else ():
+                largest = session.find()
+                for next_name in smaller:
+                    if largest.batch_size is None:  # `finish` raises
+                        break
                     try:
-                        replayed[other] = _replayed(session, card, self._cards[other], self._order)
+                        replayed[next_name] = _replayed(session, card, self._cards[next_name], self._order)
                     except _CannotReplayError:
-                        left.append(other)
+                        left.append(next_name)
                     except NothingFitsError as error:
-                        rows.results[other], rows.unfit[other] = None, str(error)
-                finish(session, found)
+                        rows.results[next_name], rows.unfit[next_name] = None, str(error)
+                finish(session, largest)
         except NothingFitsError as error:
             rows.results |= dict.fromkeys((name, *smaller))
             rows.unfit |= {name: str(error), **dict.fromkeys(smaller, NOT_TRIED.format(card=name))}
@@ -121,17 +125,18 @@ class _Search:
             if not isinstance(error, InvalidArgumentError):  # which is about all cards
                 error.args = (f"{name}: {error}", *error.args[1:])
             raise
-        rows.results[name] = result_of(session, found, rows.target)
-        for other, (its_session, its_found) in replayed.items():
-            its_session.state_verified = session.state_verified
-            rows.results[other] = result_of(its_session, its_found, rows.target)
-        for other in left:
-            self.run(other)
+        rows.results[name] = result_of(session, largest, rows.target)
+        for next_name, (replays, largest) in replayed.items():
+            replays.state_verified = session.state_verified
+            rows.results[next_name] = result_of(replays, largest, rows.target)
+        for next_name in left:
+            self.run(next_name)
 
     def run_smallest(self) -> None:
         """Run the answer of the smallest card on which the required size runs."""
-        while (name := self._rows.table().smallest()) is not None:
-            result = self._rows.results[name]
+        while True:
+            name = self._rows.table().smallest()
+            result = None if name is None else self._rows.results[name]
             if result is None or not result.was_replayed:
                 return
             self.run(name)
@@ -153,8 +158,9 @@ class _Replays:
 
     def run(self, request: Request) -> Outcome:
         """Replay a trial."""
-        must_run = request.exact and not request.confirms
-        trial = None if must_run else self._card.predict_trial(replace(request, exact=False))
+        if request.exact and not request.confirms:
+            raise _CannotReplayError
+        trial = self._card.predict_trial(replace(request, exact=False))
         if trial is None:
             raise _CannotReplayError
         records = [CallRecord(step=call.step) for call in request.calls]
@@ -163,16 +169,16 @@ class _Replays:
         return Outcome(trial=trial, records=tuple(records), measured=self.measure() if trial.passed else None)
 
 
-def _replayed(session: Session, card: SimulatedDevice, other: SimulatedDevice, order: Order) -> tuple[Session, Found]:
+def _replayed(session: Session, card: SimulatedDevice, smaller: SimulatedDevice, order: Order) -> tuple[Session, Found]:
     """Search on another card of the kind by replaying what the step did on this one.
 
     Raises:
         _CannotReplayError: the step's calls differ, or memory was not as predicted.
         NothingFitsError: not even the smallest size fits.
     """
-    if not session.predicts or not other.follow(card):
+    if not session.predicts or not smaller.follow(card):
         raise _CannotReplayError
     options = replace(order.options, global_batch=None, breakdown=False)  # these run the step
-    runner = _Replays(replace(session.runner.facts, device=describe(other)), other, session.program.first)
+    runner = _Replays(replace(session.runner.facts, device=describe(smaller)), smaller, session.program.first)
     replays = Session(runner, options, reporter("off"), Clock(options, patience=order.patience), [])
     return replays, finish(replays, replays.find())

@@ -134,7 +134,7 @@ def _refuse_isolation(preserve: Any) -> None:
             f"trials can be isolated on Linux only, and this is {sys.platform}: pass isolate=False (--in-process) to run "
             "them in this process"
         )
-    if preserve is not None and preserve != () and preserve != []:
+    if preserve not in (None, (), []):
         raise InvalidArgumentError(
             "preserve takes live objects of this process, but isolated trials run in other processes: leave it out, or pass "
             "isolate=False"
@@ -190,7 +190,9 @@ def _isolated(order: Order, target: str, ranks: int | None = None) -> Iterator[S
         source = workers(target, order.device, order.options, order.axis, frame.clock.patience, ranks)
         with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
             device = runner.facts.device
-            hint = ON_HOST_MEMORY * (device.on_host and not order.device)
+            hint = ""
+            if device.on_host and not order.device:
+                hint = ON_HOST_MEMORY
             if ranks is not None and ranks > 1:
                 hint = BUILDING.format(seconds=format_seconds(frame.clock.elapsed_s), ranks=ranks)
             yield frame.session(runner, device.name + hint)
@@ -213,7 +215,10 @@ def _forked(
         with garbage_frozen(), _framed(order) as frame:
             source = forks(model, steps, tracker, device, order.axis, frame.clock.patience)
             with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
-                session = frame.session(runner, runner.facts.device.name + ON_HOST_MEMORY * (order.device is None))
+                title = runner.facts.device.name
+                if order.device is None:
+                    title += ON_HOST_MEMORY
+                session = frame.session(runner, title)
                 if order.device is None and torch.accelerator.is_available():
                     session.notes.add(warning(ON_THE_CPU))
                 yield session
@@ -254,10 +259,12 @@ def _here(
 
         def keep_new_optimizer(optimizer: torch.optim.Optimizer) -> None:
             # An optimizer that the step creates and drops within one call needs no copy.
-            if not any(step.has_made is not None and step.has_made(optimizer) for step in steps.values()):
-                with frame.interrupts.held_back(), outside_modes():
-                    snapshot.add(optimizer)
-                    device.place(state_tensors(optimizer))
+            for step in steps.values():
+                if step.has_made is not None and step.has_made(optimizer):
+                    return
+            with frame.interrupts.held_back(), outside_modes():
+                snapshot.add(optimizer)
+                device.place(state_tensors(optimizer))
 
         with OptimizerWatch(keep_new_optimizer, model) as watch:
             work = Workload(
@@ -273,8 +280,9 @@ def _here(
                 try:
                     yield session
                 except Exception as error:  # of the device, while memory was measured or released
-                    if told := device_error(device, error):
-                        raise told from error
+                    of_device = device_error(device, error)
+                    if of_device is not None:
+                        raise of_device from error
                     raise
                 finally:
                     runner.compiled.drop()  # training compiles as if there had been no probe
@@ -313,7 +321,7 @@ def _restore(session: Session, snapshot: Snapshot, device: Device) -> None:
         gc.collect()
         device.release()
     except Exception as error:
-        told = device_error(device, error)
-        if isinstance(told, DeviceLostError):
-            raise told from error
+        of_device = device_error(device, error)
+        if isinstance(of_device, DeviceLostError):
+            raise of_device from error
         raise
