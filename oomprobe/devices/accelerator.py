@@ -66,14 +66,19 @@ class AcceleratorDevice(Device):
         self.edge_bytes = max(EDGE_BYTES, int(EDGE_SHARE * self.total_bytes))
         self.uuid = str(getattr(properties, "uuid", ""))  # torch.cuda; of torch.xpu since 2.7
         self.name = stated_name(str(properties.name), stated_bytes, self.total_bytes)
-        names = ("is_integrated", "is_integrated_gpu")  # in torch.cuda and torch.xpu
-        self.integrated = any(bool(getattr(properties, name, False)) for name in names)
+        is_integrated = getattr(properties, "is_integrated", False)  # torch.cuda
+        self.integrated = bool(is_integrated or getattr(properties, "is_integrated_gpu", False))  # torch.xpu
+        self._notes: tuple[str, ...] = ()
+        self._not_resident_bytes = 0
         why_spills = sharing.why_spills()
-        self._notes = tuple(filter(None, (why_spills, UNIFIED if self.integrated else None)))
+        if why_spills is not None:
+            self._notes += (why_spills,)
+            # The driver reports more free memory than stays on the card: using all of it makes kernels fail or crawl.
+            self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16)
+        if self.integrated:
+            self._notes += (UNIFIED,)
         self._stated_bytes = stated_bytes
         self._must_cap = stated_bytes is not None or bool(self._notes)
-        # A driver that spills reports more free memory than stays on the card: using all of it makes kernels fail or crawl.
-        self._not_resident_bytes = max(512 * MIB, self.total_bytes // 16) if why_spills else 0
         self._has_released = False
         self._statistics = Statistics(self._torch, index)
         self._retries_before = 0  # the current trial
@@ -98,7 +103,9 @@ class AcceleratorDevice(Device):
         if not self.integrated or self._stated_bytes is not None or self._fraction() < 1:
             return None
         free_bytes = linux.free_bytes()
-        largest = self.total_bytes // 2 if free_bytes is None else min(free_bytes, self.total_bytes)
+        if free_bytes is None:
+            free_bytes = self.total_bytes // 2
+        largest = min(free_bytes, self.total_bytes)
         return f"{self.torch_device}:{typed_budget(largest)}"
 
     @property
@@ -112,11 +119,13 @@ class AcceleratorDevice(Device):
     def _usable_bytes(self) -> int:
         free, _ = self._torch.mem_get_info(self.torch_device)
         own = int(self._torch.memory_reserved(self.torch_device))
+        usable_bytes = min(max(0, free + own - self._not_resident_bytes), int(self._fraction() * self.total_bytes))
+        if self._stated_bytes is not None:
+            usable_bytes = min(usable_bytes, self._stated_bytes)
         host_free = linux.free_bytes() if self.integrated else None
-        bounds = [max(0, free + own - self._not_resident_bytes), int(self._fraction() * self.total_bytes)]
-        bounds += [] if self._stated_bytes is None else [self._stated_bytes]
-        bounds += [] if host_free is None else [host_free + own]
-        return int(min(bounds))
+        if host_free is not None:
+            usable_bytes = min(usable_bytes, host_free + own)
+        return int(usable_bytes)
 
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
@@ -209,13 +218,19 @@ class AcceleratorDevice(Device):
 
     def history(self) -> AbstractContextManager[History] | None:
         """Record each block that torch's native CUDA allocator hands out; None for other allocators."""
-        return self._recorded() if self._is_native() else None
+        if not self._is_native():
+            return None
+        return self._recorded()
 
     def fingerprint(self) -> int | None:
-        return fingerprint(self._statistics, self.torch_device.index) if self._is_native() else None
+        if not self._is_native():
+            return None
+        return fingerprint(self._statistics, self.torch_device.index)
 
     def _is_native(self) -> bool:
-        return self._torch is torch.cuda and bool(torch.cuda.memory.get_allocator_backend() == "native")
+        if self._torch is not torch.cuda:
+            return False
+        return bool(torch.cuda.memory.get_allocator_backend() == "native")
 
     @contextmanager
     def _recorded(self) -> Iterator[History]:

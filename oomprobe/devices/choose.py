@@ -22,7 +22,9 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     if isinstance(device, Device):
         return device
     home = model_device(model)
-    chosen = _open(device if device is not None else home or current_accelerator() or torch.device("cpu"))
+    if device is None:
+        device = home or current_accelerator() or torch.device("cpu")
+    chosen = _open(device)
     if chosen.replays:
         return chosen  # it checks the model's device itself
     if home is not None and not _same_device(home, chosen.torch_device):
@@ -85,12 +87,14 @@ def model_device(model: torch.nn.Module) -> torch.device | None:
 
 def list_devices() -> list[Device]:
     """Return every device of this machine that can be probed."""
-    found: list[Device] = []
-    if current := current_accelerator():
-        found += [_open_accelerator(torch.device(current.type, i)) for i in range(torch.accelerator.device_count())]
+    devices: list[Device] = []
+    current = current_accelerator()
+    if current is not None:
+        for index in range(torch.accelerator.device_count()):
+            devices.append(_open_accelerator(torch.device(current.type, index)))
     with contextlib.suppress(NoDeviceError):
-        found.append(HostDevice())
-    return found
+        devices.append(HostDevice())
+    return devices
 
 
 def _open(device: object) -> Device:
@@ -116,7 +120,7 @@ def _open(device: object) -> Device:
     if named.type == "cpu":
         return HostDevice()
     opened = _open_accelerator(named, stated_bytes)
-    budget = opened.budget_to_state() if isinstance(opened, AcceleratorDevice) else None
+    budget = _budget_to_state(opened)
     if budget is not None:
         raise InvalidArgumentError(
             f"{opened.name} shares the host's memory: without a budget no allocation fails and the whole machine swaps "
@@ -124,6 +128,12 @@ def _open(device: object) -> Device:
             "with less than 1 before you probe"
         )
     return opened
+
+
+def _budget_to_state(device: Device) -> str | None:
+    if isinstance(device, AcceleratorDevice):
+        return device.budget_to_state()
+    return None
 
 
 def split_budget(text: str) -> tuple[str, int | None]:
@@ -134,16 +144,19 @@ def split_budget(text: str) -> tuple[str, int | None]:
         (('cuda:1', 8589934592), ('xpu', 2147483648), ('cuda:1', None))
     """
     device, colon, last = text.rpartition(":")
-    if not colon or not last[:1].isdecimal() or not last.rstrip()[-1:].isalpha():
-        return text, None
-    return device, parse_bytes(last)
+    is_number, has_unit = last[:1].isdecimal(), last.rstrip()[-1:].isalpha()
+    if colon and is_number and has_unit:
+        return device, parse_bytes(last)
+    return text, None
 
 
 def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> Device:
     current = current_accelerator()
-    count = 0 if current is None else torch.accelerator.device_count()
-    if current is None or current.type != device.type or (device.index or 0) >= count:
-        present = "no accelerator" if current is None else f"{count} of type {current.type}"
+    kind, count, present = None, 0, "no accelerator"
+    if current is not None:
+        kind, count = current.type, torch.accelerator.device_count()
+        present = f"{count} of type {kind}"
+    if kind != device.type or (device.index or 0) >= count:
         raise NoDeviceError(
             f"no device {str(device)!r} here: torch {torch.__version__} sees {present}. "
             "Type `oomprobe devices` to list what can be probed; 'sim:24GiB' simulates a GPU, and 'cpu:4GiB' probes host memory"
@@ -157,15 +170,21 @@ def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> 
 
 def current_accelerator() -> torch.device | None:
     """Return the kind of accelerator that torch can use here."""
-    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if not torch.accelerator.is_available():
+        return None
+    return torch.accelerator.current_accelerator()
 
 
-def _same_device(one: torch.device, other: torch.device) -> bool:
-    return one.type == other.type and (one.index is None or other.index is None or one.index == other.index)
+def _same_device(home: torch.device, chosen: torch.device) -> bool:
+    if None in (home.index, chosen.index):  # whichever is current
+        return home.type == chosen.type
+    return home == chosen
 
 
 def describe_device(device: Device) -> str:
     """Return the line for a device in the output of `oomprobe devices`."""
     line = f"{device.torch_device!s}  {device.name}  {format_bytes(device.total_bytes)}"
-    budget = device.budget_to_state() if isinstance(device, AcceleratorDevice) else None
-    return line if budget is None else f"{line}  shares the host's memory: state a budget, such as {budget!r}"
+    budget = _budget_to_state(device)
+    if budget is None:
+        return line
+    return f"{line}  shares the host's memory: state a budget, such as {budget!r}"

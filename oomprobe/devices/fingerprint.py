@@ -26,16 +26,14 @@ def fingerprint(statistics: Statistics, index: int) -> int | None:
     segments = snapshot["segments"]
     if not _is_all(segments, snapshot.get("allocator_settings", {})):
         return None
-    layout = [
-        (
-            one["address"],
-            one["total_size"],
-            *((b["address"], b["size"], b["requested_size"], b["state"]) for b in one["blocks"]),
-        )
-        for one in segments
-    ]
+    layout: list[object] = []
+    devices = {index}
+    for segment in segments:
+        devices.add(segment["device"])
+        layout += [segment["address"], segment["total_size"]]
+        layout += [(b["address"], b["size"], b["requested_size"], b["state"]) for b in segment["blocks"]]
     did = []
-    for used in sorted({index, *(one["device"] for one in segments)}):
+    for used in sorted(devices):
         free_bytes, total_bytes = torch.cuda.mem_get_info(used)
         reserved_bytes = torch.cuda.memory_reserved(used)
         did += [total_bytes - free_bytes - reserved_bytes, *statistics.end_call(used)]
@@ -44,11 +42,12 @@ def fingerprint(statistics: Statistics, index: int) -> int | None:
 
 def _is_all(segments: list[dict[str, Any]], settings: Mapping[str, Any]) -> bool:
     """Return whether the layout and the counters are all that decides how the allocator serves a request."""
-    streams = {(one["device"], one["stream"]) for one in segments}
-    states = {block["state"] for one in segments for block in one["blocks"]}
-    return (
-        len(streams) == len({device for device, _ in streams})
-        and states <= _AT_REST
-        and all(tuple(one["segment_pool_id"]) == _NO_POOL for one in segments)
-        and not settings.get("garbage_collection_threshold")
-    )
+    streams: dict[int, int] = {}  # the one of each device
+    for segment in segments:
+        if tuple(segment["segment_pool_id"]) != _NO_POOL:
+            return False
+        if streams.setdefault(segment["device"], segment["stream"]) != segment["stream"]:
+            return False
+        if any(block["state"] not in _AT_REST for block in segment["blocks"]):
+            return False
+    return not settings.get("garbage_collection_threshold")

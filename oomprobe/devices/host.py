@@ -55,8 +55,11 @@ class HostDevice(Device):
         free_bytes = self._stated_bytes
         if free_bytes is None:  # read again: the model's snapshot was taken after the device was opened
             free_bytes = _without_copies(linux.free_bytes() or 0)
-        limits = [(resource.getrlimit(kind)[0], used) for kind, used in _limited_bytes().items()]
-        return min([free_bytes, *(max(0, soft - used) for soft, used in limits if soft != resource.RLIM_INFINITY)])
+        for kind, used_bytes in _limited_bytes().items():
+            soft, _ = resource.getrlimit(kind)
+            if soft != resource.RLIM_INFINITY:
+                free_bytes = min(free_bytes, max(0, soft - used_bytes))
+        return free_bytes
 
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
@@ -67,7 +70,9 @@ class HostDevice(Device):
         before = {kind: resource.getrlimit(kind) for kind in used_bytes}
         for kind, (soft, hard) in before.items():
             limit = used_bytes[kind] + self._cap_bytes
-            resource.setrlimit(kind, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
+            if soft != resource.RLIM_INFINITY:
+                limit = min(limit, soft)
+            resource.setrlimit(kind, (limit, hard))
         try:
             yield
         finally:
@@ -120,5 +125,7 @@ def _without_copies(free_bytes: int) -> int:
 
 def _other_malloc() -> tuple[str, ...]:
     mapped = MAPS.read_text()
-    found = next((name for name in ("jemalloc", "tcmalloc", "mimalloc") if f"lib{name}" in mapped), None)
-    return () if found is None else (f"this process uses {found}: train with it too, because it fragments differently",)
+    for name in ("jemalloc", "tcmalloc", "mimalloc"):
+        if f"lib{name}" in mapped:
+            return (f"this process uses {name}: train with it too, because it fragments differently",)
+    return ()

@@ -52,8 +52,8 @@ class MpsDevice(Device):
         """Do nothing: there are no peaks to reset."""
 
     def usage(self) -> Usage:
-        held = torch.mps.driver_allocated_memory()
-        return Usage(under_pressure=self.total_bytes - held < NEARLY_NOTHING * self.total_bytes)
+        free_bytes = self.total_bytes - torch.mps.driver_allocated_memory()
+        return Usage(under_pressure=free_bytes < NEARLY_NOTHING * self.total_bytes)
 
     def live_bytes(self) -> int:
         return int(torch.mps.current_allocated_memory())

@@ -60,10 +60,11 @@ class Recorder:
 
     def _blocks_before(self) -> Iterator[tuple[int, str]]:
         """Yield the address and kind of each block allocated before the step; a later kind replaces an earlier one."""
-        kinds = [
-            (STATE, (tensor for optimizer in self._optimizers for tensor in state_tensors(optimizer))),
-            (GRADIENTS, (p.grad for p in self._model.parameters() if p.grad is not None)),
-            (PARAMETERS, (*self._model.parameters(), *self._model.buffers())),
+        parameters = [*self._model.parameters()]
+        kinds: list[tuple[str, Iterable[torch.Tensor]]] = [
+            *((STATE, state_tensors(optimizer)) for optimizer in self._optimizers),
+            (GRADIENTS, (parameter.grad for parameter in parameters if parameter.grad is not None)),
+            (PARAMETERS, [*parameters, *self._model.buffers()]),
         ]
         for kind, tensors in kinds:
             for tensor in tensors:
@@ -115,7 +116,9 @@ class Recorder:
         self._marks.append((self._history.count(), self._contexts[-1]))
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
-        address = None if parameter.grad is None else self._history.address(parameter.grad)
+        if parameter.grad is None:
+            return
+        address = self._history.address(parameter.grad)
         if address is not None:
             self._marks.append((self._history.count(), address))
 
@@ -123,14 +126,14 @@ class Recorder:
         self, batch_size: int, step_name: str | None, *, peak_allocated_bytes: int, peak_reserved_bytes: int
     ) -> Breakdown:
         """Return the breakdown, after the step and the recording have ended."""
-        held, kind_at_peak = held_at_peak(self._history, self._marks, self._kinds_before)
+        blocks, kind_at_peak = held_at_peak(self._history, self._marks, self._kinds_before)
         parts, by_module = Counter[str](), Counter[str]()
-        for nbytes, kind, module in held:
+        for nbytes, kind, module in blocks:
             parts[kind] += nbytes
             if kind == ACTIVATIONS:
                 by_module[module] += nbytes
         parts[FRAGMENTATION] = max(0, peak_reserved_bytes - parts.total())
-        dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in self._model.parameters())
+        dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in self._model.parameters()) or Counter(["float32"])
         return Breakdown(
             batch_size=batch_size,
             peak_allocated_bytes=peak_allocated_bytes,
@@ -141,7 +144,7 @@ class Recorder:
             modules=self._largest(by_module),
             repeated=None if self._recomputes else self._repeated(by_module),
             autocast=self._autocast,
-            parameter_dtype=dtypes.most_common(1)[0][0] if dtypes else "float32",
+            parameter_dtype=dtypes.most_common(1)[0][0],
         )
 
     def _largest(self, by_module: Counter[str]) -> tuple[ModuleMemory, ...]:
@@ -149,33 +152,37 @@ class Recorder:
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         classes = dict(self._modules.values())
         own = {name: _own_bytes(module) for name, module in self._model.named_modules()}
-        for name in dict.fromkeys([*by_module, *(name for name, nbytes in own.items() if nbytes)]):
+        with_own = [name for name, nbytes in own.items() if nbytes]
+        for name in dict.fromkeys([*by_module, *with_own]):
             position = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
             groups[position, classes.get(name, "")].append(name)
-        found = [
-            ModuleMemory(
+        modules = []
+        for (position, kind), names in groups.items():
+            memory = ModuleMemory(
                 name=position if len(names) > 1 else names[0] or "(the model itself)",
                 kind=kind,
                 count=len(names),
                 activation_bytes=sum(by_module[name] for name in names),
                 parameter_bytes=sum(own.get(name, 0) for name in names),
             )
-            for (position, kind), names in groups.items()
-        ]
-        return tuple(sorted(found, key=lambda one: (-one.activation_bytes, -one.parameter_bytes))[:MOST_MODULES])
+            modules.append(memory)
+        modules.sort(key=lambda memory: (-memory.activation_bytes, -memory.parameter_bytes))
+        return tuple(modules[:MOST_MODULES])
 
     def _repeated(self, by_module: Counter[str]) -> tuple[str, int, int] | None:
         """Return class, count and activation bytes of the list of repeated modules that holds the most."""
-        found: list[tuple[str, int, int]] = []
+        repeated, most_bytes = None, -1
         for name, module in self._model.named_modules():
             if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
                 continue
-            classes = Counter(type(child).__name__ for child in module if any(True for _ in child.children()))
-            if classes and classes.most_common(1)[0][1] > 1:
-                prefix = f"{name}." if name else ""
-                held_bytes = sum(nbytes for owner, nbytes in by_module.items() if owner.startswith(prefix))
-                found.append((*classes.most_common(1)[0], held_bytes))
-        return max(found, key=lambda one: one[2], default=None)
+            # A module without children, such as an activation, is no block.
+            classes = Counter(type(child).__name__ for child in module if [*child.children()])
+            prefix = f"{name}." if name else ""
+            nbytes = sum(nbytes for owner, nbytes in by_module.items() if owner.startswith(prefix))
+            for kind, number in classes.most_common(1):
+                if number > 1 and nbytes > most_bytes:
+                    repeated, most_bytes = (kind, number, nbytes), nbytes
+        return repeated
 
 
 def _own_bytes(module: torch.nn.Module) -> int:
@@ -195,7 +202,7 @@ def held_at_peak(
     in_use = dict(latest)  # `latest` keeps freed blocks too, until their address is used again
     totals = list(accumulate((nbytes for _, nbytes in history.events), initial=sum(history.base.values())))
     peak = totals.index(max(totals))  # the number of events up to the peak
-    held, kind_at_peak = list(in_use.values()), ACTIVATIONS
+    at_peak, kind_at_peak = list(in_use.values()), ACTIVATIONS
     pending, allocations = deque(marks), marks[0][0]
     for number, (address, nbytes) in enumerate([*history.events, (0, 0)], start=1):
         while pending and pending[0][0] <= allocations:
@@ -210,5 +217,5 @@ def held_at_peak(
         latest[address] = in_use[address] = [nbytes, kind, module]
         allocations += 1
         if number == peak:
-            held, kind_at_peak = list(in_use.values()), kind
-    return held, kind_at_peak
+            at_peak, kind_at_peak = list(in_use.values()), kind
+    return at_peak, kind_at_peak

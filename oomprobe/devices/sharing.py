@@ -19,8 +19,11 @@ def why_spills() -> str | None:
 
     Source: NVIDIA's "CUDA - Sysmem Fallback Policy", and microsoft/WSL#11050: WSL ignores that setting.
     """
-    where = "Windows" if sys.platform == "win32" else "WSL"
-    if where == "WSL" and "microsoft" not in platform.release().lower():
+    if sys.platform == "win32":
+        where = "Windows"
+    elif "microsoft" in platform.release().lower():
+        where = "WSL"
+    else:
         return None
     return (
         f"every trial was capped: on {where} the driver lends system memory, many times slower, when a card is full, "
@@ -34,11 +37,16 @@ def processes_on(device: torch.device) -> str:
     Torch lists them through ``pynvml`` (``pip install "oomprobe[nvml]"``), which needs no CUDA context.
     """
     with suppress(Exception):  # the result is only part of a message
-        listed = {int(pid): float(mib) for pid, mib in LISTED.findall(torch.cuda.list_gpu_processes(device))}
-        others = {pid: mib for pid, mib in listed.items() if not _is_ours(pid)}
-        if len(others) < len(listed):  # otherwise the driver's process ids are not those of this container
-            names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in others}
-            return "; ".join(f"pid {pid} ({names[pid]}) holds {mib:.0f} MiB" for pid, mib in others.items())
+        texts, ours_are_listed = [], False
+        listed = dict(LISTED.findall(torch.cuda.list_gpu_processes(device)))
+        for pid, mib in listed.items():
+            if _is_ours(int(pid)):
+                ours_are_listed = True
+            else:
+                name = Path(f"/proc/{pid}/comm").read_text().strip()
+                texts.append(f"pid {pid} ({name}) holds {float(mib):.0f} MiB")
+        if ours_are_listed:  # otherwise the driver's process ids are not those of this container
+            return "; ".join(texts)
     return ""
 
 
