@@ -158,8 +158,11 @@ class Recorder:
             groups[position, classes.get(name, "")].append(name)
         modules = []
         for (position, kind), names in groups.items():
+            shown = position
+            if len(names) == 1:
+                shown = names[0] or "(the model itself)"
             memory = ModuleMemory(
-                name=position if len(names) > 1 else names[0] or "(the model itself)",
+                name=shown,
                 kind=kind,
                 count=len(names),
                 activation_bytes=sum(by_module[name] for name in names),
@@ -177,9 +180,9 @@ class Recorder:
                 continue
             # A module without children, such as an activation, is no block.
             classes = Counter(type(child).__name__ for child in module if [*child.children()])
-            prefix = f"{name}." if name else ""
-            nbytes = sum(nbytes for owner, nbytes in by_module.items() if owner.startswith(prefix))
             for kind, number in classes.most_common(1):
+                prefix = f"{name}." if name else ""
+                nbytes = sum(nbytes for owner, nbytes in by_module.items() if owner.startswith(prefix))
                 if number > 1 and nbytes > most_bytes:
                     repeated, most_bytes = (kind, number, nbytes), nbytes
         return repeated

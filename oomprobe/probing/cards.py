@@ -166,7 +166,10 @@ class _Replays:
         records = [CallRecord(step=call.step) for call in request.calls]
         for number in range(max(1, self._first) - 1, len(records)):
             records[number] = replace(records[number], stepped=self._first)
-        return Outcome(trial=trial, records=tuple(records), measured=self.measure() if trial.passed else None)
+        outcome = Outcome(trial=trial, records=tuple(records))
+        if trial.passed:
+            outcome = replace(outcome, measured=self.measure())
+        return outcome
 
 
 def _replayed(session: Session, card: SimulatedDevice, smaller: SimulatedDevice, order: Order) -> tuple[Session, Found]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from oomprobe.errors import (
     DeviceLostError,
-    OomProbeError,
     StepFailedError,
     TimeLimitError,
     UnreliableError,
@@ -68,14 +68,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        runner: Runner,
-        options: Options,
-        reporter: Reporter,
-        clock: Clock,
-        trials: list[Trial],
-        *,
-        row: int = 0,
+        self, runner: Runner, options: Options, reporter: Reporter, clock: Clock, trials: list[Trial], *, row: int = 0
     ) -> None:
         self.runner, self.trials, self.clock = runner, trials, clock
         self.options = options.within(runner.facts.max_batch)
@@ -117,32 +110,15 @@ class Session:
 
     def find(self) -> Found:
         """Find the largest size that runs."""
-        look = None
+        look, resolution = None, self.options.resolution
         if self.device.counts_bytes and not self.runner.facts.starts_anew:
             look = self.look
-        try:
-            try:
-                return self._find(self.options.start_batch, look)
-            except ContradictedError:
-                start = self._drop_predictions()
-                return self._find(start, None if self.program.looked else look)
-        except StepFailedError as error:
-            if error.__cause__ is None:  # the text of a bug says what ran
-                self._tell_what_is_known(error)
-            raise
-        except (DeviceLostError, TimeLimitError, UnreliableError) as error:
-            self._tell_what_is_known(error)
-            raise
-
-    def _find(self, start: int | None, look: Callable[[int], Reply] | None) -> Found:
-        resolution = self.options.resolution
         if self.device.on_host:  # closer to the limit, fragmentation of malloc's heap decides
             resolution = max(resolution, STRIDE)
-        return search.find(
+        find = partial(
+            search.find,
             self.try_size,
             self.options.sizes,
-            start=start,
-            look=look,
             capped=self.options.memory_fraction < 1,
             out_of_time=self.out_of_time,
             resolution=resolution,
@@ -151,6 +127,17 @@ class Session:
             failures_cost=self.runner.facts.failure_cost_s > 0,
             known=self._known,
         )
+        try:
+            try:
+                return find(start=self.options.start_batch, look=look)
+            except ContradictedError:
+                start = self._drop_predictions()
+                return find(start=start, look=None if self.program.looked else look)
+        except (DeviceLostError, StepFailedError, TimeLimitError, UnreliableError) as error:
+            is_bug = isinstance(error, StepFailedError) and error.__cause__ is not None
+            if not is_bug:  # the text of a bug says what ran
+                error.args = (f"{diagnosis.known_so_far(self.trials)}{error}", *error.args[1:])
+            raise
 
     def _drop_predictions(self) -> int:
         """Forget the predicted trials, and return the size from which to grow: growing then meets the same sizes as before."""
@@ -161,9 +148,6 @@ class Session:
         self._ran = {(trial.batch_size, trial.cap_bytes): trial for trial in self.trials}
         last = self.trials[-1].batch_size  # the nearest to the limit of those that ran
         return max((size for size in grown if size <= last), default=last)
-
-    def _tell_what_is_known(self, error: OomProbeError) -> None:
-        error.args = (f"{diagnosis.known_so_far(self.trials)}{error}", *error.args[1:])
 
     def try_size(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         """Run one size for the search."""
@@ -248,10 +232,9 @@ class Session:
             varies |= self._varies(trial)
             if not trial.passed:
                 return Found(batch_size=None)
-        if not trial.passed:
-            return Found(batch_size=None)
-        has_recovered = not first.passed and not varies
-        return Found(batch_size=size, limit=size, transient=(size,) if has_recovered else ())
+        if first.passed or varies:
+            return Found(batch_size=size, limit=size)
+        return Found(batch_size=size, limit=size, transient=(size,))
 
     # --- one trial, with second tries ---
 
@@ -347,9 +330,9 @@ class Session:
             if now.replayed:
                 raise ContradictedError  # the two sizes it was predicted from may have had different lengths
             raise UnreliableError(diagnosis.FLAT.format(size=now.batch_size, smaller=smaller.batch_size))
-        first = None
-        if self.options.max_batch is None:
-            first = diagnosis.splits_from(self.trials, self._allocated)
+        if self.options.max_batch is not None:
+            return
+        first = diagnosis.splits_from(self.trials, self._allocated)
         self.splits = first is not None
         if first is not None:
             sizes = first.batch_size, now.batch_size
@@ -358,10 +341,12 @@ class Session:
     def _varies(self, trial: Trial) -> bool:
         """Return whether the size ended differently before, after the same calls under the same cap, and note that."""
         before = self._ends.setdefault((trial.batch_size, trial.cap_bytes, self._asked_calls), trial)
-        has_run_twice = not before.replayed and not trial.replayed
-        is_ours_alone = not self.neighbours.contaminated and not self.device.on_host
+        if trial.replayed or before.replayed:
+            return False
+        if self.neighbours.contaminated or self.device.on_host:
+            return False  # others, or fragmentation of malloc's heap, make peaks differ
         how = diagnosis.how_different(before, trial)
-        if how is None or not has_run_twice or not is_ours_alone:
+        if how is None:
             return False
         calls = count(trial.steps, "call", "calls")
         note = warning(UNSTEADY.format(size=trial.batch_size, calls=calls, how=how), trial.batch_size)

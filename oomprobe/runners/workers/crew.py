@@ -89,7 +89,9 @@ class Crew:
         }
         agreement = _Agreement([*self.processes.values()], further)
         answers: dict[int, Answer] = {}
-        limit = (math.inf if deadline_s is None else deadline_s, TIMED_OUT)
+        if deadline_s is None:
+            deadline_s = math.inf
+        limit = deadline_s, TIMED_OUT
         while len(answers) < len(self.processes):
             waiting = {rank: process for rank, process in self.processes.items() if rank not in answers}
             wait([channel for process in waiting.values() for channel in process.channels], TICK_S)

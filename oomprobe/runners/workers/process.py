@@ -118,7 +118,9 @@ class Process:
         self._read_stderr(pass_on=True)
         if self._wire.poll():
             return receive(self._wire) or self.end(hung_up=True)
-        return self.end() if has_ended else None
+        if has_ended:
+            return self.end()
+        return None
 
     def _read_stderr(self, *, pass_on: bool) -> None:
         output = processes.drain(self._stderr)

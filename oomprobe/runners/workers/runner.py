@@ -239,11 +239,12 @@ class WorkersRunner:
     ) -> dict[int, Answer]:
         """Send messages to the crew, if there are any, and return its answers; end it unless all its processes live."""
         assert self._crew is not None
-        waits_for_threads = self._source.task is None  # of its parent, which a fork does not have
+        longest_idle_s = None
+        if self._source.task is None:
+            longest_idle_s = stuck_s  # only a fork waits for threads of its parent
         try:
             with self._interrupts.delivered_until(None):
-                stuck = stuck_s if waits_for_threads else None
-                answers = self._crew.ask(messages, deadline_s, late_s=late_s, stuck_s=stuck, further=further)
+                answers = self._crew.ask(messages, deadline_s, late_s=late_s, stuck_s=longest_idle_s, further=further)
         except BaseException:
             self.end()
             raise
@@ -420,7 +421,9 @@ class WorkersRunner:
             if any(_was_ended(answer, TIMED_OUT) for answer in answers.values()):
                 raise self._clock.time_is_up("while the memory was measured")
         rank = culprit(answers, {}) or 0
-        crews = "processes" if self._ranks == 1 else f"groups of {self._ranks} ranks"
+        crews = "processes"
+        if self._ranks > 1:
+            crews = f"groups of {self._ranks} ranks"
         how, device = how_it_ended(answers[rank]), self.facts.device.name
         raise errors.UnreliableError(NOT_MEASURED.format(crews=crews, device=device, how=how))
 
