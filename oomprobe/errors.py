@@ -201,6 +201,12 @@ class Caller:
     more: str = ""  # a sentence about what trials leave out
 
 
+def _limited(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters in all)"
+
+
 LONGEST_TEXT = 2000  # characters of an exception's text: some carry all their data
 MISTYPED = (NameError, ImportError, SyntaxError)  # errors of the code alone, wherever it runs
 
@@ -240,11 +246,8 @@ def step_failed(
     if simulated and not isinstance(error, MISTYPED):
         places.append("on a simulated card, whose tensors have no data")
     came = f" It came {', '.join(places)}." if places else ""
-    text = text_of(error)
-    if len(text) > LONGEST_TEXT:
-        text = f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters in all)"
     return StepFailedError(
-        f"the step failed at batch size {batch_size} with {type(error).__name__}: {text}\n"
+        f"the step failed at batch size {batch_size} with {type(error).__name__}: {_limited(text_of(error))}\n"
         f"This is not about memory{_no_answer(error, batch_size, largest_passed, caller, trial, known)}.{came} {alone}",
         batch_size=batch_size,
     )

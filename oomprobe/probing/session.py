@@ -278,9 +278,9 @@ class Session:
         self.in_steps_s += outcome.in_steps_s
         self._learned = outcome.learned or self._learned
         self.gradients_hold_graphs |= outcome.gradients_hold_graphs
-        if outcome.held:
+        if outcome.holders:
             self.held_by_step = (
-                f". At the end of a trial the step's code held {', '.join(outcome.held)}, which was not there before"
+                f". At the end of a trial the step's code held {', '.join(outcome.holders)}, which was not there before"
             )
 
     def _record(self, request: Request, outcome: Outcome) -> None:

@@ -348,7 +348,7 @@ class Outcome:
     outside_before_bytes: int | None = None  # `Measured.outside_bytes` before the trial
     outside_after_bytes: int | None = None
     refusal: str | None = None  # why the probe must stop, such as a large leak
-    held: tuple[str, ...] = ()  # where memory grows from call to call, what the user's code held at the end
+    holders: tuple[str, ...] = ()  # where memory grows from call to call, what the user's code held at the end
     gradients_hold_graphs: bool = False  # where it grows: whether gradients are sums that keep the graph of each call
     is_spent: bool = False  # whether its process must end: the step has replaced parameters of which there is no copy
     contradicts_replay: bool = False  # whether it proves earlier predicted trials wrong

@@ -553,7 +553,7 @@ class LocalRunner:
         return replace(
             outcome,
             trial=replace(outcome.trial, step_leaked_bytes=kept_bytes),
-            held=tuple(largest_added(self._tracker, look.SMALLEST_GROWTH_BYTES)),
+            holders=tuple(largest_added(self._tracker, look.SMALLEST_GROWTH_BYTES)),
             gradients_hold_graphs=any(map(_sums_graphs, self._tracker.parameters())),
         )
 

@@ -98,12 +98,12 @@ def ranks_to_start(nproc_per_node: int | str, device: object, *, isolate: bool) 
     if nproc_per_node != "gpu":
         check_size("nproc_per_node", nproc_per_node)
     ranks = cards if nproc_per_node == "gpu" else int(nproc_per_node)
+    instead = "lower --nproc-per-node, or " if cards else ""
     if ranks > cards or not cards:
         raise NoDeviceError(
             f"{count(ranks or 1, 'rank needs', 'ranks need')} an accelerator each, and this machine shows "
             f"{count(cards, 'accelerator', 'accelerators')} for ranks (CUDA_VISIBLE_DEVICES="
-            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): {'lower --nproc-per-node, or ' * bool(cards)}simulate a rank of "
-            "DDP, --device sim:24GiB"
+            f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}): {instead}simulate a rank of DDP, --device sim:24GiB"
         )
     return ranks
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from oomprobe.records.trials import Verdict
-from oomprobe.runners.command.output import CONTEXT_LINES, KEPT, Output, cause_of
+from oomprobe.runners.command.output import CONTEXT_LINES, MOST_EXCEPTIONS, Output, cause_of
 from oomprobe.runners.command.reports import RunReports
 from oomprobe.verdicts import Evidence, Link
 
@@ -170,6 +170,6 @@ def test_the_line_that_decides_is_quoted():
 
 def test_a_flood_of_exceptions_keeps_the_first_and_the_last():
     output = read("ValueError: first\n" + "KeyError: noise\n" * 5000 + "torch.OutOfMemoryError: CUDA out of memory.\n")
-    assert len(output.exceptions()) == 2 * KEPT
+    assert len(output.exceptions()) == 2 * MOST_EXCEPTIONS
     assert cause(output).verdict is OOM
     assert output.exceptions()[0].text == "ValueError: first"
