@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 
 import pytest
 from example_results import EXAMPLES, gpu
@@ -7,7 +8,7 @@ from helpers import text_of as report
 from hypothesis import given
 from strategies import results
 
-from oomprobe.records.notes import warning
+from oomprobe.records.notes import Note, NoteKind, warning
 from oomprobe.report.trials import FEW
 
 VERDICT = re.compile(r"^verdict: batch (\d+)", re.MULTILINE)
@@ -64,6 +65,13 @@ def test_a_brief_report_has_the_trials_that_it_mentions():
     assert "\n  ... 4 of 16 trials left out; all are in result.trials" in report(gpu())
     for whole in (report(gpu(), verbose=True), report(EXAMPLES["ranks"]())):
         assert "left out" not in whole
+
+
+def test_the_report_says_where_state_was_not_restored():
+    note = Note(text="not restored: trainer.it", kind=NoteKind.NOT_RESTORED)
+    result = replace(gpu(), state_verified=False)
+    assert "not compared bit for bit" in report(result)
+    assert "except what the notes name as not restored" in report(result._with_notes([note]))
 
 
 def test_contamination_is_a_warning_below_the_verdict():

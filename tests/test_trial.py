@@ -100,6 +100,21 @@ def test_an_optimizer_that_never_stepped_is_noted(every):
     assert any("some optimizers (1) did not step in 32 calls" in note for note in result.notes) is (every == 40)
 
 
+def test_an_optimizer_that_only_warms_up_is_waited_for_once():
+    model = nn.Linear(1, 1)
+    warm_up, main = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model.parameters())
+    calls = [0]
+
+    def step(model, batch_size):
+        calls[0] += 1
+        model(torch.ones(batch_size, 1)).sum().backward()
+        (warm_up if calls[0] <= 3 else main).step()
+        model.zero_grad()
+
+    result = probe(model, step, max_batch=1)
+    assert [trial.steps for trial in result.trials] == [6, 50]  # AdamW steps at call 4, and then at each
+
+
 def test_evaluation_waits_for_no_optimizer():
     model, train = stepping(1)
     evaluated = Log()
