@@ -249,7 +249,7 @@ def calls_since(marks: Sequence[object], period: int = 1) -> int:
 
 
 def marks_of(records: Records) -> list[int]:
-    """Return the marks of the calls since one of which the mark says too little, or since the first full step."""
+    """Return the marks of the calls since one whose mark says too little, or since the call that completed the first full step."""
     marks: list[int] = []
     has_stepped = False
     for record in records:

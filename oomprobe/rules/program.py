@@ -149,7 +149,7 @@ class Program:
             return self._to_learn(phase, size)
         total, until = max(calls, at_most), None
         if total > calls and self._period:
-            # Its list is a period shorter than it must be. Those calls are made next, so that it can end once they repeat others.
+            # Its list ends a period before it may end, if need be after one call: `further` adds the calls that would repeat others.
             until = Until(period=self._period, most_calls=total)
             total = max(1, calls - self._period)
         run_at_least = 0
@@ -168,9 +168,7 @@ class Program:
         for turn in range(self._turns):
             for name in self._names:
                 for number in range(turn * each_turn, (turn + 1) * each_turn):
-                    share = (
-                        number * self._turns
-                    )  # the first turn stands for both: it may see as much as the two together
+                    share = number * self._turns  # of both turns: the first stands for both
                     call = Call(
                         step=name,
                         batch_size=size,

@@ -42,8 +42,8 @@ class Reply:
         grows_no_further: Whether memory will not limit any larger size either.
         varies: After a look, whether later calls need more memory than the calls of the trials before it. After another
             trial, whether the same calls of this size ended differently before, so that a pass proves nothing.
-        guess: After a look, where the budget cuts the straight line through the peaks of the smallest size and of the look: a size
-            to go on at, never the answer.
+        guess: After a look, the size at which the straight line through the peaks of the smallest size and of the look reaches the
+            memory under the cap: where to go on, never the answer.
         is_certain: Whether a failure needs no second try: the allocator said so in a fresh process.
         tolerance: After a look, how narrow the bracket must be, as a fraction of the size: long trials need to be few.
         lengthens: After a confirmation, whether it failed in a later call than the trials before it made, so that trials are
@@ -132,8 +132,8 @@ def find(
         search.enter_cap()
         if search.guess is not None:
             search.begin_at(search.guess)
-        search.look_past_holes()
-        search.bisect()
+        search.look_past_holes()  # bisects first, to within `STRIDE`
+        search.bisect()  # to the end
         search.recheck()
     answer, deciding = search.confirm()
     return Found(
@@ -331,14 +331,14 @@ class _Search:
             if is_narrow or self.out_of_time(self.good, self.bad):
                 return None
         place = PLACE if self.failures_cost else 1 / 2
+        # Halfway; if the step varies, the geometric middle while the failure is more than twice as large: the limit may lie far below.
         middle = self.sizes.middle(self.good, self.bad, geometric=self.varies, place=place)
         if middle is None and self.bad not in self.failed:
             return self.bad
         return middle
 
     def _failure_above(self, size: int) -> int | None:
-        above = [failed for failed in self.failed | self.failed_full if failed > size]
-        return min(above, default=None)
+        return min((failed for failed in self.failed | self.failed_full if failed > size), default=None)
 
     def recheck(self) -> None:
         """Repeat the deciding failure once: a leak, another process or fragmentation may have caused it.

@@ -485,7 +485,7 @@ class LocalRunner:
             return Usage()
 
     def _counted(self) -> int | None:
-        """Return a number for what the user's code counts with: numbers, texts, lengths, small tensors, generators.
+        """Return a number for what the user's code counts with: numbers, texts, lengths, small tensors, random states.
 
         None if it may hide a count, as iterators do. Steps of optimizers do not count.
 
