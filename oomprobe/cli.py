@@ -455,9 +455,8 @@ def _cards(arguments: argparse.Namespace) -> list[object]:
 def check_run(arguments: argparse.Namespace) -> None:
     """Raise InvalidArgumentError for options that would only fail, or be ignored, after minutes of probing."""
     given = given_options(arguments)
-    Options(
-        **{option.name: given[option.name] for option in dataclasses.fields(Options) if option.name in given}
-    )  # raises
+    numbers = {option.name: given[option.name] for option in dataclasses.fields(Options) if option.name in given}
+    Options(**numbers)  # raises
     for refusal_of in (_about_target, _about_table, _about_check):
         if refusal := refusal_of(arguments, given):
             raise InvalidArgumentError(refusal)

@@ -194,9 +194,9 @@ class DeviceInfo:
     @property
     def emptying(self) -> str:
         """What to type to give its allocator's cache back."""
-        kind = (
-            "cuda" if self.replays else self.torch_device.split(":")[0]
-        )  # a simulated card's tensors are in host memory
+        kind = self.torch_device.split(":")[0]
+        if self.replays:  # a simulated card's tensors are in host memory
+            kind = "cuda"
         return f"torch.{kind}.empty_cache()"
 
 

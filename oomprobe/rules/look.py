@@ -188,9 +188,8 @@ def calls_needed(
     if has_no_period and not is_exact:
         needed = len(served_bytes)
     needed = max(needed, _last_rise(peak_bytes, first_calls) + 1)
-    needed = max(
-        needed, _last_rise(live_bytes, first_calls) + 2
-    )  # what a call leaves is in memory when the next one peaks
+    # What a call leaves is in memory when the next one peaks.
+    needed = max(needed, _last_rise(live_bytes, first_calls) + 2)
     return min(needed, len(served_bytes))
 
 

@@ -511,11 +511,8 @@ class LocalRunner:
         )
         verdict = classify(failure.facts, evidence)
         if verdict is not Verdict.BUG:
-            return (
-                verdict,
-                failure,
-                usage,
-            )  # the health is checked when the exception no longer holds the failed step's tensors
+            # The health is checked when the exception no longer holds the failed step's tensors.
+            return verdict, failure, usage
         if not self._device.healthy():
             return Verdict.POISONED, failure, usage
         if is_own_fault(error) and not isinstance(error, OomProbeError):  # which is of another probe, inside the step
