@@ -65,9 +65,9 @@ def find_max_batch(
         model: The model, already on its device.
         step_fn: ``step_fn(model, batch_size)`` runs one full optimisation step: make a batch, forward, backward,
             optimizer step. A mapping, ``{"train": f, "eval": g}``, names several; each trial runs all of them.
-        device: None for the device of the parameters, or "cuda", "cuda:1", "xpu", "mps", "cpu", "cpu:4GiB" (of address
-            space on top of what this process already uses), "sim:24GiB" or "sim:H100-80GB" (a simulated card: needs no
-            GPU, and the model stays in host memory), a torch.device, or a `Device`.
+        device: None for the device of the parameters (an error if that is the CPU beside an accelerator), or "cuda", "cuda:1",
+            "xpu", "mps", "cpu", "cpu:4GiB" (of address space on top of what this process already uses), "sim:24GiB" or
+            "sim:H100-80GB" (a simulated card: needs no GPU, and the model stays in host memory), a torch.device, or a `Device`.
         memory_fraction: Share of the memory available to this process that the answer may use, in (0, 1].
         min_batch: Smallest size to try, at least 1.
         max_batch: Largest size to try, at least `min_batch`; None for no limit but memory.

@@ -114,7 +114,12 @@ def test_a_model_without_parameters_uses_the_accelerator(cards):
 def test_the_models_device_is_found_and_may_be_stated(cards):
     for device in (None, "cuda", torch.device("cuda", 0)):
         assert choose_device(device, Elsewhere("cuda:0")).torch_device == torch.device("cuda", 0)
-    assert choose_device(None, ON_CPU).torch_device == torch.device("cpu")
+    assert choose_device("cpu", ON_CPU).torch_device == torch.device("cpu")
+
+
+def test_a_model_left_on_the_cpu_beside_an_accelerator_is_refused(cards):
+    text = "the model is on the CPU, and this machine has a device of the kind cuda: call model.to('cuda') before you make its"
+    refused(InvalidArgumentError, text, None, ON_CPU)
 
 
 def test_a_model_on_another_device_is_refused(cards):

@@ -174,14 +174,6 @@ def test_a_progress_callable_gets_each_trial():
     assert probe(device, taking(device), progress=seen.append).trials == tuple(seen)
 
 
-def test_a_cpu_model_on_a_machine_with_a_gpu_is_noted(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    result = oomprobe.find_max_batch(
-        nn.Linear(2, 2), lambda model, n: model(torch.randn(n, 2)).sum().backward(), max_batch=1, progress="off"
-    )
-    assert result.notes[0].startswith("THE MODEL IS ON THE CPU")
-
-
 # --- no answer ---
 
 

@@ -16,6 +16,11 @@ from oomprobe.devices.mps import MpsDevice
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.ground.units import format_bytes, parse_bytes
 
+ON_THE_CPU = (
+    "the model is on the CPU, and this machine has a device of the kind {kind}: call model.to({kind!r}) before you make its optimizer; "
+    "or pass device='cpu' to probe host memory, or device='sim:24GiB' to simulate a card"
+)
+
 
 def choose_device(device: object, model: torch.nn.Module) -> Device:
     """Return the `Device` for a string, a `torch.device`, a `Device`, or None (where the model's parameters are)."""
@@ -23,7 +28,13 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
         return device
     home = model_device(model)
     if device is None:
-        device = home or current_accelerator() or torch.device("cpu")
+        accelerator = current_accelerator()
+        if home is None:
+            device = accelerator or torch.device("cpu")
+        elif home.type == "cpu" and accelerator is not None:
+            raise InvalidArgumentError(ON_THE_CPU.format(kind=accelerator.type))
+        else:
+            device = home
     chosen = _open(device)
     if chosen.replays:
         return chosen  # it checks the model's device itself

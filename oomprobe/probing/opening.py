@@ -34,7 +34,7 @@ from oomprobe.ground.processes import MARK
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.probing.order import Order
 from oomprobe.probing.session import Session
-from oomprobe.records.notes import Note, NoteKind, remark, warning
+from oomprobe.records.notes import Note, NoteKind, remark
 from oomprobe.records.options import Step, StepFn, Steps, check_model, named_steps
 from oomprobe.records.patience import Clock
 from oomprobe.records.trials import Runner, Trial
@@ -48,10 +48,6 @@ from oomprobe.runners.targets import build
 from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
 from oomprobe.state.surroundings import garbage_frozen
 
-ON_THE_CPU = (
-    "THE MODEL IS ON THE CPU, but an accelerator is available: this number is about host memory. Call model.to('cuda') "
-    "before probing"
-)
 ON_HOST_MEMORY = (
     ", which is slow: the model is on the CPU. Build it on the GPU, or simulate one with --device sim:24GiB (in Python "
     'device="sim:24GiB")'
@@ -219,8 +215,6 @@ def _forked(
                 if order.device is None:
                     title += ON_HOST_MEMORY
                 session = frame.session(runner, title)
-                if order.device is None and torch.accelerator.is_available():
-                    session.notes.add(warning(ON_THE_CPU))
                 yield session
     finally:
         for tensor, before in shared:

@@ -19,6 +19,15 @@ def probed(*, after_a_backward):
     return oomprobe.find_max_batch(model, step, device="cpu:256MiB", max_batch=4, progress="off")
 
 
+def left_on_the_cpu():
+    return oomprobe.find_max_batch(nn.Linear(4, 4), step, max_batch=4, progress="off")
+
+
+def test_a_model_left_on_the_cpu_is_refused_before_anything_runs():
+    with pytest.raises(oomprobe.InvalidArgumentError, match=r"call model.to\('cuda'\) before .* device='sim:24GiB'"):
+        forked(left_on_the_cpu)
+
+
 def test_a_process_that_has_run_no_backward_forks():
     answer, cuda = forked(lambda: (probed(after_a_backward=False).batch_size, torch.cuda.is_initialized()))
     assert (answer, cuda) == (4, False)

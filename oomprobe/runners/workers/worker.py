@@ -9,6 +9,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from oomprobe.devices import Device, choose_device, is_host
+from oomprobe.devices.choose import model_device
 from oomprobe.ground import processes
 from oomprobe.records.options import check_model, named_steps
 from oomprobe.records.patience import Clock
@@ -49,6 +50,9 @@ def _runner_of(task: Task, further: FurtherCalls) -> tuple[Runner, Device | None
     steps = named_steps(step_fn, axis)
     ranks = task.ranks or 1
     check_process_group(ranks, has_stepped=False)
+    home = model_device(model)
+    if ranks > 1 and home is not None and home.type == "cpu":
+        refuse_host(home)
     device = choose_device(pickle.loads(bytes.fromhex(task.device)), model)
     tracker = Tracker(model, [step.run for step in steps.values()], device=device)
     if not is_host(device):
@@ -56,8 +60,6 @@ def _runner_of(task: Task, further: FurtherCalls) -> tuple[Runner, Device | None
         if ranks == 1:
             further = further_here
         return local_runner(model, steps, tracker, device, ranks, axis, further), device
-    if ranks > 1:
-        refuse_host(device.torch_device)
     clock = Clock(task.options)
     source = forks(model, steps, tracker, device, axis, clock.patience)
     gc.collect()
