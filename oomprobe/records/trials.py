@@ -332,7 +332,9 @@ class CallRecord:
     # optimizer; 0 if the step has none. None: it completed none.
     stepped: int | None = None
     mark: int | None = None  # for what it did on the device and left there; None if that cannot be seen
-    counted: int | None = None  # for what the user's code counts with afterwards; None if not checked
+    counted: int | None = (
+        None  # the same as at the last check if nothing has changed that the user's code counts with; None: not checked
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

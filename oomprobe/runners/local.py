@@ -112,13 +112,17 @@ class TrialCalls:
         breakdown: What held the memory in the recorded calls; of several steps, of the one with the highest peak.
     """
 
-    def __init__(self, work: Workload, request: Request, stepping: Stepping, counted: Callable[[], int | None]) -> None:
+    def __init__(
+        self, work: Workload, request: Request, stepping: Stepping, counted: Callable[[], list[object] | None]
+    ) -> None:
         self._work, self._device, self._tracker = work, work.device, work.tracker
         self._request, self._stepping, self._counted = request, stepping, counted
         self._settles = request.until is not None and request.until.period > 0
         self._before = self._device.counters()
         self._values: object = None  # what the user's code counted after the last call
         self._is_hidden = False  # whether it may count with what cannot be seen
+        self._last_counted: list[object] | None = None  # what it counted with at the last check
+        self._changes = 0  # how often that had changed
         self._was_collected, self._before_collecting_bytes = False, 0
         self.records: list[CallRecord] = []
         self.call = request.calls[0]
@@ -233,8 +237,13 @@ class TrialCalls:
         if until is None or not self._settles or not look.calls_since(look.marks_of(self.records), until.period):
             return
         counted = self._counted()
-        self._is_hidden = counted is None
-        self.records[-1] = replace(self.records[-1], counted=counted)
+        if counted is None:
+            self._is_hidden = True
+            return
+        if counted != self._last_counted:
+            self._changes += 1
+        self._last_counted = counted
+        self.records[-1] = replace(self.records[-1], counted=self._changes)
 
     # --- the breakdown ---
 
@@ -484,15 +493,14 @@ class LocalRunner:
         except Exception:
             return Usage()
 
-    def _counted(self) -> int | None:
-        """Return a number for what the user's code counts with: numbers, texts, lengths, small tensors, random states.
+    def _counted(self) -> list[object] | None:
+        """Return what the user's code counts with: numbers, texts, lengths, small tensors, random states.
 
         None if it may hide a count, as iterators do. Steps of optimizers do not count.
 
         Compiled code does: a late call may compile it again.
         """
-        counted = None if self.compiled.is_used else self._tracker.counted()
-        return None if counted is None else hash(tuple(counted))
+        return None if self.compiled.is_used else self._tracker.counted()
 
     def _judge(self, request: Request, calls: TrialCalls, error: Exception) -> tuple[Verdict, Failure | None, Usage]:
         """Return the verdict on a call that raised, its failure, and the memory in use then.

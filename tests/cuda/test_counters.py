@@ -37,6 +37,23 @@ def counting(name):
     return build
 
 
+def counting_down():
+    """Hold -1 and -2, which have one hash, when a confirmation checks what the step counts with: after 5 calls and after 6."""
+    model, step = counting("none")()
+    left = [4]
+
+    def counted(model, batch_size):
+        left[0] -= 1
+        step(model, batch_size)
+
+    return model, counted
+
+
+def test_numbers_with_one_hash_are_two():
+    trial = forked(lambda: oomprobe.find_max_batch(*counting_down(), progress="off", max_batch=32_768).trials[-1])
+    assert (trial.steps, trial.settled_after) == (50, None)
+
+
 @pytest.mark.parametrize(
     "name",
     ["none", "iter(DataLoader)", "generator", "numpy generator", "Queue", "file", "SimpleNamespace", "thread-local"],
