@@ -224,7 +224,7 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
 
 def _of_torch(session: Session) -> Iterator[Note]:
     """Yield a note if the version of torch is not one that oomprobe is tested with."""
-    if "torch" in session.runner.facts.environment:  # that of a command, which has noted it
+    if "torch" in session.runner.facts.environment:  # a command's own, which its runner has noted
         return
     untested = untested_note()
     if untested is not None:

@@ -330,7 +330,7 @@ class Program:
         elif request.as_built:  # with an empty cache it may pass
             return
         elif request.confirms and self._full and self._decided <= min(trial.steps, self._most - 1):
-            # Steps take turns: the call that failed may be any of those that the trial made in all.
+            # Several steps take turns, so count the calls of all of them.
             failed = trial.steps + 1
             longest = min(self._most, max(most_calls(request) // steps, failed))
             self.needed = max(self.needed, min(longest, AHEAD * failed))
@@ -363,7 +363,7 @@ def made_as_long(request: Request, calls: int) -> Request:
 
 
 def further(request: Request, records: Records, now_s: float) -> list[Call]:
-    """Return the calls with which a trial goes on, after those that have these records; none where it ends.
+    """Return the calls that follow the recorded ones; none where the trial ends.
 
     Args:
         request: The trial.

@@ -147,7 +147,7 @@ class TrialCalls:
         self._before_collecting_bytes = now_bytes
 
     def make(self) -> None:
-        """Make the calls of the request, and then those that follow from what these have shown."""
+        """Make the requested calls, and then the calls that `further` adds from what these have shown."""
         calls: Sequence[Call] = self._request.calls
         while calls:
             for (step, is_recorded), of_a_kind in groupby(calls, key=lambda call: (call.step, call.is_recorded)):
