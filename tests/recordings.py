@@ -23,6 +23,7 @@ class Recording:
     begins: list
     events: list
     ends: list = field(default_factory=list)
+    limit_bytes: int | None = None
 
     @classmethod
     def named(cls, name):
@@ -37,6 +38,18 @@ class Recording:
     def blocks(self):
         """The number of requests that got a block."""
         return sum(isinstance(event, list) and isinstance(event[0], int) for event in self.events)
+
+    @property
+    def capacity_bytes(self):
+        """What the allocator may reserve: the limit if there was one, else more than it did, or as much if it refused a request."""
+        if self.limit_bytes is not None:
+            return self.limit_bytes
+        return self.peak_reserved_bytes if self.refused else 80 * 2**30
+
+    @property
+    def refused(self):
+        """The number of requests that were refused."""
+        return sum(isinstance(event, list) and event[0] == "o" for event in self.events)
 
     @property
     def peak_reserved_bytes(self):

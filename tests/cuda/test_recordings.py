@@ -33,9 +33,9 @@ DIFFER = {"MercuryB1-e171b6"} if VERSION >= (2, 12) else set()
 @pytest.mark.parametrize("name", NAMES)
 def test_torchs_allocator_reserves_what_the_card_did(name):
     recording = Recording.named(name)
-    capacity, variables = 80 * 2**30, {}
-    if recording.expandable_segments:  # the card's capacity is not in the recording
-        capacity, variables = recording.peak_reserved_bytes, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    capacity, variables = recording.capacity_bytes, {}
+    if recording.expandable_segments:
+        variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     here = forked(reserved_by_torch, name, memory=str(capacity), **variables)
     simulated = CachingAllocator(capacity, AllocatorSettings(expandable_segments=recording.expandable_segments))
     assert here == [simulated.reserved_bytes for _ in replay(recording, simulated)]
