@@ -22,7 +22,7 @@ STYLES = {
     r"(?m)^verdict: .*": "bold",
     r"(?m)^ .* out of memory .*": "red",
     r"(?m)^ .* confirm .*": "bold green",
-    r"(?m)^  (?!batch)[a-z]+ ?[a-z]+  +(?=\w)|^notes:|^not covered:": "cyan",
+    r"(?m)^  (?!batch)[a-z]+ ?[a-z]+  +(?=\w)|^notes:|^not covered by the trials:": "cyan",
     r"(?m)^trials .*|^  batch  phase .*|^ +\^ .*": "dim",
 }
 

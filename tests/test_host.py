@@ -69,6 +69,26 @@ def test_a_budget_above_free_memory_is_refused(monkeypatch):
         HostDevice(8 * GIB)
 
 
+@pytest.mark.parametrize(
+    "asked", [{}, {"device": "cpu:64GiB"}, {"time_limit_s": 600}], ids=["no option", "device", "limit"]
+)
+def test_host_memory_that_nobody_asked_for_is_said_at_once_and_ends_soon(asked, caplog, monkeypatch):
+    monkeypatch.setattr(linux, "free_bytes", lambda: 80 * GIB)
+    told = []  # before each trial
+    slow = linear(then=lambda batch_size: time.sleep(0.1))
+    options = {
+        "device": None,
+        "max_batch": 8,
+        "progress": lambda trial: told.append([r.getMessage() for r in caplog.records]),
+    }
+    result = find_hastily(Patience(unasked_host_s=1.5), *slow, **{**options, **asked})
+    hint = "no accelerator is here and no device was named, so host memory is probed, which is slow; such a probe ends after 1.5"
+    is_unasked = "device" not in asked
+    assert [text.startswith(hint) for text in told[0]] == [True] * is_unasked
+    assert any(note.startswith(hint) for note in result.notes) is is_unasked
+    assert result.limited_by == ("max_batch" if asked else "time_limit")
+
+
 # --- answers, in new processes: the free heap that earlier tests leave would serve blocks outside the budget ---
 
 

@@ -134,7 +134,7 @@ def test_a_notebook_shows_every_note_and_what_limits():
     text = html.unescape(result._repr_html_())
     for words in (*result.notes, "memory; batch 98 ran for 5 calls; batch 99 failed", "WARNING: memory outside"):
         assert words in text
-    for words in ("not covered: the longest sequence", "Where the memory went", "12 = ", "... 4 of 16 trials left out"):
+    for words in ("the longest sequence of your data", "Where the memory went", "12 = ", "... 4 of 16 trials left out"):
         assert words in text
     assert text.index("weak: no optimizer") < text.index("<table>")
 

@@ -241,9 +241,18 @@ def test_a_late_error_says_what_is_known(fault, error, begins):
 def test_bisecting_stops_in_time_to_confirm():
     device = LedgerDevice(1000 * MIB)
     step = taking(device, then=lambda batch_size: time.sleep(0.0004 * batch_size))
-    result = probe(device, step, time_limit_s=2.5)
+    result = probe(device, step, time_limit_s=4.5)
     assert 256 <= result.batch_size < 900
     assert any("time limit" in note for note in result.notes)
+
+
+def test_growing_stops_in_time_to_confirm():
+    device = LedgerDevice(10**6 * MIB)
+    step = taking(device, then=lambda batch_size: time.sleep(0.002 * batch_size))
+    result = probe(device, step, time_limit_s=2.5)
+    assert 16 <= result.batch_size <= 256
+    assert (result.limited_by, result.confirmation.batch_size) == ("time_limit", result.batch_size)
+    assert "limited by  the time limit, not memory: nothing larger was tried" in str(result)
 
 
 def test_a_plan_that_runs_out_of_time_keeps_the_answer():

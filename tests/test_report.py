@@ -27,28 +27,16 @@ def test_the_report_is_short_lines_of_ascii_and_the_verbose_one_has_more(name):
     result = EXAMPLES[name]()
     brief, verbose = (report(result, verbose=verbose) for verbose in (False, True))
     same_as_golden(verbose, f"report_{name}.txt")
-    without, *details = VERBOSE.sub("", verbose).split("\nnot covered by the trials:\n")
-    items = [line.removeprefix("  - ") for line in "".join(details).splitlines()]
+    without = VERBOSE.sub("", verbose)
     if len(result.trials) > FEW:
         rows, of_all = (text.split("\n\n")[1] for text in (brief, verbose))
         assert set(rows.splitlines()[:-1]) < set(of_all.splitlines())
         without = without.replace(of_all, rows)
-    assert brief == without + "".join(f"\nnot covered: {'; '.join(items)}\n" for _ in details)
+    assert brief == without
     assert len(re.findall(r"^  \w", brief.split("\n\n")[2], re.MULTILINE)) <= 8
     assert max(map(len, verbose.splitlines())) <= 100
     assert all(" " <= c <= "~" or c == "\n" for c in verbose)
     assert VERDICT.findall(verbose) == [str(result.batch_size)]
-
-
-def test_a_brief_report_names_what_was_not_covered_without_details():
-    items = (
-        "evaluation (pass {'eval': eval_fn})",
-        "other ranks: DDP buckets",
-        "longest sample, unless made",
-        "workers",
-    )
-    told = report(a_result(not_covered=items))
-    assert told.endswith("\nnot covered: evaluation; other ranks; longest sample; workers\n")
 
 
 @given(results)

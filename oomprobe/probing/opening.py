@@ -40,6 +40,7 @@ from oomprobe.records.patience import Clock
 from oomprobe.records.trials import Runner, Trial
 from oomprobe.report.progress import Reporter, reporter
 from oomprobe.report.trials import trials_table
+from oomprobe.results.log import LOGGER
 from oomprobe.runners.hooks import OptimizerWatch, outside_modes, preload_dynamo
 from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.runners.ranks_here import check_process_group, ranks_to_start, refuse_in_a_rank
@@ -49,8 +50,8 @@ from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
 from oomprobe.state.surroundings import garbage_frozen
 
 ON_HOST_MEMORY = (
-    ", which is slow: the model is on the CPU. Build it on the GPU, or simulate one with --device sim:24GiB (in Python "
-    'device="sim:24GiB")'
+    "no accelerator is here and no device was named, so host memory is probed, which is slow; such a probe ends after {seconds} unless "
+    'time_limit_s is set. To probe a GPU that is not here, simulate one: device="sim:24GiB" (--device sim:24GiB)'
 )
 NO_BREAKDOWN = (
     "breakdown records the allocations of a step in its own process, which a command does not allow: write a target, "
@@ -155,7 +156,17 @@ class _Frame:
         self.reporter.opened(title, self.order.options, runner.facts.device.replays)
         session = Session(runner, self.order.options, self.reporter, self.clock, self.trials)
         session.state_verified = state_verified
+        if self.order.device is None and runner.facts.device.on_host:
+            self._limit_unasked(session)
         return session
+
+    def _limit_unasked(self, session: Session) -> None:
+        """Warn at once that nobody asked for host memory, and let the probe end soon."""
+        seconds = self.clock.patience.unasked_host_s
+        self.clock.limit(seconds)
+        text = ON_HOST_MEMORY.format(seconds=format_seconds(seconds))
+        LOGGER.warning(text)
+        session.notes.add(remark(text))
 
 
 @contextmanager
@@ -185,13 +196,10 @@ def _isolated(order: Order, target: str, ranks: int | None = None) -> Iterator[S
     with _framed(order) as frame:
         source = workers(target, order.device, order.options, order.axis, frame.clock.patience, ranks)
         with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
-            device = runner.facts.device
-            hint = ""
-            if device.on_host and not order.device:
-                hint = ON_HOST_MEMORY
+            title = runner.facts.device.name
             if ranks is not None and ranks > 1:
-                hint = BUILDING.format(seconds=format_seconds(frame.clock.elapsed_s), ranks=ranks)
-            yield frame.session(runner, device.name + hint)
+                title += BUILDING.format(seconds=format_seconds(frame.clock.elapsed_s), ranks=ranks)
+            yield frame.session(runner, title)
 
 
 @contextmanager
@@ -211,11 +219,7 @@ def _forked(
         with garbage_frozen(), _framed(order) as frame:
             source = forks(model, steps, tracker, device, order.axis, frame.clock.patience)
             with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
-                title = runner.facts.device.name
-                if order.device is None:
-                    title += ON_HOST_MEMORY
-                session = frame.session(runner, title)
-                yield session
+                yield frame.session(runner, runner.facts.device.name)
     finally:
         for tensor, before in shared:
             tensor.detach().copy_(before)

@@ -82,6 +82,7 @@ class Session:
         self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
+        self.has_time_to_grow = True  # to run a size twice as large as the last that passed
         self.reporter = reporter
         self.held_by_step = ""  # a sentence that names what grows from call to call
         self.gradients_hold_graphs = False  # as in `Outcome`
@@ -160,13 +161,14 @@ class Session:
             trial = self.run(self.requested(size, phase, cap_bytes))
             if phase is Phase.GROW and trial.passed:
                 self._judge_growth(trial)
+                self.has_time_to_grow = self._has_time_for(size, calls=2 * len(self.program.growing(size).calls))
         lengthens = phase is Phase.CONFIRM and self.program.needed > needed
         if lengthens and self.device.replays:
             self._stop_predicting()
         return Reply(
             passed=trial.passed,
             within_cap=self.budget.holds(trial),
-            grows_no_further=self.splits,
+            grows_no_further=self.splits or not self.has_time_to_grow,
             varies=self._varies(trial),
             is_certain=self.runner.facts.grows_capped and trial.verdict is Verdict.OOM,
             lengthens=lengthens,
@@ -188,7 +190,7 @@ class Session:
     def look(self, size: int) -> Reply:
         """Make many calls of a small size, to learn how many calls a trial needs."""
         calls = self.program.for_look(size)
-        if not calls:
+        if not calls or not self.has_time_to_grow:
             return Reply(passed=True)
         trial = self.run(replace(self.program.looking(size, calls), cap_bytes=self.budget.grow_cap()))
         varies = trial.passed and self.program.is_long
@@ -205,13 +207,17 @@ class Session:
 
     def out_of_time(self, good: int, bad: int) -> bool:
         """Return whether the time left is needed to confirm."""
-        facts = self.runner.facts
-        starting_s = (1 + facts.confirmations) * facts.failure_cost_s  # of the recheck too
-        calls = self.program.to_confirm
-        if self.clock.suffices_to_confirm(good, self.trials, calls=calls, starting_s=starting_s):
+        if self._has_time_for(good):
             return False
         self.notes.add(remark(STOPPED.format(good=good, bad=bad), good, bad))
         return True
+
+    def _has_time_for(self, size: int, calls: int = 0) -> bool:
+        """Return whether there is time to confirm a size after so many other calls of it."""
+        facts = self.runner.facts
+        starting_s = (1 + facts.confirmations) * facts.failure_cost_s  # of the recheck too
+        calls += self.program.to_confirm
+        return self.clock.suffices_to_confirm(size, self.trials, calls=calls, starting_s=starting_s)
 
     def confirm_only(self, size: int) -> Found:
         """Run one size under the cap. Rerun it if it failed, or if the cap shrank below its peak once kernels were loaded."""

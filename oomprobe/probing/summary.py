@@ -89,7 +89,7 @@ def result_of(session: Session, largest: Found, target: str | None = None) -> Pr
         batch_size=largest.batch_size,
         limit_batch_size=limit,
         first_failing_batch_size=_first_failing(session, largest, limit),
-        limited_by=_limited_by(session, deciding),
+        limited_by=_limited_by(session, largest.batch_size, deciding),
         limiting_step=limiting.step_name,
         trials=tuple(session.trials),
         fit=fit,
@@ -115,10 +115,13 @@ def _of_the_step(session: Session) -> list[Trial]:
     return [trial for trial in session.trials if trial.accumulation_steps == 1]
 
 
-def _limited_by(session: Session, deciding: Trial | None) -> str:
-    if deciding is None:
-        return "step" if session.splits else "max_batch"
-    return _LIMITED_BY.get(deciding.verdict, "memory")
+def _limited_by(session: Session, answer: int, deciding: Trial | None) -> str:
+    if deciding is not None:
+        return _LIMITED_BY.get(deciding.verdict, "memory")
+    if session.splits:
+        return "step"
+    is_last = answer == session.options.sizes.last
+    return "max_batch" if is_last or session.has_time_to_grow else "time_limit"
 
 
 def nothing_fits(session: Session) -> NothingFitsError:

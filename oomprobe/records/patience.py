@@ -23,6 +23,7 @@ class Patience:
     look_calls: int = 50  # of a look and of a confirmation, if time allows
     look_s: float = 10.0  # time for the calls of each, or as long as the search has taken if that is more
     host_look_s: float = 1.0  # the same on host memory, where calls are slow and answers approximate
+    unasked_host_s: float = 120.0  # for a whole probe of host memory that no option asked for
     # Where a failure is expensive, a deciding trial keeps calling for this share of its cost: more calls see more, and a failed
     # confirmation costs two failures.
     cost_share: float = 1 / 4
@@ -63,6 +64,11 @@ class Clock:
         self._started_s = time.monotonic()
         limit_s = options.time_limit_s
         self.end_s = self._started_s + limit_s if end_s is None and limit_s is not None else end_s
+
+    def limit(self, seconds: float) -> None:
+        """Let the probe end after so many seconds, unless an option has set another limit."""
+        if self.end_s is None:
+            self.end_s = self._started_s + seconds
 
     @property
     def elapsed_s(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -38,6 +37,7 @@ _LIMITS = {
     "max_batch": "max_batch, not memory: nothing larger was tried",
     "step": "the step, not memory: it splits large batches itself",
     "size_limit": "a size limit that is not memory, such as 32-bit indexing",
+    "time_limit": "the time limit, not memory: nothing larger was tried (allow more with time_limit_s)",
 }
 _SAYS_NOTHING = (Verdict.CRASHED, Verdict.TIMED_OUT)  # of the size
 
@@ -50,8 +50,8 @@ class ProbeResult(Reported):
         batch_size: The answer: it ran, at exactly this size, with the allocator capped at `budget_bytes`.
         limit_batch_size: Largest size that ran at all (on a simulated device, or was replayed).
         first_failing_batch_size: Smallest size that failed without the margin, or None.
-        limited_by: ``"memory"``, ``"host_memory"``, ``"max_batch"``, ``"size_limit"`` or ``"step"``: the step splits its
-            batch itself, so memory limits no size.
+        limited_by: ``"memory"``, ``"host_memory"``, ``"max_batch"``, ``"size_limit"``, ``"time_limit"`` or ``"step"``: the step
+            splits its batch itself, so memory limits no size.
         limiting_step: Name of the step that limits, when several were given.
         trials: Every trial, in the order they ran.
         fit: The straight line through (batch size, peak), a diagnostic; None with fewer than three points.
@@ -208,13 +208,13 @@ class ProbeResult(Reported):
         )
 
     def report(self, *, verbose: bool = False) -> Report:
-        """Return the report; a verbose one has all trials, details of the fit, the estimates, and all of what was not covered."""
+        """Return the report; a verbose one has all trials, details of the fit, and the estimates."""
         sentences = facts_of(self, verbose=verbose)
         mentioned = None if verbose else _mentioned(sentences) | {*self.noted_sizes}
         blocks = [trials_block(self.trials, self.batch_size, mentioned=mentioned), Block("", sentences)]
         if self.breakdown is not None:
             blocks += breakdown_blocks(self.breakdown)
-        blocks += [Block(NOTES, self.notes), not_covered_block(self, verbose=verbose)]
+        blocks += [Block(NOTES, self.notes), not_covered_block(self)]
         draw_memory = partial(
             memory_figure, self.trials, self.batch_size, self.fit, self.budget_bytes, self.available_bytes
         )
@@ -258,12 +258,9 @@ def _counts_per_rank(result: ProbeResult) -> bool:
     return result.world_size > 1 and not _is_of_command(result)
 
 
-def not_covered_block(result: ProbeResult, *, verbose: bool) -> Block:
-    """List what the trials did not cover, or in one sentence, without the details after a bracket, colon or comma."""
-    if verbose or not result.not_covered:
-        return Block("not covered by the trials:", result.not_covered)
-    short = [re.split(r" \(|: |, ", item, maxsplit=1)[0] for item in result.not_covered]
-    return Block("", f"not covered: {'; '.join(short)}")
+def not_covered_block(result: ProbeResult) -> Block:
+    """List what the trials did not cover."""
+    return Block("not covered by the trials:", result.not_covered)
 
 
 def appendix(result: ProbeResult) -> list[Block]:

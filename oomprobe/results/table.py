@@ -247,7 +247,7 @@ class ProbeTable(Reported):
         is_contaminated = any(result.contaminated for result in results)
         blocks = [Block("", _rows(self)), Block("", _facts(self)), Block(NOTES, [note.text for note in self._noted()])]
         if results and not verbose:
-            blocks.append(not_covered_block(results[-1], verbose=False))
+            blocks.append(not_covered_block(results[-1]))
         return Report(
             verdict=clip(_verdict(self), VERDICT_WIDTH),
             warning=WARNING if is_contaminated else "",

@@ -39,7 +39,7 @@ class Reply:
     Attributes:
         passed: Whether the size ran.
         within_cap: Whether its peak proves that it passes under the cap too.
-        grows_no_further: Whether memory will not limit any larger size either.
+        grows_no_further: Whether to try nothing larger: memory would not limit it either, or no time is left.
         varies: After a look, whether later calls need more memory than the calls of the trials before it. After another
             trial, whether the same calls of this size ended differently before, so that a pass proves nothing.
         guess: After a look, the size at which the straight line through the peaks of the smallest size and of the look reaches the
