@@ -59,6 +59,10 @@ class InvalidArgumentError(OomProbeError, ValueError):
     exit_status = 2
 
 
+class UnknownOptionError(InvalidArgumentError, TypeError):
+    """There is no keyword argument of this name."""
+
+
 class NoDeviceError(OomProbeError, RuntimeError):
     """The requested device is not available to this process.
 

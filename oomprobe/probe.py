@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 
@@ -17,7 +17,7 @@ from oomprobe.errors import FramesHidden, InvalidArgumentError
 from oomprobe.probing.cards import search_cards
 from oomprobe.probing.finish import finish
 from oomprobe.probing.opening import open_command, open_model, open_target
-from oomprobe.probing.order import CheckOptions, Order, SearchOptions
+from oomprobe.probing.order import CheckOptions, Order, SearchOptions, refuse_unknown
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
@@ -52,6 +52,7 @@ def find_max_batch(
     trial_time_limit_s: float | None = None,
     breakdown: bool = False,
     progress: Progress = "auto",
+    **misspelt: Never,
 ) -> ProbeResult:
     """Find the largest batch size that truly fits, by running it.
 
@@ -116,6 +117,7 @@ def find_max_batch(
         (64, 'max_batch', True)
     """
     with FramesHidden():
+        refuse_unknown(misspelt)
         options = Options(
             memory_fraction=memory_fraction,
             min_batch=min_batch,

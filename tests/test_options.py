@@ -77,7 +77,7 @@ def test_options_are_stated_once():
     searches = {*fields, *riders}
     checks = {name for name, option in fields.items() if option.metadata["in_checks"]} | riders
     signature = inspect.signature(oomprobe.find_max_batch).parameters
-    assert set(signature) == {"model", "step_fn"} | searches
+    assert set(signature) == {"model", "step_fn", "misspelt"} | searches
     assert {name: signature[name].default for name in fields} == {name: one.default for name, one in fields.items()}
     assert order.SearchOptions.__optional_keys__ == searches
     assert order.CheckOptions.__optional_keys__ == checks
@@ -89,15 +89,24 @@ def test_options_are_stated_once():
 @pytest.mark.parametrize(
     ("options", "batch_size", "error", "said"),
     [
-        ({"max_bach": 8}, None, TypeError, "unexpected keyword argument 'max_bach'"),
-        ({"max_bach": 8}, 8, TypeError, "unexpected keyword argument 'max_bach'"),
+        ({"mutliple_of": 8}, None, TypeError, "there is no option 'mutliple_of'; did you mean multiple_of?"),
+        ({"max_bach": 8}, 8, InvalidArgumentError, "there is no option 'max_bach'; did you mean max_batch?"),
+        ({"qqq": 8}, None, InvalidArgumentError, "there is no option 'qqq'$"),
         ({"max_batch": 8, "steps": 3}, 8, InvalidArgumentError, "would ignore max_batch, steps"),
         ({}, 0, InvalidArgumentError, "batch_size must be an integer of at least 1"),
     ],
 )
 def test_options_that_a_function_does_not_take_are_named(options, batch_size, error, said):
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=said.replace("?", "[?]")):
         order.Order.of(options, batch_size=batch_size)
+
+
+def test_a_misspelt_option_of_the_main_function_is_refused_as_all_others_are():
+    with pytest.raises(
+        InvalidArgumentError, match="there is no option 'mutliple_of'; did you mean multiple_of[?]"
+    ) as refusal:
+        oomprobe.find_max_batch(torch.nn.Linear(1, 1), print, mutliple_of=8)
+    assert isinstance(refusal.value, TypeError)
 
 
 def test_limits_without_a_size_between_them():

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
+from oomprobe.errors import UnknownOptionError
+from oomprobe.ground.words import did_you_mean
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import Options
 from oomprobe.records.patience import PATIENCE, Patience
@@ -37,6 +39,14 @@ class SearchOptions(CheckOptions, total=False):
     trial_time_limit_s: float | None
 
 
+def refuse_unknown(given: Iterable[str]) -> None:
+    """Raise UnknownOptionError, with the likeliest option meant, for a name that no option has."""
+    known = {**SearchOptions.__annotations__, "patience": ...}
+    for name in given:
+        if name not in known:
+            raise UnknownOptionError(f"there is no option {name!r}{did_you_mean(name, known)}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
     """What the caller asks of a probe, whatever runs its trials."""
@@ -56,8 +66,9 @@ class Order:
 
         Raises:
             InvalidArgumentError: a value is invalid, or a check is given an option of searches.
-            TypeError: there is no such option.
+            UnknownOptionError: there is no such option.
         """
+        refuse_unknown(given)
         rest = dict(given)
         riders = {name: rest.pop(name) for name in ("device", "preserve", "progress", "patience") if name in rest}
         if batch_size is None:
