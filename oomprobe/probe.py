@@ -92,12 +92,13 @@ def find_max_batch(
         breakdown: Run one more step at the answer to record what held the memory (`ProbeResult.breakdown`).
         progress: "auto" (on stderr: a live line on a terminal and in a notebook, otherwise a line for each trial), "plain",
             "off", or a function that is called with each `Trial`.
+        **misspelt: Refused, by the name of the nearest option.
 
     Returns:
         The answer and all the evidence for it.
 
     Raises:
-        InvalidArgumentError: an argument is wrong; nothing was run.
+        InvalidArgumentError: an argument is wrong; nothing was run. A TypeError too where there is no such option.
         NoDeviceError: the device is not available to this process.
         NothingFitsError: not even the smallest size fits.
         StepFailedError: the step has a bug; raised from its own exception.

@@ -17,11 +17,13 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from oomprobe.errors import InvalidArgumentError, check_size
+from oomprobe.records.notes import Note, NoteKind, tell
 from oomprobe.records.options import check_seconds
 
 # If SAME_SHAPE_EXAMPLES examples all have one shape, of IMAGE_DIMENSIONS or more, the data set holds images of one size.
 SAME_SHAPE_EXAMPLES, IMAGE_DIMENSIONS = 64, 3
 
+LARGEST = "worst_case_batches made the batches of the step, of the largest examples of its data set"
 Shape = tuple[int, ...]
 
 
@@ -171,6 +173,8 @@ class WorstCaseBatches:
         with those that are missing.
         """
         check_size("batch_size", batch_size)
+        if self.examples.has_largest(batch_size):
+            tell(Note(text=LARGEST, kind=NoteKind.LARGEST_EXAMPLES))
         indices = self.examples.batch(batch_size, self._made)
         self._made += 1
         for index in indices:

@@ -90,7 +90,7 @@ def text_of(record, *, verbose=False):
 
 
 def page_of(record):
-    return page(record.report(verbose=True))
+    return page(record.report(all_trials=True))
 
 
 def same_as_golden(text, name):

@@ -24,7 +24,14 @@ def test_a_result_survives_json(result):
 def test_a_result_of_version_1_is_read():
     written = json.loads(VERSION_1.read_text())
     read = ProbeResult.from_dict(written).to_dict()
-    later = {"breakdown": None, "world_size": 1, "limiting_rank": None, "note_kinds": {}, "noted_sizes": []}
+    later = {
+        "breakdown": None,
+        "world_size": 1,
+        "limiting_rank": None,
+        "note_kinds": {},
+        "noted_sizes": [],
+        "written": "",
+    }
     assert {name: read.pop(name) for name in later} == later
     later = {"ranks": [], "limiting_rank": None, "settled_after": None}
     assert all({name: trial.pop(name) for name in later} == later for trial in read["trials"])

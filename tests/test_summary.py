@@ -6,6 +6,7 @@ import types
 import pytest
 from helpers import a_trial
 
+from oomprobe.ground import allocator_settings
 from oomprobe.probing import summary
 from oomprobe.probing.session import Session
 from oomprobe.records.options import Options
@@ -132,7 +133,7 @@ def test_a_leak_says_how_long_the_free_memory_lasts(fields, more, steps):
 def test_a_step_covers_evaluation_if_its_name_says_so(names, covered):
     for name in names.split():
         listed = [line.split()[0] for line in result(trial(1), step_names=["train", name]).not_covered]
-        assert listed == ["evaluation"] * (not covered) + ["saving", "longest", "smaller", "other", "data", "state"]
+        assert listed == ["evaluation"] * (not covered) + ["saving", "longest", "smaller", "other", "data", "what"]
 
 
 def test_what_comes_late_is_not_covered_unless_a_step_is_named_so():
@@ -143,3 +144,36 @@ def test_what_comes_late_is_not_covered_unless_a_step_is_named_so():
     assert told("") == "saving a checkpoint, the last evaluation, resuming from a checkpoint"
     assert told("train", "eval") == "saving a checkpoint, resuming from a checkpoint"
     assert told("train", "evaluate", "save_and_resume") == ""
+
+
+GAPS = "MiB were in gaps between them. PYTORCH_ALLOC_CONF=expandable_segments:True may take that back: try it"
+
+
+@pytest.mark.parametrize(
+    ("of_answer", "of_failure", "settings", "said"),
+    [
+        ((60, 70), (62, 80), "", f"fragmentation: for 60.00 MiB of tensors batch 4 had reserved 70.00 MiB, so 10.00 {GAPS}"),
+        ((66, 70), (62, 80), "", f"fragmentation: for 62.00 MiB of tensors, before it failed, batch 5 had reserved 80.00 MiB, so 18.00 {GAPS}"),
+        ((66, 70), (75, 80), "", None),
+        ((60, 70), (62, 80), "expandable_segments:True", None),
+        ((60, 70), (62, 80), "backend:cudaMallocAsync", None),
+        ((60, 70), None, "", None),  # memory does not limit
+    ],
+)  # fmt: skip
+def test_gaps_between_tensors_are_said_where_a_setting_may_take_them_back(
+    of_answer, of_failure, settings, said, monkeypatch
+):
+    for name in allocator_settings.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if settings:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+
+    def at(size, mib, **fields):
+        return trial(size, peak_allocated_bytes=mib[0] * MIB, peak_reserved_bytes=mib[1] * MIB, **fields)
+
+    trials = [at(4, of_answer)]
+    if of_failure is not None:
+        trials.insert(0, at(5, of_failure, passed=False))
+    deciding = None if of_failure is None else 5
+    notes = result(*trials, on_host=False, found=Found(batch_size=4, limit=4, deciding=deciding)).notes
+    assert [note for note in notes if "fragmentation" in note] == ([] if said is None else [said])

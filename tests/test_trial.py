@@ -100,6 +100,18 @@ def test_an_optimizer_that_never_stepped_is_noted(every):
     assert any("some optimizers (1) did not step in 32 calls" in note for note in result.notes) is (every == 40)
 
 
+def test_an_optimizer_that_the_step_makes_anew_takes_the_place_of_the_last():
+    model = nn.Linear(4, 4)
+    kept = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    def epoch(model, batch_size):
+        kept["optimizer"] = torch.optim.AdamW(model.parameters())
+        model(torch.randn(batch_size, 4)).sum().backward()
+        kept["optimizer"].step()
+
+    assert not any("did not step" in note for note in probe(model, epoch, max_batch=2).notes)
+
+
 def test_an_optimizer_that_only_warms_up_is_waited_for_once():
     model = nn.Linear(1, 1)
     warm_up, main = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model.parameters())
@@ -120,7 +132,7 @@ def test_evaluation_waits_for_no_optimizer():
     evaluated = Log()
     result = probe(model, {"train": train, "eval": lambda model, n: evaluated.append(n)}, max_batch=1)
     assert evaluated == [1] * (3 + 3 + 25 + 25)
-    assert [note[:28] for note in result.notes] == ["the answer ran for 50 calls; "[:28]]
+    assert [note[:28] for note in result.notes] == ["the answer ran for 50 calls "]
 
 
 def test_each_of_several_steps_meets_the_state_of_the_others():

@@ -187,3 +187,18 @@ def test_a_step_on_a_simulated_card():
 
     result = oomprobe.find_max_batch(model, step, device="sim:64MiB", progress="off", resolution=0.1)
     assert result.limited_by == "memory"
+    assert "worst_case_batches made the batches of the step, of the largest examples of its data set" in result.notes
+    assert not any("longest sequence" in item for item in result.not_covered)
+
+
+@pytest.mark.parametrize("has_largest", [True, False])
+def test_another_process_tells_that_its_batches_were_the_largest(has_largest):
+    model = torch.nn.Linear(4, 4)
+    batches = oomprobe.worst_case_batches([torch.zeros(length, 4) for length in (1, 3)], torch.cat)
+
+    def step(model, batch_size):
+        model(batches(batch_size) if has_largest else torch.zeros(batch_size, 4)).sum().backward()
+
+    result = oomprobe.check(model, step, 2, device="cpu:1GiB", progress="off")
+    assert any("worst_case_batches made" in note for note in result.notes) is has_largest
+    assert any("longest sequence" in item for item in result.not_covered) is not has_largest

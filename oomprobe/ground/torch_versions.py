@@ -44,10 +44,6 @@ if VERSION < (2, 12):
     BLOCK_ORDER = BlockOrder.ADDRESS
 elif VERSION == (2, 12):
     BLOCK_ORDER = BlockOrder.BLOCK
-# The variables with the allocator's settings, of which torch reads the first one set.
-SETTINGS_VARIABLES: tuple[str, ...] = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-if VERSION < (2, 10):
-    SETTINGS_VARIABLES = SETTINGS_VARIABLES[:2]
 
 
 # --- workspaces of cuBLAS and cuBLASLt ---

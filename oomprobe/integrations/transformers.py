@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -121,6 +122,8 @@ def find_max_batch(
             split, text = _split_that_runs(loop, global_batch, result, options)
             log_notes([remark(text)])
             result = result._with_notes(after=[remark(text)])
+            if split is not None:
+                result = replace(result, written=f"{split.micro_batch} x {split.accumulation_steps}")
     if split is not None:
         args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
         trainer._train_batch_size = args.train_batch_size  # the Trainer copies it when it is created

@@ -9,9 +9,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
 from oomprobe.errors import OomProbeError, TimeLimitError
+from oomprobe.ground.allocator_settings import allocator_settings, to_expand
 from oomprobe.probing.session import Session
-from oomprobe.probing.summary import allocator_settings
 from oomprobe.records.axis import Axis
 from oomprobe.records.trials import Trial, Verdict
 
@@ -26,7 +28,7 @@ DO_NOT_RUN = (
     "training that meets all values in one process runs out of memory with the batch sizes of the rows (at {label}, in call "
     "{call}): blocks that one value leaves in the allocator's cache do not fit the next. {instead}"
 )
-LOSES_LESS = ". PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True loses less"
+LOSES_LESS = ". {setting} loses less"
 FEWER = "The mixed sizes, at most {percent:.0f} % of them, ran {calls} calls in random order, {orders} times"
 NONE_RUNS = "Nor does any share of them down to {percent:.0f} % run"
 NOT_TRIED = "training that meets all values in one process was not tried: {reason}"
@@ -62,9 +64,10 @@ def mixed_sizes(session: Session, axis: Axis, answers: Mapping[int, int]) -> tup
 
 def _note(first: Mapping[str, object], instead: str) -> str:
     note = DO_NOT_RUN.format(**first, instead=instead)
-    if any("expandable_segments:true" in value.lower() for value in allocator_settings().values()):
+    setting = to_expand(allocator_settings(), torch.__version__)
+    if not setting:
         return note
-    return note + LOSES_LESS
+    return note + LOSES_LESS.format(setting=setting)
 
 
 def _in_turn(session: Session, sizes: list[tuple[int, int]]) -> Trial:

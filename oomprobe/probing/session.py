@@ -54,7 +54,7 @@ STOPPED = (
     "time limit: bisecting stopped between {good}, which ran, and {bad}, which failed; a larger size may fit (allow more with "
     "time_limit_s)"
 )
-DROPPED = "memory at batch {size} differs from what smaller sizes predicted: predictions were dropped, and every size was run from there on"
+DROPPED = "memory at batch {size} differs from what other sizes predicted: predictions were dropped, and every size was run from there on"
 
 
 class ContradictedError(Exception):
@@ -194,8 +194,7 @@ class Session:
             return Reply(passed=True)
         trial = self.run(replace(self.program.looking(size, calls), cap_bytes=self.budget.grow_cap()))
         varies = trial.passed and self.program.is_long
-        is_predictable = trial.passed and not varies
-        if self.device.replays and not is_predictable:
+        if self.device.replays and (varies or not trial.passed):
             self._stop_predicting()
         return Reply(
             passed=trial.passed,
@@ -271,10 +270,11 @@ class Session:
 
     def with_evidence(self, request: Request) -> Request:
         """Add the deadline and the evidence from earlier trials."""
+        ran = {trial.batch_size: None for trial in self.trials if trial.passed and not trial.replayed}
         return replace(
             request,
             deadline_s=self.clock.deadline_s(),
-            passed=tuple(dict.fromkeys(trial.batch_size for trial in self.trials if trial.passed)),
+            passed=tuple(ran),
             learned=self._learned,
         )
 
@@ -341,8 +341,8 @@ class Session:
         first = diagnosis.splits_from(self.trials, self._allocated)
         self.splits = first is not None
         if first is not None:
-            sizes = first.batch_size, now.batch_size
-            self.notes.add(remark(diagnosis.SPLITS.format(smaller=sizes[0], size=sizes[1]), *sizes))
+            smaller, size = first.batch_size, now.batch_size
+            self.notes.add(remark(diagnosis.SPLITS.format(smaller=smaller, size=size), smaller, size))
 
     def _varies(self, trial: Trial) -> bool:
         """Return whether the size ended differently before, after the same calls under the same cap, and note that."""

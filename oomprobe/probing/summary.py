@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 from collections.abc import Iterator
@@ -13,23 +12,27 @@ from typing import Any
 import torch
 
 from oomprobe.errors import NothingFitsError
+from oomprobe.ground.allocator_settings import allocator_settings, to_expand
 from oomprobe.ground.torch_versions import untested_note
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
 from oomprobe.ground.words import count, shortened
 from oomprobe.probing.session import Session
 from oomprobe.records.fit import estimates, fit_line
-from oomprobe.records.notes import Note, remark, warning
+from oomprobe.records.notes import Note, NoteKind, remark, warning
 from oomprobe.records.trials import Phase, Trial, Verdict, last_of
 from oomprobe.results.result import ProbeResult
 from oomprobe.rules.diagnosis import is_pressed
 from oomprobe.rules.search import Found
 
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
 PRESSED = (
     "marginal: batch {size} ran with {retries} in {calls}. Each empties the allocator's cache, which is slow; lower "
-    "memory_fraction, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    "memory_fraction{setting}"
+)
+GAPS_SHARE = 1.1  # of what tensors take: where more is reserved, the rest is worth a word
+GAPS = (
+    "fragmentation: for {allocated} of tensors{before} batch {size} had reserved {reserved}, so {gaps} were in gaps between them. "
+    "{setting} may take that back: try it"
 )
 CROWDED = (
     "{taken} of the device were in use outside this process's allocator{which}: the answer is for what that leaves"
@@ -43,7 +46,7 @@ LEFT_BEHIND = (
     "the answer smaller"
 )
 KEPT = "leak: each step at batch {size} keeps {kept}, so the free memory lasts for about {steps} steps; {cause}"
-NOT_RESTORED = "state that is not restored: positions of iterators and data loaders, attributes of library objects"
+NOT_RESTORED = "what is not restored (positions of iterators and data loaders, attributes of library objects)"
 OTHER_RANKS = "other ranks: DDP buckets, NCCL buffers, sharding"
 OTHER_MACHINES = "ranks on other machines: NCCL takes memory for each connection, and FSDP shards over more ranks"
 LONGEST = "longest sequence or largest sample, unless the step makes such batches"
@@ -182,11 +185,6 @@ def _environment(session: Session) -> dict[str, Any]:
     return {**environment, **session.runner.facts.environment}
 
 
-def allocator_settings() -> dict[str, str]:
-    """Return the settings of torch's allocators in the environment."""
-    return {name: os.environ[name] for name in ALLOCATOR_SETTINGS if name in os.environ}
-
-
 def _first_failing(session: Session, largest: Found, limit: int) -> int | None:
     """Return the smallest size above the limit that failed; smaller sizes may have failed too, for example by fragmentation."""
     if largest.first_failing is None or largest.first_failing > limit:
@@ -202,8 +200,12 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
     yield from session.neighbours.notes
     kind = "optimizer step" if "command" in session.runner.facts.environment else "call"
     if session.program.confirmed:
-        text = SEEN if answer.settled_after is None else SETTLED
-        yield remark(text.format(calls=count(session.program.confirmed, kind, f"{kind}s")))
+        text, calls = SETTLED, count(session.program.confirmed, kind, f"{kind}s")
+        if answer.settled_after is None:
+            text = SEEN
+        if len(session.runner.facts.step_names) > 1:
+            calls += " of each step"
+        yield remark(text.format(calls=calls))
     examples = session.runner.facts.max_batch
     if examples is not None and examples == session.options.max_batch and largest.deciding is None:
         yield remark(LITTLE_DATA.format(count=examples))
@@ -218,11 +220,37 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
     if is_pressed(answer):
         retries = count(answer.alloc_retries, "allocator retry", "allocator retries")
         calls = count(answer.steps, kind, f"{kind}s")
-        yield warning(PRESSED.format(size=answer.batch_size, retries=retries, calls=calls), answer.batch_size)
+        setting = to_expand(allocator_settings(), torch.__version__)
+        if setting:
+            setting = f", or set {setting}"
+        text = PRESSED.format(size=answer.batch_size, retries=retries, calls=calls, setting=setting)
+        yield warning(text, answer.batch_size)
+    yield from _gaps(session, largest, answer)
     yield from _outside(session)
     if largest.deciding is not None and largest.deciding - answer.batch_size > session.options.multiple_of:
         sizes_between = answer.batch_size, largest.deciding
         yield remark("not exact: sizes between {} and {} were not tried".format(*sizes_between), *sizes_between)
+
+
+def _gaps(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
+    """Yield a note if memory between tensors decided: at the answer, or at the failure above it."""
+    setting, is_of_command = (
+        to_expand(allocator_settings(), torch.__version__),
+        "command" in session.runner.facts.environment,
+    )
+    if largest.deciding is None or not setting or session.device.on_host or is_of_command:
+        return  # a command may set it itself
+    deciding = last_of(session.trials, largest.deciding, passed=False)
+    for trial, before in ((answer, ""), (deciding, ", before it failed,")):
+        allocated, reserved = trial.peak_allocated_bytes, trial.peak_reserved_bytes
+        if allocated and reserved and reserved > GAPS_SHARE * allocated:
+            sizes = {
+                "allocated": format_bytes(allocated),
+                "reserved": format_bytes(reserved),
+                "gaps": format_bytes(reserved - allocated),
+            }
+            yield remark(GAPS.format(size=trial.batch_size, before=before, setting=setting, **sizes), trial.batch_size)
+            return
 
 
 def _of_torch(session: Session) -> Iterator[Note]:
@@ -295,7 +323,10 @@ def _not_covered(session: Session) -> list[str]:
     late = [what for what, words in LATE.items() if words_in_names.isdisjoint(words)]
     if late:
         not_covered.append(NO_LATE.format(what=", ".join(late)))
+    has_largest = any(note.kind is NoteKind.LARGEST_EXAMPLES for note in session.notes)
     for item in NOT_COVERED:
+        if item == LONGEST and has_largest:
+            continue
         if item == OTHER_RANKS and facts.world_size > 1:  # the ranks of this machine were there
             item = OTHER_MACHINES
         not_covered.append(item)

@@ -13,6 +13,7 @@ class NoteKind(StrEnum):
     REMARK = "remark"
     WARNING = "warning"  # the answer may not hold
     NOT_RESTORED = "not restored"  # a warning too: something of the user's did not come back
+    LARGEST_EXAMPLES = "largest examples"  # a remark: what else is not covered, these are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,7 @@ class Note:
     @property
     def warns(self) -> bool:
         """Whether the answer may not hold."""
-        return self.kind is not NoteKind.REMARK
+        return self.kind in (NoteKind.WARNING, NoteKind.NOT_RESTORED)
 
 
 def remark(text: str, *sizes: int) -> Note:
@@ -63,5 +64,24 @@ class Notes:
         for note in notes:
             self.add(note)
 
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._by_text.clear()
+
     def __iter__(self) -> Iterator[Note]:
         return iter([*self._by_text.values()])
+
+
+_told = Notes()  # in this process, since the last trial ended
+
+
+def tell(note: Note) -> None:
+    """Add a note to the trial that runs now, from inside its step."""
+    _told.add(note)
+
+
+def take_told() -> Notes:
+    """Return the notes that the step of a trial has told, and forget them."""
+    notes = Notes(_told)
+    _told.clear()
+    return notes

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import clean
-from oomprobe.records.breakdown import ACTIVATIONS, BACKWARD, FRAGMENTATION, STATE, STEPPING, Breakdown, ModuleMemory
+from oomprobe.records.breakdown import FRAGMENTATION, STATE, STEPPING, Breakdown, ModuleMemory
 from oomprobe.report.blocks import Block, Row, Table
 
 LARGE, SMALL = 0.25, 0.1  # shares of the peak above which advice is given
@@ -15,20 +15,16 @@ CHECKPOINTING = (
     "blocks hold {size}: recompute them in backward, with torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False), or "
     "model.activation_checkpointing_enable() in transformers (gradient_checkpointing_enable in older versions)"
 )
-AUTOCAST = (
-    "activations and their gradients take {size}, without autocast: run the forward pass under "
-    'torch.autocast("cuda", torch.bfloat16) for about half of that'
-)
 FUSED = "the peak is in the optimizer, whose temporaries take {size}: pass fused=True to it, or foreach=False"
 EIGHT_BITS = (
     "optimizer state takes {size}: an 8-bit optimizer (bitsandbytes.optim.AdamW8bit) takes about a quarter; several ranks can "
     "share it (ZeroRedundancyOptimizer, FSDP)"
 )
 CHUNKS = "alone holds {size} of activations: compute it and the loss in chunks of the batch, under torch.utils.checkpoint.checkpoint"
-EXPANDABLE = "{size}, are reserved but in no tensor: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the process starts"
+EXPANDABLE = "{size}, are reserved but in no tensor: set {setting} before the process starts"
 
 
-def breakdown_blocks(breakdown: Breakdown) -> list[Block]:
+def breakdown_blocks(breakdown: Breakdown, setting: str) -> list[Block]:
     """Return tables of size, share of the peak and name: of the parts, and of modules with 0.1 % or more; and the advice."""
     peak_bytes = max(1, breakdown.peak_reserved_bytes)
     title = f"where the memory went: batch {breakdown.batch_size}"
@@ -43,7 +39,7 @@ def breakdown_blocks(breakdown: Breakdown) -> list[Block]:
             modules[_name(module)] = module.activation_bytes
     if modules:
         blocks.append(Block("modules that hold the most activation memory:", _shares(modules, peak_bytes)))
-    return [*blocks, Block("advice:", advice(breakdown))]
+    return [*blocks, Block("advice:", advice(breakdown, setting))]
 
 
 def _shares(sizes: Mapping[str, int], peak_bytes: int) -> Table:
@@ -61,24 +57,22 @@ def _name(module: ModuleMemory) -> str:
     return module.name
 
 
-def advice(breakdown: Breakdown) -> list[str]:
-    """Return at most five suggestions, each with the number that caused it and what to type."""
+def advice(breakdown: Breakdown, setting: str) -> list[str]:
+    """Return at most five suggestions, each with the number that caused it and what to type; `setting` is that of the allocator."""
     peak_bytes, suggestions = max(1, breakdown.peak_reserved_bytes), []
-    for nbytes, least_share, suggestion in _suggestions(breakdown):
+    for nbytes, least_share, suggestion in _suggestions(breakdown, setting):
         if nbytes > least_share * peak_bytes:
             size = f"{format_bytes(nbytes)}, {100 * nbytes / peak_bytes:.0f} % of the peak"
             suggestions.append(suggestion.replace("{size}", size))  # a name may have braces too
     return suggestions[:MOST_ADVICE]
 
 
-def _suggestions(breakdown: Breakdown) -> Iterator[tuple[int, float, str]]:
+def _suggestions(breakdown: Breakdown, setting: str) -> Iterator[tuple[int, float, str]]:
     """Yield the memory that a change could save, the share of the peak above which that is worth it, and the change."""
     parts = breakdown.parts
     if breakdown.repeated is not None:
         kind, count, nbytes = breakdown.repeated
         yield nbytes, LARGE, f"{count} {kind} {CHECKPOINTING}"
-    if breakdown.parameter_dtype == "float32" and not breakdown.autocast:
-        yield parts[ACTIVATIONS] + parts[BACKWARD], LARGE, AUTOCAST
     if breakdown.peak_in == "optimizer":
         yield parts[STEPPING], SMALL, FUSED
     yield parts[STATE] + parts[STEPPING], LARGE, EIGHT_BITS
@@ -86,4 +80,5 @@ def _suggestions(breakdown: Breakdown) -> Iterator[tuple[int, float, str]]:
     if single:
         largest = max(single, key=lambda module: module.activation_bytes)
         yield largest.activation_bytes, LARGE, f"{largest.name} {CHUNKS}"
-    yield parts[FRAGMENTATION], SMALL, EXPANDABLE
+    if setting:
+        yield parts[FRAGMENTATION], SMALL, EXPANDABLE.replace("{setting}", setting)

@@ -184,8 +184,7 @@ def _draw_limit(axes: Any, nbytes: int, factor: int, name: str, style: str) -> N
 
 def _draw_line(axes: Any, fit: LinearFit, largest: int, factor: int) -> None:
     ends = [fit.fixed_bytes / factor, (fit.fixed_bytes + fit.bytes_per_sample * largest) / factor]
-    label = f"line, not used (off by {100 * min(fit.max_relative_error, 10):.1f} %)"
-    axes.plot([0, largest], ends, "--", color=GREY, linewidth=0.8, label=label)
+    axes.plot([0, largest], ends, "--", color=GREY, linewidth=0.8, label="linear fit")
 
 
 def _draw_throughput(axes: Any, timed: Sequence[Trial]) -> None:

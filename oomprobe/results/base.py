@@ -24,8 +24,8 @@ class Reported(ABC):
     __slots__ = ()
 
     @abstractmethod
-    def report(self, *, verbose: bool = False) -> Report:
-        """Return the report, of which the text, the page and the plot are made; a verbose one leaves nothing out."""
+    def report(self, *, verbose: bool = False, all_trials: bool = False) -> Report:
+        """Return the report, of which text, page and plot are made: with all trials, or verbose, which leaves nothing out."""
 
     @abstractmethod
     def _noted(self) -> Sequence[Note]:
@@ -45,7 +45,7 @@ class Reported(ABC):
         Raises:
             InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
         """
-        written(page(self.report(verbose=True)), path)
+        written(page(self.report(all_trials=True)), path)
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw peak memory and throughput against batch size; of a table, the batch size for each value.

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from oomprobe.ground.allocator_settings import to_expand
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, clip, count
 from oomprobe.records.breakdown import Breakdown
@@ -62,6 +63,7 @@ class ProbeResult(Reported):
         note_kinds: Of the notes that say that the answer may not hold, what they mean.
         noted_sizes: The batch sizes that notes are about.
         not_covered: What could need memory in training but was not part of the trials.
+        written: What an adapter set in its framework's own arguments: micro-batch x accumulation steps.
         contaminated: Whether other processes may have changed the answer.
         state_verified: Whether the restored state was compared bit for bit and equal.
         environment: Versions and settings the number is valid for, and the date and the target of the probe.
@@ -107,6 +109,7 @@ class ProbeResult(Reported):
     note_kinds: Mapping[str, NoteKind] = field(default_factory=dict)
     noted_sizes: tuple[int, ...] = ()
     not_covered: tuple[str, ...] = ()
+    written: str = ""
     contaminated: bool = False
     state_verified: bool = False
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -207,13 +210,15 @@ class ProbeResult(Reported):
             noted_sizes=tuple(dict.fromkeys([*self.noted_sizes, *(size for note in notes for size in note.sizes)])),
         )
 
-    def report(self, *, verbose: bool = False) -> Report:
+    def report(self, *, verbose: bool = False, all_trials: bool = False) -> Report:
         """Return the report; a verbose one has all trials, details of the fit, and the estimates."""
         sentences = facts_of(self, verbose=verbose)
-        mentioned = None if verbose else _mentioned(sentences) | {*self.noted_sizes}
+        mentioned = None
+        if not verbose and not all_trials:
+            mentioned = _mentioned(sentences) | {*self.noted_sizes}
         blocks = [trials_block(self.trials, self.batch_size, mentioned=mentioned), Block("", sentences)]
         if self.breakdown is not None:
-            blocks += breakdown_blocks(self.breakdown)
+            blocks += breakdown_blocks(self.breakdown, _to_expand(self.environment))
         blocks += [Block(NOTES, self.notes), not_covered_block(self)]
         draw_memory = partial(
             memory_figure, self.trials, self.batch_size, self.fit, self.budget_bytes, self.available_bytes
@@ -238,7 +243,10 @@ def _verdict(result: ProbeResult) -> str:
         return f"batch {result.batch_size} ran; no process reported its memory"
     if _counts_per_rank(result):
         return within(result, f"batch {result.batch_size} per rank fits")
-    return within(result, f"batch {result.batch_size} fits")
+    written = ""
+    if result.written:
+        written = f", written: {result.written} (your global batch),"
+    return within(result, f"batch {result.batch_size} fits{written}")
 
 
 def within(result: ProbeResult, what: str) -> str:
@@ -247,6 +255,11 @@ def within(result: ProbeResult, what: str) -> str:
     share = f"{100 * fraction:.3g} % of {format_bytes(result.available_bytes)} on "
     verdict = f"{what} in {format_bytes(result.budget_bytes)} ({share}"
     return f"{verdict}{clip(clean(result.device), max(8, VERDICT_WIDTH - 1 - len(verdict)))})"
+
+
+def _to_expand(environment: Mapping[str, Any]) -> str:
+    """Return what would have given the probe expandable segments; nothing if it had them."""
+    return to_expand(environment.get("allocator_settings", {}), environment.get("torch", "2"))
 
 
 def _is_of_command(result: ProbeResult) -> bool:

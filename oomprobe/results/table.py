@@ -237,16 +237,17 @@ class ProbeTable(Reported):
                 of_some_rows.append(replace(note, text=f"{self.axis}={', '.join(values)}: {note.text}"))
         return [*map(remark, self.notes), *shared, *of_some_rows]
 
-    def report(self, *, verbose: bool = False) -> Report:
-        """Return the report; a verbose one contains that of each row."""
+    def report(self, *, verbose: bool = False, all_trials: bool = False) -> Report:
+        """Return the report; a verbose one, or one of all trials, contains that of each row."""
+        has_rows = verbose or all_trials
         results, parts = [], {}
         for value, result in self.fitting():
             results.append(result)
-            if verbose:
-                parts[f"{self.axis}={text_of_value(value)}"] = result.report(verbose=True)
+            if has_rows:
+                parts[f"{self.axis}={text_of_value(value)}"] = result.report(verbose=verbose, all_trials=all_trials)
         is_contaminated = any(result.contaminated for result in results)
         blocks = [Block("", _rows(self)), Block("", _facts(self)), Block(NOTES, [note.text for note in self._noted()])]
-        if results and not verbose:
+        if results and not has_rows:
             blocks.append(not_covered_block(results[-1]))
         return Report(
             verdict=clip(_verdict(self), VERDICT_WIDTH),

@@ -182,7 +182,9 @@ class Stepping:
         if self._name not in self._expected:  # only here: if a call raises, the next trial learns it
             self._waited_calls = max(self._waited_calls, self._calls)
             self._expected[self._name] = set(self._stepped)
-            self._idle = (self._idle | (self._wanted or ANY_OPTIMIZER)) - self._stepped
+            wanted = self._wanted or ANY_OPTIMIZER
+            if not self._made_anew(wanted):
+                self._idle = (self._idle | wanted) - self._stepped
         self._completed += 1
         last = self._last
         self._longest = last or 1
@@ -236,8 +238,11 @@ class Stepping:
             return False
         alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
         all_known = self._stepped >= alive
-        made_anew = bool(self._stepped - wanted) and len(self._stepped) >= len(wanted)
-        return all_known or made_anew
+        return all_known or self._made_anew(wanted)
+
+    def _made_anew(self, wanted: Set[int]) -> bool:
+        """Return whether optimizers that the step has made stepped in the place of those wanted."""
+        return bool(self._stepped - wanted) and len(self._stepped) >= len(wanted)
 
     def _has_gradients(self) -> bool:
         return any(parameter.is_leaf and parameter.grad is not None for parameter in self._tracker.parameters())

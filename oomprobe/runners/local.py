@@ -29,7 +29,7 @@ from oomprobe.errors import (
 from oomprobe.ground.frames import hide_frames, is_own_fault
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.breakdown import Breakdown
-from oomprobe.records.notes import Note, Notes, remark
+from oomprobe.records.notes import Note, Notes, remark, take_told
 from oomprobe.records.options import Step
 from oomprobe.records.trials import Call, CallRecord, Measured, Outcome, Phase, Request, RunnerInfo, Trial, Verdict
 from oomprobe.rules import look, program
@@ -563,7 +563,7 @@ class LocalRunner:
         )
 
     def _notes_after(self, trial: Trial) -> tuple[Note, ...]:
-        self._notes.extend(map(remark, self._device.notes))
+        self._notes.extend([*map(remark, self._device.notes), *take_told()])
         if self.compiled.is_used:
             self._notes.add(remark(COMPILED))
         if self._snapshot is not None and not self._tracker.is_exact and self._shapes_now() != self._shapes:

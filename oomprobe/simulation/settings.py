@@ -8,8 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.ground.torch_versions import BLOCK_ORDER, SETTINGS_VARIABLES, BlockOrder
+from oomprobe.ground.allocator_settings import variables_of
+from oomprobe.ground.torch_versions import BLOCK_ORDER, BlockOrder
 
 _READERS: dict[str, Callable[[str], Any]] = {
     "expandable_segments": {"True": True, "False": False}.__getitem__,
@@ -68,4 +71,5 @@ class AllocatorSettings:
         Raises:
             InvalidArgumentError: see `from_text`.
         """
-        return cls.from_text(next((os.environ[name] for name in SETTINGS_VARIABLES if name in os.environ), ""))
+        settings = [os.environ[name] for name in variables_of(torch.__version__) if name in os.environ]
+        return cls.from_text(next(iter(settings), ""))

@@ -332,6 +332,8 @@ def test_a_split_that_does_not_run_is_not_written(trainer, fails_from, written, 
     assert result.batch_size == 8
     assert (probed.args.per_device_train_batch_size, probed.args.gradient_accumulation_steps) == written
     assert any(note in one for one in result.notes)
+    verdict = str(result).partition("\n")[0]
+    assert ("batch 8 fits, written: 6 x 4 (your global batch), in " in verdict) is (written == (6, 4))
 
 
 def test_objects_in_preserve_are_restored(trainer):

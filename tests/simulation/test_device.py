@@ -290,6 +290,23 @@ def test_max_batch_and_the_plan_run():
     assert not any(t.replayed and t.accumulation_steps > 1 for t in result.trials)
 
 
+def test_a_bug_above_a_size_names_none_that_was_only_replayed():
+    model = nn.Linear(64, 64)
+    train = training_step(torch.optim.SGD(model.parameters(), lr=0.1), lambda n: torch.zeros(n, 64, device="cuda"))
+
+    def step(model, batch_size):
+        if batch_size > 16:
+            raise ValueError("too many")
+        train(model, batch_size)
+
+    with pytest.raises(StepFailedError) as failed:
+        probe(model, step, "sim:1GiB")
+    replayed = {trial.batch_size for trial in failed.value.trials if trial.replayed}
+    assert max(replayed) > 16
+    assert "ran before" not in str(failed.value)
+    assert "batch 2 ran: pass max_batch=2 if sizes above it are not meant to work" in str(failed.value)
+
+
 # --- nothing changes ---
 
 
