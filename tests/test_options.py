@@ -103,7 +103,7 @@ def test_options_that_a_function_does_not_take_are_named(options, batch_size, er
 
 def test_a_misspelt_option_of_the_main_function_is_refused_as_all_others_are():
     with pytest.raises(
-        InvalidArgumentError, match="there is no option 'mutliple_of'; did you mean multiple_of[?]"
+        InvalidArgumentError, match=r"there is no option 'mutliple_of'; did you mean multiple_of[?]"
     ) as refusal:
         oomprobe.find_max_batch(torch.nn.Linear(1, 1), print, mutliple_of=8)
     assert isinstance(refusal.value, TypeError)

@@ -152,8 +152,8 @@ GAPS = "MiB were in gaps between them. PYTORCH_ALLOC_CONF=expandable_segments:Tr
 @pytest.mark.parametrize(
     ("of_answer", "of_failure", "settings", "said"),
     [
-        ((60, 70), (62, 80), "", f"fragmentation: for 60.00 MiB of tensors batch 4 had reserved 70.00 MiB, so 10.00 {GAPS}"),
-        ((66, 70), (62, 80), "", f"fragmentation: for 62.00 MiB of tensors, before it failed, batch 5 had reserved 80.00 MiB, so 18.00 {GAPS}"),
+        ((60, 70), (62, 80), "", f"fragmentation: batch 4 reserved 70.00 MiB for 60.00 MiB of tensors, so 10.00 {GAPS}"),
+        ((66, 70), (62, 80), "", f"fragmentation: batch 5 reserved 80.00 MiB for 62.00 MiB of tensors before it failed, so 18.00 {GAPS}"),
         ((66, 70), (75, 80), "", None),
         ((60, 70), (62, 80), "expandable_segments:True", None),
         ((60, 70), (62, 80), "backend:cudaMallocAsync", None),

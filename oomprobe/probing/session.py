@@ -341,8 +341,8 @@ class Session:
         first = diagnosis.splits_from(self.trials, self._allocated)
         self.splits = first is not None
         if first is not None:
-            smaller, size = first.batch_size, now.batch_size
-            self.notes.add(remark(diagnosis.SPLITS.format(smaller=smaller, size=size), smaller, size))
+            sizes = first.batch_size, now.batch_size
+            self.notes.add(remark(diagnosis.SPLITS.format(smaller=sizes[0], size=sizes[1]), *sizes))
 
     def _varies(self, trial: Trial) -> bool:
         """Return whether the size ended differently before, after the same calls under the same cap, and note that."""

@@ -31,7 +31,7 @@ PRESSED = (
 )
 GAPS_SHARE = 1.1  # of what tensors take: where more is reserved, the rest is worth a word
 GAPS = (
-    "fragmentation: for {allocated} of tensors{before} batch {size} had reserved {reserved}, so {gaps} were in gaps between them. "
+    "fragmentation: batch {size} reserved {reserved} for {allocated} of tensors{before}, so {gaps} were in gaps between them. "
     "{setting} may take that back: try it"
 )
 CROWDED = (
@@ -241,7 +241,7 @@ def _gaps(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
     if largest.deciding is None or not setting or session.device.on_host or is_of_command:
         return  # a command may set it itself
     deciding = last_of(session.trials, largest.deciding, passed=False)
-    for trial, before in ((answer, ""), (deciding, ", before it failed,")):
+    for trial, before in ((answer, ""), (deciding, " before it failed")):
         allocated, reserved = trial.peak_allocated_bytes, trial.peak_reserved_bytes
         if allocated and reserved and reserved > GAPS_SHARE * allocated:
             sizes = {

@@ -4,8 +4,10 @@ import pytest
 import torch
 from bed import forked
 from torch import nn
+from zoo import training_step
 
 import oomprobe
+from oomprobe.ground.torch_versions import VERSION
 
 
 def step(model, batch_size):
@@ -33,6 +35,20 @@ def test_a_process_that_has_run_no_backward_forks():
     assert (answer, cuda) == (4, False)
 
 
+@pytest.mark.parametrize("used", ["asked", "used"])
+def test_a_process_that_has_used_cuda_is_refused_where_the_step_needs_that(used):
+    def probe(optimizer):
+        torch.cuda.is_available() if used == "asked" else torch.zeros(1, device="cuda")
+        model = nn.Linear(4, 4)
+        step = training_step(optimizer(model.parameters()), lambda n: torch.randn(n, 4))
+        return oomprobe.find_max_batch(model, step, device="cpu:1GiB", max_batch=4, progress="off").batch_size
+
+    assert forked(probe, torch.optim.SGD) == 4
+    if VERSION >= (2, 14):
+        with pytest.raises(oomprobe.InvalidArgumentError, match=r"cannot train: .*is_available.*Hide the accelerator"):
+            forked(probe, torch.optim.AdamW)
+
+
 def test_a_process_that_has_run_a_backward_is_refused():
-    with pytest.raises(oomprobe.InvalidArgumentError, match=r"cannot run a backward pass.*oomprobe run"):
+    with pytest.raises(oomprobe.InvalidArgumentError, match=r"cannot train: .*threading.*oomprobe run"):
         forked(lambda: probed(after_a_backward=True))

@@ -23,10 +23,10 @@ from oomprobe.runners.workers.messages import Failed, Further, Lost, Message, Re
 from oomprobe.state import Tracker
 from oomprobe.verdicts.failure import failure_of
 
-FORKED_BACKWARD = (
-    "host memory is probed in children forked from this process, but they cannot run a backward pass: this process has "
-    "already run one while an accelerator was visible. Probe in fresh processes: "
-    "oomprobe run path/to/train.py:build --device cpu"
+CANNOT_TRAIN = (
+    "host memory is probed in children forked from this process, but they cannot train: while an accelerator was visible, this process "
+    "has run a backward pass, or used CUDA, for which torch.cuda.is_available() is enough ({error}). Hide the accelerator, "
+    "CUDA_VISIBLE_DEVICES= python train.py, or probe in fresh processes: oomprobe run path/to/train.py:build --device cpu"
 )
 
 
@@ -61,6 +61,10 @@ def _failure(error: BaseException, device: Device | None) -> Failed | Lost:
     of_device = None if device is None else device_error(device, error)
     if isinstance(of_device, errors.DeviceLostError):
         return Lost(text=failure_of(error).text)
+    cause = error.__cause__
+    # Optimizers ask for CUDA's current stream, also those of a model on the CPU.
+    if isinstance(cause, RuntimeError) and "forked subprocess" in str(cause) and device is not None and is_host(device):
+        return failed(cannot_train(cause))
     return failed(of_device or error)
 
 
@@ -137,4 +141,9 @@ def _try_backward() -> None:
         torch.ones(1, device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         if "fork" in str(error):
-            raise errors.InvalidArgumentError(FORKED_BACKWARD) from error
+            raise cannot_train(error) from error
+
+
+def cannot_train(error: BaseException) -> errors.InvalidArgumentError:
+    """Return the error for a step that a fork has spoilt."""
+    return errors.InvalidArgumentError(CANNOT_TRAIN.format(error=errors.text_of(error).partition(". ")[0]))
