@@ -9,7 +9,6 @@ import oomprobe
 pytest.importorskip("transformers")
 from generation import PROMPT, generate, llama
 
-pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values.:FutureWarning")
 NEW_TOKENS = 8
 BED = {
     "memory": "1GiB",

@@ -1,12 +1,9 @@
 """The generation loop of docs/inference.md with a Llama of random weights on a simulated card; tests/cuda has it on the bed."""
 
-import pytest
 import torch
 from generation import PROMPT, generate, llama
 
 import oomprobe
-
-pytestmark = pytest.mark.filterwarnings("ignore:.past_key_values.:FutureWarning")
 
 
 def test_more_new_tokens_take_more_memory():
