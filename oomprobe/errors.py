@@ -242,7 +242,7 @@ def step_failed(
     elif known or isinstance(error, MISTYPED):
         alone = f"Run {call} once by itself to see it."
     else:
-        where = "on a real device" if simulated else "in a new process"
+        where = "on a real device, such as the CPU" if simulated else "in a new process"
         alone = f"To see whether it comes without oomprobe, run {call} once {where}."
     places = []
     if trial > 1:
@@ -250,9 +250,12 @@ def step_failed(
     if simulated and not isinstance(error, MISTYPED):
         places.append("on a simulated card, whose tensors have no data")
     came = f" It came {', '.join(places)}." if places else ""
+    reason = _no_answer(error, batch_size, largest_passed, caller, trial, known)
+    if simulated and largest_passed is not None and 2 * largest_passed < batch_size:
+        reason = f"; batch {largest_passed} ran, and sizes between were predicted: if the step takes no larger ones, pass max_batch"
     return StepFailedError(
         f"the step failed at batch size {batch_size} with {type(error).__name__}: {_limited(text_of(error))}\n"
-        f"This is not about memory{_no_answer(error, batch_size, largest_passed, caller, trial, known)}.{came} {alone}",
+        f"This is not about memory{reason}.{came} {alone}",
         batch_size=batch_size,
     )
 

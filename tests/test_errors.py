@@ -85,7 +85,7 @@ AT_EVERY_SIZE = (
             ValueError("x"),
             {"simulated": True, "row": "length=512"},
             "ValueError: x\nThis is not about memory, so no batch size would help. It came on a simulated card, whose tensors have "
-            "no data. To see whether it comes without oomprobe, run step_fn(model, 8, length=512) once on a real device.",
+            "no data. To see whether it comes without oomprobe, run step_fn(model, 8, length=512) once on a real device, such as the CPU.",
         ),
         (
             ValueError("x"),

@@ -23,7 +23,7 @@ NOT_NUMBERS = [math.nan, -math.inf, math.inf, True, "0.9", [0.9], 1j, np.float32
 RANGES = {
     **dict.fromkeys(SIZES, "an integer of at least 1"),
     **dict.fromkeys(TIMES, "a positive number of seconds"),
-    "memory_fraction": "above 0 and at most 1",
+    "memory_fraction": "above 0 and at most 1 (0.9 is 90 %)",
     "resolution": "at least 0 and under 1",
 }
 

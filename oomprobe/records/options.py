@@ -56,7 +56,7 @@ class _Number:
 
 check_seconds = _Number("a number of seconds, at least 0", lambda x: x >= 0)
 _LIMIT = _Number("a positive number of seconds", lambda x: 0 < x < math.inf)
-_SHARE = _Number("above 0 and at most 1", lambda x: 0 < x <= 1)
+_SHARE = _Number("above 0 and at most 1 (0.9 is 90 %)", lambda x: 0 < x <= 1)
 _RESOLUTION = _Number("at least 0 and under 1", lambda x: 0 <= x < 1)
 
 

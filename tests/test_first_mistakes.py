@@ -1,0 +1,96 @@
+"""The mistakes that people make first, typed as they would be, and the sentences that answer them (golden/first_mistakes.txt)."""
+
+import functools
+
+import pytest
+import torch
+from helpers import same_as_golden
+from torch import nn
+
+import oomprobe
+
+QUIET = {"device": "sim:1GiB", "progress": "off"}
+
+
+def model_and_optimizer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+MODEL, OPTIMIZER = model_and_optimizer()
+
+
+def train(model, batch):
+    OPTIMIZER.zero_grad()
+    model(batch).square().mean().backward()
+    OPTIMIZER.step()
+
+
+def step(model, batch_size):
+    train(model, torch.randn(batch_size, 256))
+
+
+def swapped_parameters(batch_size, model):
+    train(model, torch.randn(batch_size, 256))
+
+
+def ignores_its_size(model, batch_size):
+    train(model, torch.randn(8, 256))
+
+
+def misspells(model, batch_size):
+    train(model, torch.rand(batch_sise, 256))  # noqa: F821
+
+
+def reads_a_slice(model, batch_size, data=torch.zeros(100, 256)):  # noqa: B008
+    train(model, data[:batch_size])
+
+
+def fails_above_16(model, batch_size):
+    if batch_size > 16:
+        raise ValueError("batch too large for my buffer")
+    step(model, batch_size)
+
+
+def carries_all_its_data(model, batch_size):
+    raise ValueError("bad batch: ", [*range(100_000)])
+
+
+def wrong_shape(model, batch_size):
+    train(model, torch.randn(batch_size, 128))
+
+
+def batch_on_the_card(model, batch_size):
+    train(model, torch.randn(batch_size, 256, device="cuda"))
+
+
+find = functools.partial(oomprobe.find_max_batch, **QUIET)
+MISTAKES = {
+    "model and step swapped": lambda: find(step, MODEL),
+    "the step's parameters swapped": lambda: find(MODEL, swapped_parameters),
+    "an option misspelt": lambda: find(MODEL, step, mutliple_of=8),
+    "a percentage for a fraction": lambda: find(MODEL, step, memory_fraction=90),
+    "limits swapped": lambda: find(MODEL, step, min_batch=64, max_batch=8),
+    "a card without a GPU": lambda: find(MODEL, step, device="cuda"),
+    "a card's name misspelt": lambda: find(MODEL, step, device="sim:RTX-4099"),
+    "the size ignored": lambda: find(MODEL, ignores_its_size),
+    "a name misspelt in the step": lambda: find(MODEL, misspells),
+    "a data set that ends": lambda: find(MODEL, reads_a_slice),
+    "a bug above a size": lambda: find(MODEL, fails_above_16),
+    "an exception with all its data": lambda: find(MODEL, carries_all_its_data),
+    "a wrong shape": lambda: find(MODEL, wrong_shape),
+    "a batch on a card that is not there": lambda: find(MODEL, batch_on_the_card, device="cpu:1GiB"),
+    "nothing fits": lambda: find(MODEL, step, min_batch=10_000_000),
+}
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch names its build")
+def test_each_is_answered_by_what_to_type():
+    answers = []
+    for mistake, make in MISTAKES.items():
+        with pytest.raises(oomprobe.OomProbeError) as error:
+            make()
+        answers.append(f"--- {mistake}\n{type(error.value).__name__}: {error.value}\n")
+    assert max(map(len, answers)) < 3000
+    same_as_golden("\n".join(answers), "first_mistakes.txt")
