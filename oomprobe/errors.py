@@ -233,26 +233,17 @@ def step_failed(
     """
     ran_larger = largest_passed is not None and largest_passed >= batch_size
     known = trial == 1 and not simulated and caller is None and not ran_larger
-    call = f"step_fn(model, {batch_size}, {row})" if row else f"step_fn(model, {batch_size})"
-    if caller is not None:
-        how = caller.alone.replace("{batch_size}", str(batch_size))
-        alone = f"To see whether it comes without oomprobe, {how}. {caller.more}".rstrip()
-    elif NO_GPU.search(text_of(error)):
-        alone = NO_GPU_FOR_STEP
-    elif known or isinstance(error, MISTYPED):
-        alone = f"Run {call} once by itself to see it."
-    else:
-        where = "on a real device, such as the CPU" if simulated else "in a new process"
-        alone = f"To see whether it comes without oomprobe, run {call} once {where}."
+    alone = _alone(error, batch_size, caller, row, known=known, simulated=simulated)
     places = []
     if trial > 1:
         places.append(f"in trial {trial} of its process")
     if simulated and not isinstance(error, MISTYPED):
         places.append("on a simulated card, whose tensors have no data")
     came = f" It came {', '.join(places)}." if places else ""
-    reason = _no_answer(error, batch_size, largest_passed, caller, trial, known)
     if simulated and largest_passed is not None and 2 * largest_passed < batch_size:
         reason = f"; batch {largest_passed} ran, and sizes between were predicted: if the step takes no larger ones, pass max_batch"
+    else:
+        reason = _no_answer(error, batch_size, largest_passed, caller, trial, known)
     return StepFailedError(
         f"the step failed at batch size {batch_size} with {type(error).__name__}: {_limited(text_of(error))}\n"
         f"This is not about memory{reason}.{came} {alone}",
@@ -312,6 +303,22 @@ def unmeasured(device_name: str, error: BaseException) -> UnreliableError:
         f"{device_name} did not report its memory ({type(error).__name__}: {text_of(error)}), so there is no answer. The "
         "step is not the cause: probe again, or check the driver"
     )
+
+
+def _alone(
+    error: BaseException, batch_size: int, caller: Caller | None, row: str, *, known: bool, simulated: bool
+) -> str:
+    """Return the sentence on how to see the error without oomprobe."""
+    call = f"step_fn(model, {batch_size}, {row})" if row else f"step_fn(model, {batch_size})"
+    if caller is not None:
+        how = caller.alone.replace("{batch_size}", str(batch_size))
+        return f"To see whether it comes without oomprobe, {how}. {caller.more}".rstrip()
+    if NO_GPU.search(text_of(error)):
+        return NO_GPU_FOR_STEP
+    if known or isinstance(error, MISTYPED):
+        return f"Run {call} once by itself to see it."
+    where = "on a real device, such as the CPU" if simulated else "in a new process"
+    return f"To see whether it comes without oomprobe, run {call} once {where}."
 
 
 def _no_answer(

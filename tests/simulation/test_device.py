@@ -304,7 +304,9 @@ def test_a_bug_above_a_size_names_none_that_was_only_replayed():
     replayed = {trial.batch_size for trial in failed.value.trials if trial.replayed}
     assert max(replayed) > 16
     assert "ran before" not in str(failed.value)
-    assert "batch 2 ran, and sizes between were predicted: if the step takes no larger ones, pass max_batch" in str(failed.value)
+    assert "batch 2 ran, and sizes between were predicted: if the step takes no larger ones, pass max_batch" in str(
+        failed.value
+    )
 
 
 # --- nothing changes ---
