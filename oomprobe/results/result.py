@@ -245,7 +245,7 @@ def _verdict(result: ProbeResult) -> str:
         return within(result, f"batch {result.batch_size} per rank fits")
     written = ""
     if result.written:
-        written = f", written: {result.written} (your global batch),"
+        written = f", written: {clean(result.written)} (your global batch),"
     return within(result, f"batch {result.batch_size} fits{written}")
 
 
