@@ -13,6 +13,7 @@ from bed import forked
 from zoo import conv_net, numbered, runs, training_step
 
 import oomprobe
+from oomprobe.ground.allocator_settings import to_expand
 from oomprobe.records.patience import Patience
 
 from .ranks import forking, on_ranks
@@ -158,7 +159,7 @@ def test_sizes_that_run_alone_do_not_run_in_turn():
     shares = [table.mixed[length] / size for length, size in table.batch_sizes().items()]
     assert 0.6 < min(shares) < max(shares) < 0.9
     assert "runs out of memory with the batch sizes of the rows (at length=" in table.notes[0]
-    assert table.notes[0].endswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True loses less")
+    assert table.notes[0].endswith(f"{to_expand({}, torch.__version__)} loses less")
     assert " mixed " in str(table).splitlines()[2]
 
 
