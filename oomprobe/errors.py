@@ -239,7 +239,9 @@ def step_failed(
         places.append(f"in trial {trial} of its process")
     if simulated and not isinstance(error, MISTYPED):
         places.append("on a simulated card, whose tensors have no data")
-    came = f" It came {', '.join(places)}." if places else ""
+    came = ""
+    if places:
+        came = f" It came {', '.join(places)}."
     if simulated and largest_passed is not None and 2 * largest_passed < batch_size:
         reason = f"; batch {largest_passed} ran, and sizes between were predicted: if the step takes no larger ones, pass max_batch"
     else:

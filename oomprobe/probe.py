@@ -12,7 +12,7 @@ from typing import Any, Literal, Never, Unpack, overload
 
 import torch
 
-from oomprobe.devices import Device, names_simulated
+from oomprobe.devices import Device
 from oomprobe.errors import FramesHidden, InvalidArgumentError
 from oomprobe.probing.cards import search_cards
 from oomprobe.probing.finish import finish
@@ -22,7 +22,7 @@ from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
 from oomprobe.records.axis import CARDS, NO_AXIS, Axis
-from oomprobe.records.options import Options, Steps
+from oomprobe.records.options import RESOLUTION, Options, Steps
 from oomprobe.report.progress import Progress
 from oomprobe.results.log import logged
 from oomprobe.results.result import ProbeResult
@@ -30,7 +30,6 @@ from oomprobe.results.table import ProbeTable
 from oomprobe.runners.targets import name_of
 
 COMMAND_RESOLUTION = 1 / 64  # each trial is a whole run of the command
-RANKS_RESOLUTION = 1 / 128  # a trial that fails ends its ranks, which must be built again
 
 
 def find_max_batch(
@@ -43,11 +42,11 @@ def find_max_batch(
     max_batch: int | None = None,
     multiple_of: int = 1,
     start_batch: int | None = None,
-    steps: int = 2,
-    confirm_steps: int = 5,
+    steps: int = 1,
+    confirm_steps: int | None = None,
     preserve: Iterable[Any] = (),
     global_batch: int | None = None,
-    resolution: float = 0.0,
+    resolution: float = RESOLUTION,
     time_limit_s: float | None = None,
     trial_time_limit_s: float | None = None,
     breakdown: bool = False,
@@ -77,15 +76,15 @@ def find_max_batch(
             doubles, or halves if it fails: a good guess saves trials, a bad one costs some, and the answer is the same.
         steps: Full steps per trial, at least 1, after a first step that creates the optimizer state. A simulated device
             makes at least `confirm_steps` where it repeats calls, which costs nothing.
-        confirm_steps: Fewest full steps that confirm the answer; at least 1. The confirmation makes up to 50 calls: as many as
-            fit in 10 s, or in the time that the search took (on host memory, in 1 s). It ends earlier
-            if calls repeat exactly.
+        confirm_steps: Fewest full steps that confirm the answer, at least 1; None for 3, or 5 if nothing has shown what later
+            calls need (`check`, host memory, an adapter). The confirmation makes up to 50 calls: as many as fit in 10 s, or in
+            the time that the search took (on host memory, in 1 s). It ends earlier if calls repeat exactly.
         preserve: Further objects to restore: tensors, or objects with ``state_dict()`` and ``load_state_dict()``. Objects
             that the step closes over, refers to by global name, or is a method of are found automatically, and so are
             the values that your own code holds in them.
         global_batch: Samples per optimizer step, at least 1. The planned micro-batch is run with gradient accumulation.
-        resolution: Stop bisecting when the bracket is within this fraction of the size, in [0, 1); 0 for exact. At any
-            resolution the search looks past holes, which are sizes that fail although larger ones run.
+        resolution: Stop bisecting when the bracket is within this fraction of the size, in [0, 1); 0 for exact. At 1/128, sizes
+            up to 255 are exact, and larger answers less than 1 % too low. At any resolution the search looks past holes, which are sizes that fail although larger ones run.
         time_limit_s: Seconds for the whole probe, above 0; None for no limit. A step that hangs inside a single C call
             is not interrupted.
         trial_time_limit_s: Seconds for one trial, above 0; None for no limit.
@@ -153,7 +152,7 @@ def find_max_batches(
 
     Each row of the table is a whole search, and its answer is run and confirmed as in `find_max_batch`. From the second row
     on, a search begins near its answer. Whatever does not depend on the value is learned once: which optimizers step, how
-    many calls a trial must make, and the memory that libraries take. Only the first row looks at many calls of a small size.
+    many calls a trial must make, and the memory that libraries take.
 
     With a list as `device`, the rows are simulated cards: ``device=["sim:RTX-4090", "sim:L40S"]``, or ``["sim:all"]``. The step runs on
     the largest card of each compute capability, and on the others its allocations are replayed, which takes no time. The answer
@@ -279,7 +278,7 @@ def probe_target(
         require: Only with ``over={"device": [...]}``; see `find_max_batches`.
         isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
         nproc_per_node: Ranks, at least 1, or "gpu" for as many as there are accelerators; None for one process without a
-            group. With ranks on real accelerators, `resolution` is 1/128 by default.
+            group.
         **options: Those of `find_max_batch`. With isolation, a custom `Device` must be picklable, and `preserve` is refused.
 
     Returns:
@@ -305,9 +304,8 @@ def probe_target(
             ranks = nproc_per_node if isinstance(nproc_per_node, int) else 1
             table = search_cards(over[CARDS], Order.of(options), open_order, required=require, ranks=ranks, target=name)
             return logged(table)
-        on_ranks = nproc_per_node is not None and not names_simulated(options.get("device"))
         axis = NO_AXIS if over is None and require is None else _axis(over, require)
-        order = Order.of(options, axis=axis, resolution=RANKS_RESOLUTION if on_ranks else 0.0)
+        order = Order.of(options, axis=axis)
         if over is None:
             return _answer(open_order(order), target=name)
         return _table(axis, open_order(order), try_larger=try_larger, mixed=mixed, target=name)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bed import forked  # noqa: E402
-from cuda.test_tables import LENGTHS, TABLES, calls_of, evaluating, with_value  # noqa: E402
+from cuda.test_tables import LENGTHS, TABLES, evaluating, with_value, work_of  # noqa: E402
 from zoo import Gpt, language_model  # noqa: E402
 
 import oomprobe  # noqa: E402
@@ -95,7 +95,7 @@ def line(name, memory, settings):
     alone_died = sum(
         forked(dies, name, {value: one.batch_size}, 0, one.budget_bytes, **bed) for value, one in table.rows.items()
     )
-    of_rows, of_probes = calls_of(table.rows.values()), calls_of(alone)
+    of_rows, of_probes = work_of(table.rows.values()), work_of(alone)
     cells = (
         f"{of_rows / of_probes:.2f} {(of_rows + in_turn) / of_probes:.2f}",
         " ".join(differing) or "-",

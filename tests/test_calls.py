@@ -83,9 +83,9 @@ def test_a_failure_that_is_not_late_lengthens_no_trial():
     ("facts", "phase", "wanted"),
     [
         ({}, Phase.BISECT, None),  # makes no more calls than it must
-        ({}, Phase.CONFIRM, 6),
-        ({"failure_cost_s": 60.0}, Phase.BISECT, 3),
-        ({"failure_cost_s": 60.0}, Phase.CONFIRM, 6),
+        ({}, Phase.CONFIRM, 4),
+        ({"failure_cost_s": 60.0}, Phase.BISECT, 2),
+        ({"failure_cost_s": 60.0}, Phase.CONFIRM, 4),
         ({"step_names": ("train", "eval")}, Phase.CONFIRM, None),
     ],
 )
@@ -101,14 +101,17 @@ def test_trials_that_make_many_calls_may_settle_by_the_period_of_the_look(facts,
     assert request.until is None or request.until.period == period
 
 
-def test_no_trial_settles_after_a_call_that_the_look_has_not_met():
-    runner = Loop(large_call=5, period=1)
+@pytest.mark.parametrize(
+    ("large_call", "settled_after"), [(5, 5), (9, None)], ids=["where calls divide memory", "later"]
+)
+def test_no_trial_settles_after_a_late_call_that_the_look_has_not_met(large_call, settled_after):
+    runner = Loop(large_call=large_call, period=1)
     session = runner.session()
     run(session, 16, Phase.GROW)
     session.run(session.program.looking(16, 50))
     for size in (LATE_LIMIT + 1, LATE_LIMIT):
         run(session, size, Phase.CONFIRM)
-    assert [settles_after(request) for request in runner.requests[-2:]] == [6, None]
+    assert [settles_after(request) for request in runner.requests[-2:]] == [4, settled_after]
 
 
 def test_no_trial_settles_after_a_size_that_failed_and_passed_alike():

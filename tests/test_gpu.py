@@ -144,7 +144,7 @@ def test_an_index_out_of_bounds_ends_the_probe():
         timeout_s=180,
         warnings="default",
     )
-    assert out.startswith("lost: after batch 4 ran for 3 steps, a sticky error (batch 8")
+    assert out.startswith("lost: after batch 4 ran for 2 steps, a sticky error (batch 8")
 
 
 def out_of_bounds():

@@ -38,7 +38,7 @@ def refused(call, *arguments):
     ("names", "values"),
     [
         (SIZES, [0, -1, True, False, 1.0, 8.0, 2.5, math.nan, math.inf, "8", [8], 1j]),
-        (["min_batch", "multiple_of", "steps", "confirm_steps"], [None]),
+        (["min_batch", "multiple_of", "steps"], [None]),
         (TIMES, [0, -1, math.nan, math.inf, -math.inf, True, "60"]),
         (["memory_fraction"], [0, -0.0, -1, 1.0000001, 90, None, *NOT_NUMBERS]),
         (["resolution"], [-0.1, 1, 1.5, None, *NOT_NUMBERS]),

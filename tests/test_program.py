@@ -18,7 +18,7 @@ NAMES = ("train", "eval")
 
 def program(*, first=1, full=1, names=("step",), period=0, call_s=0.0, needed=0, row=0, **options):
     """Return the program of a probe whose trials have shown how many calls a full step takes."""
-    options = Options(**options)
+    options = Options(**{"steps": 2, "confirm_steps": 5, **options})
     made = Program(ARunner(step_names=names).facts, options, Clock(options), row)
     stepped = [*[None] * (first - 1), first, *[None] * (full - 1), full]
     shown = [CallRecord(step=name, stepped=calls, seconds=call_s) for name in names for calls in stepped]
@@ -111,20 +111,20 @@ def stepping(every):
 
 @pytest.mark.parametrize(("every", "calls"), [(1, 3), (4, 12), (40, 120)])
 def test_a_first_trial_makes_full_steps_whatever_they_take(every, calls):
-    options = Options()
+    options = Options(steps=2)
     request = Program(ARunner().facts, options, Clock(options)).growing(8)
     assert made(request, stepping(every)) == ["step"] * calls
 
 
 def test_each_step_in_turn_makes_its_full_steps():
-    options = Options()
+    options = Options(steps=2)
     request = Program(ARunner(step_names=NAMES).facts, options, Clock(options)).growing(8)
     assert made(request, lambda number, step: {"stepped": 1}) == (["train"] * 3 + ["eval"] * 3) * 2
 
 
 @pytest.mark.parametrize(("seconds", "calls"), [(None, 50), (0.5, 26), (60.0, 6)])
 def test_a_check_goes_on_while_there_is_time(seconds, calls):
-    options = Options()
+    options = Options(steps=2)
     request = Program(ARunner().facts, options, Clock(options)).confirming(8)
     assert len(made(request, stepping(1), seconds)) == calls
     assert most_calls(request) == 50
@@ -171,3 +171,14 @@ def test_ranks_complete_a_full_step_when_the_last_of_them_does():
     assert [record.stepped for record in merged(ranks)] == [None, None, None, 4, 1, 1]
     taking_turns = [[CallRecord(step="step", stepped=1 if n % 2 == odd else None) for n in range(6)] for odd in (0, 1)]
     assert [record.stepped for record in merged(taking_turns)] == [None, 1, None, 1, None, 1]
+
+
+def test_the_defaults_make_short_trials_and_confirm_by_what_a_look_has_shown():
+    made = program(steps=Options().steps, confirm_steps=None)
+    assert len(made.growing(8).calls) == len(made.bisecting(8, Phase.BISECT).calls) == 2
+    unseen = [call.decides for call in made.confirming(8).calls].count(True)
+    shown = [CallRecord(step="step", stepped=1)] * 50
+    looked = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.GROW, steps=50)
+    assert [*made.learn(made.looking(8, 50), Outcome(trial=looked, records=tuple(shown)))] == []
+    seen = [call.decides for call in made.confirming(8).calls].count(True)
+    assert (unseen, seen + 1) == (6, 4)  # `further` adds the call that may repeat another

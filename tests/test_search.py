@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from oomprobe.records.sizes import Sizes
 from oomprobe.records.trials import Phase
-from oomprobe.rules.search import Found, Reply, find
+from oomprobe.rules.search import Found, Reply, find, look_size
 
 BILLION = 10**9
 MANY = 2_000  # calls; no search over the sizes of these tests needs nearly as many
@@ -387,7 +387,9 @@ def test_a_look_that_does_not_vary_changes_nothing(limit, capped):
     assert (memory.calls, len(memory.looked)) == (alone.calls, 1)
 
 
-@pytest.mark.parametrize(("late", "looked"), [(900, [64]), (64, [64]), (63, [64, 4]), (3, [64, 4, 1]), (0, [64, 4, 1])])
+@pytest.mark.parametrize(
+    ("late", "looked"), [(900, [32]), (32, [32]), (31, [32, 2]), (2, [32, 2]), (1, [32, 2, 1]), (0, [32, 2, 1])]
+)
 def test_a_look_that_fails_is_repeated_at_a_smaller_size(late, looked):
     memory = Late(1500, late)
     found = search(memory, look=memory.look)
@@ -622,3 +624,21 @@ def test_no_hole_is_sought_when_no_time_is_left():
     found = search(memory, resolution=1 / 64, late=lambda good, bad: True)
     assert (found.batch_size, found.deciding) == (512, 1024)
     assert memory.trials(Phase.BISECT) == [(1024, True)]  # the largest size that ran with all the memory
+
+
+@pytest.mark.parametrize(
+    ("largest", "size"), [(1, 1), (8, 1), (64, 4), (256, 16), (300, 16), (511, 16), (512, 16), (1024, 32), (4096, 128)]
+)
+def test_the_look_is_at_a_thirty_second_of_at_least_16_samples(largest, size):
+    assert look_size(EVERY_SIZE, largest) == size
+
+
+def test_a_failure_that_is_certain_is_not_run_again():
+    sizes = []
+
+    def ask(size, phase, *, capped):
+        sizes.append((size, phase))
+        return Reply(passed=size <= 20, is_certain=size > 20)
+
+    assert search(ask).batch_size == 20
+    assert Phase.RECHECK not in [phase for _, phase in sizes]

@@ -90,7 +90,7 @@ def test_trials_run_until_every_optimizer_has_stepped(build, calls):
 
 def test_a_missing_optimizer_is_noted_after_32_calls():
     result = probe(nn.Linear(4, 4), lambda model, n: model(torch.randn(n, 4)).sum().backward(), max_batch=2)
-    assert [t.steps for t in result.trials] == [32 + 2, 2, 50], "later trials wait for none"
+    assert [t.steps for t in result.trials] == [32 + 1, 2, 50], "later trials wait for none"
     assert any("no optimizer stepped in 32 calls" in note for note in result.notes)
 
 
@@ -124,14 +124,14 @@ def test_an_optimizer_that_only_warms_up_is_waited_for_once():
         model.zero_grad()
 
     result = probe(model, step, max_batch=1)
-    assert [trial.steps for trial in result.trials] == [6, 50]  # AdamW steps at call 4, and then at each
+    assert [trial.steps for trial in result.trials] == [5, 50]  # AdamW steps at call 4, and then at each
 
 
 def test_evaluation_waits_for_no_optimizer():
     model, train = stepping(1)
     evaluated = Log()
     result = probe(model, {"train": train, "eval": lambda model, n: evaluated.append(n)}, max_batch=1)
-    assert evaluated == [1] * (3 + 3 + 25 + 25)
+    assert evaluated == [1] * (2 + 2 + 25 + 25)
     assert [note[:28] for note in result.notes] == ["the answer ran for 50 calls "]
 
 
@@ -337,7 +337,7 @@ def test_a_size_that_stops_training_does_not_fit():
         optimizer.step()
 
     with pytest.raises(
-        oomprobe.UnreliableError, match=r"at batch 64 the optimizer .* did not step in 3 calls"
+        oomprobe.UnreliableError, match=r"at batch 64 the optimizer .* did not step in 2 calls"
     ) as caught:
         probe(model, step, device=device)
     assert [t.batch_size for t in caught.value.trials] == [1, 2, 4, 8, 16, 32]

@@ -21,6 +21,7 @@ from oomprobe.probing.order import SearchOptions
 from oomprobe.probing.summary import LONGEST
 from oomprobe.records.notes import remark
 from oomprobe.records.options import Options, Step
+from oomprobe.records.patience import UNSEEN_STEPS
 from oomprobe.results.log import log_notes
 from oomprobe.results.result import ProbeResult
 from oomprobe.state import Tracker, generator_states, preserved
@@ -84,8 +85,9 @@ def last_batch(count: int, batch_size: int, epochs: float = math.inf) -> int:
 
 def steps_to_calls(options: SearchOptions, steps_per_call: int = LOOP_STEPS) -> None:
     """Convert the optimizer steps in `options` to calls of `steps_per_call` steps each, rounded up."""
-    default = Options()
-    steps, confirm_steps = options.get("steps", default.steps), options.get("confirm_steps", default.confirm_steps)
+    steps, confirm_steps = options.get("steps", Options().steps), options.get("confirm_steps")
+    if confirm_steps is None:
+        confirm_steps = UNSEEN_STEPS
     check_size("steps", steps)
     check_size("confirm_steps", confirm_steps)
     options["steps"], options["confirm_steps"] = -(-steps // steps_per_call), -(-confirm_steps // steps_per_call)

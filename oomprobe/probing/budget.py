@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from oomprobe.records.trials import Measured, Runner, Trial
+from collections.abc import Iterable
+
+from oomprobe.records.trials import Measured, Runner, Trial, Verdict
 
 
 class Budget:
@@ -59,3 +61,18 @@ class Budget:
         if not trial.passed or trial.peak_reserved_bytes is None:
             return False
         return trial.peak_reserved_bytes <= self.total_bytes
+
+    def decided(self, trial: Trial, trials: Iterable[Trial], *, is_steady: bool) -> bool:
+        """Return whether the trial failed for lack of memory and would fail again: in a fresh process, or by the cap alone.
+
+        That alone decides below what others leave free, for a step that `is_steady`, where no trial has left anything behind.
+        """
+        if trial.verdict is not Verdict.OOM:
+            return False
+        if self._runner.facts.grows_capped:
+            return True
+        if not is_steady or trial.cap_bytes is None:
+            return False
+        if trial.cap_bytes >= self.available_bytes:
+            return False
+        return not any(ran.leaked_bytes for ran in trials)

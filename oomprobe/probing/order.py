@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from oomprobe.errors import UnknownOptionError
 from oomprobe.ground.words import did_you_mean
 from oomprobe.records.axis import NO_AXIS, Axis
-from oomprobe.records.options import Options
+from oomprobe.records.options import RESOLUTION, Options
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.report.progress import Progress
 
@@ -19,7 +19,7 @@ class CheckOptions(TypedDict, total=False):
 
     device: Any  # as `find_max_batch` takes it; of a table of cards, a list of names
     memory_fraction: float
-    confirm_steps: int
+    confirm_steps: int | None
     preserve: Iterable[Any]
     time_limit_s: float | None
     breakdown: bool
@@ -60,7 +60,12 @@ class Order:
 
     @classmethod
     def of(
-        cls, given: Mapping[str, Any], *, batch_size: int | None = None, axis: Axis = NO_AXIS, resolution: float = 0.0
+        cls,
+        given: Mapping[str, Any],
+        *,
+        batch_size: int | None = None,
+        axis: Axis = NO_AXIS,
+        resolution: float = RESOLUTION,
     ) -> Order:
         """Return the order for keyword arguments: a search, with `resolution` as default, or a check of one `batch_size`.
 

@@ -29,7 +29,6 @@ from oomprobe.records.trials import (
     Request,
     Runner,
     Trial,
-    Verdict,
     last_of,
 )
 from oomprobe.report.progress import Reporter
@@ -82,7 +81,7 @@ class Session:
         self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
-        self.has_time_to_grow = True  # to run a size twice as large as the last that passed
+        self.has_time_to_grow = True  # to run and confirm a size twice as large as the last that passed
         self.reporter = reporter
         self.held_by_step = ""  # a sentence that names what grows from call to call
         self.gradients_hold_graphs = False  # as in `Outcome`
@@ -105,7 +104,7 @@ class Session:
         self.program.follow(last.program)
         self._learned, self.predicts = last._learned, last.predicts
         tolerance = bracket_tolerance(self.program.needed)
-        self._known = Reply(passed=True, varies=self.program.is_long, tolerance=tolerance)
+        self._known = Reply(passed=True, varies=last.program.varies, tolerance=tolerance)
 
     # --- the search ---
 
@@ -154,14 +153,13 @@ class Session:
         """Run one size for the search."""
         needed = self.program.needed
         cap_bytes = self.budget.search_cap() if capped else self.budget.grow_cap()
-        trial = None
-        if phase not in SECOND_OPINIONS:
-            trial = self._ran.get((size, cap_bytes))
+        trial = None if phase in SECOND_OPINIONS else self._ran.get((size, cap_bytes))
         if trial is None:
             trial = self.run(self.requested(size, phase, cap_bytes))
             if phase is Phase.GROW and trial.passed:
                 self._judge_growth(trial)
-                self.has_time_to_grow = self._has_time_for(size, calls=2 * len(self.program.growing(size).calls))
+                of_twice = 2 * len(self.program.growing(size).calls) + self.program.to_confirm
+                self.has_time_to_grow = self._has_time_for(size, calls=of_twice)
         lengthens = phase is Phase.CONFIRM and self.program.needed > needed
         if lengthens and self.device.replays:
             self._stop_predicting()
@@ -170,7 +168,7 @@ class Session:
             within_cap=self.budget.holds(trial),
             grows_no_further=self.splits or not self.has_time_to_grow,
             varies=self._varies(trial),
-            is_certain=self.runner.facts.grows_capped and trial.verdict is Verdict.OOM,
+            is_certain=self.budget.decided(trial, self.trials, is_steady=self.program.is_steady),
             lengthens=lengthens,
             tolerance=bracket_tolerance(self.program.needed),
         )
@@ -193,7 +191,7 @@ class Session:
         if not calls or not self.has_time_to_grow:
             return Reply(passed=True)
         trial = self.run(replace(self.program.looking(size, calls), cap_bytes=self.budget.grow_cap()))
-        varies = trial.passed and self.program.is_long
+        varies = trial.passed and self.program.varies
         if self.device.replays and (varies or not trial.passed):
             self._stop_predicting()
         return Reply(
@@ -270,11 +268,10 @@ class Session:
 
     def with_evidence(self, request: Request) -> Request:
         """Add the deadline and the evidence from earlier trials."""
-        ran = {trial.batch_size: None for trial in self.trials if trial.passed and not trial.replayed}
         return replace(
             request,
             deadline_s=self.clock.deadline_s(),
-            passed=tuple(ran),
+            passed=tuple({trial.batch_size: None for trial in self.trials if trial.passed and not trial.replayed}),
             learned=self._learned,
         )
 

@@ -123,8 +123,11 @@ def _limited_by(session: Session, answer: int, deciding: Trial | None) -> str:
         return _LIMITED_BY.get(deciding.verdict, "memory")
     if session.splits:
         return "step"
-    is_last = answer == session.options.sizes.last
-    return "max_batch" if is_last or session.has_time_to_grow else "time_limit"
+    if session.has_time_to_grow:
+        return "max_batch"
+    if answer == session.options.sizes.last:
+        return "max_batch"
+    return "time_limit"
 
 
 def nothing_fits(session: Session) -> NothingFitsError:

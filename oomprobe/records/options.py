@@ -57,6 +57,8 @@ class _Number:
 check_seconds = _Number("a number of seconds, at least 0", lambda x: x >= 0)
 _LIMIT = _Number("a positive number of seconds", lambda x: 0 < x < math.inf)
 _SHARE = _Number("above 0 and at most 1 (0.9 is 90 %)", lambda x: 0 < x <= 1)
+# Sizes up to 255 are answered exactly. Of 55 answers, those at 1/128 were at most 0.36 % below the exact ones; at 1/64, 19 %.
+RESOLUTION = 1 / 128
 _RESOLUTION = _Number("at least 0 and under 1", lambda x: 0 <= x < 1)
 
 
@@ -84,11 +86,17 @@ class Options:
     start_batch: int | None = _option(
         None, "search", "N", "size to begin at, then doubled or halved (--min-batch)", check_size
     )
-    steps: int = _option(2, "search", "N", "full steps per trial ({})", check_size)
-    confirm_steps: int = _option(5, "search", "N", "full steps to confirm the answer ({})", check_size, in_checks=True)
+    steps: int = _option(1, "search", "N", "full steps per trial ({})", check_size)
+    confirm_steps: int | None = _option(
+        None, "search", "N", "full steps to confirm the answer (3; 5 without a look)", check_size, in_checks=True
+    )
     global_batch: int | None = _option(None, "search", "N", "plan gradient accumulation for N samples", check_size)
     resolution: float = _option(
-        0.0, "search", "F", "stop within this fraction of the size (0: exact; a command: 1/64)", _RESOLUTION
+        RESOLUTION,
+        "search",
+        "F",
+        "stop within this fraction of the size (1/128; a command: 1/64; 0: exact)",
+        _RESOLUTION,
     )
     time_limit_s: float | None = _option(None, "search", "S", "seconds for the whole probe", _LIMIT, in_checks=True)
     trial_time_limit_s: float | None = _option(None, "search", "S", "seconds for one trial", _LIMIT)

@@ -11,6 +11,8 @@ from oomprobe.ground.units import format_seconds
 from oomprobe.records.options import Options
 from oomprobe.records.trials import Trial
 
+SEEN_STEPS = 3  # full steps that confirm an answer, if a look has shown what later calls need
+UNSEEN_STEPS = 5  # otherwise
 CONFIRM_SLACK = 1.5  # a confirmation step may take this many times as long as a step of the search
 
 
@@ -96,7 +98,7 @@ class Clock:
     ) -> bool:
         """Return whether there is time left to confirm `size`, with at least this many calls, after processes have started."""
         rates = [t.step_s / t.batch_size for t in trials if t.step_s]
-        calls = max(calls, 1 + self.options.confirm_steps)
+        calls = max(calls, 1 + (self.options.confirm_steps or UNSEEN_STEPS))
         needed_s = starting_s + CONFIRM_SLACK * calls * size * (rates[-1] if rates else 0.0)
         return self.end_s is None or self.end_s - time.monotonic() >= needed_s
 

@@ -53,9 +53,13 @@ def _reserve(others: Sequence[RankTrial]) -> str:
 def throughput(trials: Iterable[Trial], answer: int, *, per_rank: bool) -> list[Fact]:
     """State the rate of the answer, and compare it with the smaller sizes by the spread of repeated trials."""
     rates: dict[int, list[float]] = defaultdict(list)
+    timed_once = set[int]()  # sizes, by a single call after the first
     for trial in trials:
         if trial.passed and trial.accumulation_steps == 1 and trial.samples_per_s:
             rates[trial.batch_size].append(trial.samples_per_s)
+            timed_once.discard(trial.batch_size)
+            if trial.steps <= 2:
+                timed_once.add(trial.batch_size)
     if answer not in rates:
         return []
     speed = rates[answer][-1]  # its confirmation, with the most steps
@@ -69,7 +73,10 @@ def throughput(trials: Iterable[Trial], answer: int, *, per_rank: bool) -> list[
     for repeated in rates.values():
         noise = max(noise, 1 - min(repeated) / max(repeated))
     compared = _compared(smaller, speed, noise)
-    return [Fact(f"{sentence}; {compared.text}", compared.sizes)]
+    by_one_call = ""
+    if timed_once.intersection(compared.sizes):
+        by_one_call = ", by one call"
+    return [Fact(f"{sentence}; {compared.text}{by_one_call}", compared.sizes)]
 
 
 def _compared(smaller: Mapping[int, float], speed: float, noise: float) -> Fact:

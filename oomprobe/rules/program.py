@@ -9,14 +9,14 @@ many calls, which may end once these repeat.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from oomprobe.ground import words
 from oomprobe.ground.words import count
 from oomprobe.records.notes import Note, remark
 from oomprobe.records.options import MAX_CALLS, Options
-from oomprobe.records.patience import Clock
+from oomprobe.records.patience import SEEN_STEPS, UNSEEN_STEPS, Clock
 from oomprobe.records.trials import Call, Outcome, Phase, Request, RunnerInfo, Trial, Until
 from oomprobe.rules import look
 from oomprobe.rules.look import Records
@@ -30,6 +30,8 @@ ROW_CALLS = 25
 # take turns. Ten loops with a large call at large sizes only took 3675 calls in all; with twice 3739, with all that the confirmation was
 # to make 4118, and 4541 by confirming ever smaller sizes (20 confirmations instead of 140).
 AHEAD = 4
+PREDICTS_FROM = 2  # full steps after the first, of which a simulated card compares the last two
+EARLY = 6  # full steps after the first
 ENDED_EARLY = "call {number} of batch {size} failed with {error}, which is not about memory: later calls were not seen"
 VARYING = (
     "the step allocates different amounts from call to call (sequence lengths, routing, a last partial batch): a later call "
@@ -73,12 +75,13 @@ class Program:
         self._counts = False  # whether the user's code may know which call it is
         self._decided = 0  # calls of the last trial that passed and was no confirmation
         self._period = 0  # calls after which those of this row's own look repeated; 0: they did not
+        self.varies = False  # whether a look found that later calls need more than earlier ones
         self.looked: Trial | None = None
 
     def follow(self, last: Program) -> None:
         """Begin with what another row of the table has shown of the step; its look and its confirmation count for all rows."""
         self.first, self._full, self._most, self._counts = last.first, last._full, last._most, last._counts
-        self.needed, self.looked = last.needed, last.looked
+        self.needed, self.looked, self.varies = last.needed, last.looked, last.varies
         self._most_to_confirm = ROW_CALLS
 
     # --- the kinds of trials ---
@@ -106,7 +109,7 @@ class Program:
         Of 162 answers, 6 that were confirmed over 8 calls failed later, and none over 50. It ends early where further calls
         would repeat.
         """
-        calls = at_most = self._calls_of(self._options.confirm_steps)
+        calls = at_most = self._calls_of(self._confirm_steps)
         # A simulated card repeats the calls of a single step in no time, but runs each of several.
         is_slow = self.may_repeat and len(self._names) > 1
         if not self._facts.starts_anew and not is_slow:
@@ -154,7 +157,7 @@ class Program:
             total = max(1, calls - self._period)
         run_at_least = 0
         if phase is Phase.CONFIRM:
-            run_at_least = self._ordinary(self._steps(self._options.confirm_steps))
+            run_at_least = self._ordinary(self._steps(self._confirm_steps))
         listed = self._in_turns(size, total, extra_from=extra_from, run_at_least=run_at_least)
         return Request(phase=phase, calls=listed, until=until, repeats=not self._counts)
 
@@ -182,7 +185,7 @@ class Program:
     def _to_learn(self, phase: Phase, size: int) -> Request:
         """Return a trial that goes on until it has made its full steps, since nobody knows yet how many calls these take."""
         confirms = phase is Phase.CONFIRM
-        full_steps = 1 + self._steps(self._options.confirm_steps if confirms else self._options.steps)
+        full_steps = 1 + self._steps(self._confirm_steps if confirms else self._options.steps)
         until = Until(turns=self._names * self._turns, full_steps=full_steps)
         if confirms and not self._facts.starts_anew:
             until = replace(until, most_calls=self._patience.look_calls, within_s=self._look_s)
@@ -190,6 +193,11 @@ class Program:
         return Request(phase=phase, calls=(first,) * full_steps, until=until, repeats=not self._counts)
 
     # --- how many calls ---
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a call asks for the same memory each time, as this row's own look has shown."""
+        return self._period > 0 and not self.is_long and self._facts.world_size == 1
 
     @property
     def may_repeat(self) -> bool:
@@ -202,10 +210,14 @@ class Program:
         return self.needed > self._ordinary(self._options.steps)
 
     @property
+    def _confirm_steps(self) -> int:
+        return self._options.confirm_steps or (UNSEEN_STEPS if self.looked is None else SEEN_STEPS)
+
+    @property
     def to_confirm(self) -> int:
         """Calls that are still to be made for an answer, at least."""
         before = self.needed if self.is_long else 0  # of another such trial
-        return before + max(self._ordinary(self._options.confirm_steps), self.needed)
+        return before + max(self._ordinary(self._confirm_steps), self.needed)
 
     def _calls_of(self, steps: int) -> int:
         """Return the calls of a trial of so many full steps, or more if the one that needs the most memory comes later."""
@@ -233,7 +245,9 @@ class Program:
     def _steps(self, steps: int) -> int:
         """Return the full steps of a trial; where calls are repeated, which takes no time, every trial runs the most."""
         if self._takes_no_time and self._full <= 1:
-            return max(self._options.steps, self._options.confirm_steps)
+            return max(self._options.steps, self._confirm_steps)
+        if self._facts.device.replays:
+            return max(PREDICTS_FROM, steps)
         return steps
 
     def for_look(self, size: int) -> int:
@@ -256,17 +270,8 @@ class Program:
             limit_s = min(limit_s, share * self._clock.left_s)
         if self._options.trial_time_limit_s is not None:
             limit_s = min(limit_s, CONFIRM_SHARE * self._options.trial_time_limit_s)
-        call_s = self._expected_s(size)
+        call_s = _expected_s(self._call_s, size, grows=not self._facts.device.replays)
         return min(self._most, int(limit_s / call_s)) if call_s else self._most
-
-    def _expected_s(self, size: int) -> float:
-        """Return the time that a call of this size takes, judged by the nearest size that ran; 0 if none did."""
-        if not self._call_s:
-            return 0.0
-        nearest = min(self._call_s, key=lambda ran: abs(ran - size))
-        if self._facts.device.replays:  # a simulated call takes as long at any size
-            return self._call_s[nearest]
-        return self._call_s[nearest] * max(1.0, size / nearest)
 
     # --- what a trial has shown ---
 
@@ -280,8 +285,11 @@ class Program:
         call_s = look.step_s(records)
         if call_s:
             self._call_s[trial.batch_size] = call_s
-        if trial.passed and not is_plan:
-            self._learn_full_steps(records)
+        if not self._full and _shows_full_steps(outcome):
+            self.first = max(
+                1, *map(look.first_calls, look.by_step(records).values())
+            )  # a second call finds divided memory
+            self._full = max(map(look.step_calls, look.by_step(records).values()))
         if outcome.ended_early is not None:
             yield self._end_early(trial, records, outcome.ended_early)
         if is_varying and request.confirms and not self.is_long and not self._facts.starts_anew:
@@ -290,12 +298,6 @@ class Program:
             yield from self._learn_from_look(outcome)
         elif not is_plan:
             yield from self._compare_calls(request, trial)
-
-    def _learn_full_steps(self, records: Records) -> None:
-        """Learn how many calls a full step takes, unless an earlier trial has shown it."""
-        if records and not self._full:
-            self.first = max(map(look.first_calls, look.by_step(records).values()))
-            self._full = max(map(look.step_calls, look.by_step(records).values()))
 
     def _end_early(self, trial: Trial, records: Records, error: str) -> Note:
         """Make no more calls from now on than until a late one failed with a bug."""
@@ -314,7 +316,8 @@ class Program:
         self.needed = min(self._most, max(self.needed, needed))
         if trial.steps >= self._patience.look_calls and len(self._names) == 1:
             self._period = look.period_of(outcome.records, ordinary)  # of several steps, calls do not follow each other
-        if self.is_long:
+        self.varies = needed > ordinary
+        if self.varies:
             yield remark(LONG_CALLS.format(calls=self.needed))
         else:
             self._counts = False  # what the step counts does not decide about memory
@@ -322,28 +325,48 @@ class Program:
     def _compare_calls(self, request: Request, trial: Trial) -> Iterator[Note]:
         """Make trials longer from now on if a confirmation failed in a later call than the trials before it made."""
         steps = len(self._names)
-        calls = trial.steps // steps
         if trial.passed and request.confirms:
-            self.confirmed = calls
+            self.confirmed = trial.steps // steps
         elif trial.passed:
-            self._decided = calls
+            self._decided = trial.steps // steps
         elif request.as_built:  # with an empty cache it may pass
             return
         elif request.confirms and self._full and self._decided <= min(trial.steps, self._most - 1):
             # Several steps take turns, so count the calls of all of them.
             failed = trial.steps + 1
             longest = min(self._most, max(most_calls(request) // steps, failed))
-            self.needed = max(self.needed, min(longest, AHEAD * failed))
-            self._period = 0  # the look has not met that call
-            # The text counts the calls of all steps.
-            made, before = count(trial.steps, "call", "calls"), count(steps * self._decided, "call", "calls")
-            text = FAILED_LATE.format(size=trial.batch_size, made=made, before=before, calls=steps * self.needed)
-            yield remark(text, trial.batch_size)
+            # A call before any can settle is like those of the look: memory that calls have divided ends it, not what it asks for.
+            # Once: a loop that counts, say examples, may do something large ever earlier as sizes grow.
+            if self.is_long or self._period != 1 or failed > self._ordinary(EARLY):
+                failed, self._period = AHEAD * failed, 0  # the look has not met that call
+            self.needed = max(self.needed, min(longest, failed))
+            yield _failed_late(trial, before=steps * self._decided, calls=steps * self.needed)
 
     def lengthen(self, size: int) -> None:
         """Make as many calls as there is time for from now on, because the step varies."""
         self.needed = max(self.needed, self.affordable(size))
         self._period = 0
+
+
+def _shows_full_steps(outcome: Outcome) -> bool:
+    if outcome.trial.accumulation_steps > 1:  # a plan's
+        return False
+    return outcome.trial.passed and bool(outcome.records)
+
+
+def _failed_late(trial: Trial, *, before: int, calls: int) -> Note:
+    made, earlier = count(trial.steps, "call", "calls"), count(before, "call", "calls")
+    return remark(FAILED_LATE.format(size=trial.batch_size, made=made, before=earlier, calls=calls), trial.batch_size)
+
+
+def _expected_s(call_s: Mapping[int, float], size: int, *, grows: bool) -> float:
+    """Return the time of a call, judged by the nearest size that ran; 0 if none did. A simulated call takes as long at any size."""
+    if not call_s:
+        return 0.0
+    nearest = min(call_s, key=lambda ran: abs(ran - size))
+    if not grows:
+        return call_s[nearest]
+    return call_s[nearest] * max(1.0, size / nearest)
 
 
 def most_calls(request: Request) -> int:

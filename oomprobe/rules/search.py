@@ -23,7 +23,10 @@ STRIDE = 1 / 128
 PAST_HOLES = 1 / 64
 # The look runs at the size that ran, divided by this. At size 1, a call with four times the usual batch allocates 0.8 % more
 # bytes than the others, because the parameters' own memory hides it; at 256 (of an MLP that runs 4096), 180 % more.
-LOOK_DIVISOR = 16
+LOOK_DIVISOR, LOOK_LEAST = (
+    16,
+    16,
+)  # by twice as much while at least the second are left: at a few samples, calls may differ by chance
 NEAR = 1 / 16  # of a size that is expected to be near the limit: the first stride from there
 # Where a failure costs as much as many passes, as with ranks, which must be started and built anew: bisect at this place in the
 # bracket instead of halfway, and make the first stride this fraction of the size, both down from an answer that is not confirmed and
@@ -146,6 +149,12 @@ def find(
     )
 
 
+def look_size(sizes: Sizes, largest: int) -> int:
+    """Return the size of the look below the largest that ran."""
+    size = sizes.down(largest, LOOK_DIVISOR)
+    return max(sizes.down(size, 2), min(size, sizes.nearest(LOOK_LEAST)))
+
+
 @dataclass(slots=True)
 class _Search:
     """A search while it runs."""
@@ -177,14 +186,9 @@ class _Search:
     transient: list[int] = field(default_factory=list)
     unconfirmed: list[int] = field(default_factory=list)
 
-    @property
-    def looks(self) -> bool:
-        """Whether to look for what happens only at some calls; the look of an earlier search counts for all."""
-        return self.look_at is not None and not self.starts_near_limit
-
     def can_look_below(self, size: int) -> bool:
-        """Return whether there is a size below, at which many calls are cheap."""
-        return self.looks and self.sizes.down(size, LOOK_DIVISOR) < size
+        """Return whether there is a size below, at which many calls are cheap, and no earlier search has found that they vary."""
+        return self.look_at is not None and not self.varies and look_size(self.sizes, size) < size
 
     def follow(self, known: Reply) -> None:
         """Begin with what the look of an earlier search of the same step has found."""
@@ -193,21 +197,21 @@ class _Search:
             self.varies, self.least_tolerance = True, known.tolerance
 
     def ask(self, size: int, phase: Phase, *, capped: bool, looks: bool = False) -> Reply:
+        if phase is Phase.RECHECK and size in self.certain:
+            return Reply(passed=False)
+        is_capped = capped and self.has_cap
         if looks and self.look_at is not None:
             reply = self.look_at(size)
         else:
-            reply = self.try_size(size, phase, capped=capped and self.has_cap)
+            reply = self.try_size(size, phase, capped=is_capped)
         if reply.passed:
             self.passed.add(size)
             return reply
         if reply.is_certain:
             self.certain.add(size)
-        if not self.has_cap:
+        if is_capped or not self.has_cap:
             self.failed.add(size)
-            self.failed_full.add(size)
-        elif capped:
-            self.failed.add(size)
-        else:
+        if not is_capped:
             self.failed_full.add(size)
         return reply
 
@@ -218,7 +222,7 @@ class _Search:
             stride = self._near(size)
         while True:
             reply = self.ask(size, Phase.GROW, capped=self.grows_capped)
-            if not reply.passed and size == self.sizes.first and not reply.is_certain:
+            if not reply.passed and size == self.sizes.first:
                 reply = self.ask(size, Phase.RECHECK, capped=self.grows_capped)  # nothing is below it
                 if reply.passed:
                     self._forget_failure(size, reply)
@@ -232,7 +236,7 @@ class _Search:
             self.full_good = size
             if reply.within_cap:
                 self.within_cap = size
-            if reply.grows_no_further:
+            if reply.grows_no_further and self.full_bad is None:
                 self.sizes = replace(self.sizes, last=size)
             if size == self.sizes.last or self.full_bad is not None:
                 return
@@ -241,14 +245,14 @@ class _Search:
 
     def look(self, largest: int) -> None:
         """Look for what happens only at some calls, at a size where many calls are cheap. If it does, believe only that size."""
-        size = self.sizes.down(largest, LOOK_DIVISOR)
+        size = look_size(self.sizes, largest)
         reply = self.ask(size, Phase.GROW, capped=False, looks=True)
         while not reply.passed and size > self.sizes.first:  # a late call needs far more memory than the others
             self.full_bad, size = size, self.sizes.down(size, LOOK_DIVISOR)
             reply = self.ask(size, Phase.GROW, capped=False, looks=True)
         if not reply.passed:
             self.full_good, self.bad = None, size
-        elif reply.varies or size < self.sizes.down(largest, LOOK_DIVISOR):
+        elif reply.varies or size < look_size(self.sizes, largest):
             self.varies, self.least_tolerance, self.guess = True, reply.tolerance, reply.guess
             self.full_good, self.passed = size, {size}
             self.within_cap = size if reply.within_cap else None
@@ -271,7 +275,7 @@ class _Search:
             self.good, self.bad = self.within_cap, last_good
         last = self.sizes.last
         # If nothing failed, and the last size has not passed, the look took back what growing had passed.
-        if self.looks and self.bad is None and last is not None and self.good != last:
+        if self.look_at is not None and self.bad is None and last is not None and self.good != last:
             if self.ask(last, Phase.BISECT, capped=True).passed:
                 self.good = last
             else:
@@ -345,7 +349,7 @@ class _Search:
 
         If the step varies, a pass would prove nothing.
         """
-        if self.varies or self.transient or self.bad is None or self.bad not in self.failed - self.certain:
+        if self.varies or self.transient or self.bad is None or self.bad not in self.failed:
             return
         deciding = self.bad
         reply = self.ask(deciding, Phase.RECHECK, capped=True)

@@ -193,11 +193,11 @@ def simulated_answer(make):
     device = simulated(A100, "256MiB")
     with device.building():
         model, step = make()
-    return oomprobe.find_max_batch(model, step, device=device, progress="off").batch_size
+    return oomprobe.find_max_batch(model, step, device=device, progress="off", resolution=0, steps=2).batch_size
 
 
 def answer(make):
-    return oomprobe.find_max_batch(*make(), progress="off").batch_size
+    return oomprobe.find_max_batch(*make(), progress="off", resolution=0, steps=2).batch_size
 
 
 def test_an_answer_beside_what_building_has_copied():

@@ -123,7 +123,7 @@ def test_a_death_is_tried_twice():
     ("command", "said"),
     [
         (python("--fault", "ignores"), "exactly as many bytes in each step as batch 8"),
-        (python("--samples", "40"), "ended without an error at batch 16 after 2 optimizer steps, and a trial needs 3"),
+        (python("--samples", "40"), "ended without an error at batch 32 after 1 optimizer step, and a trial needs 2"),
         (python("--fault", "sets-fraction"), "process .* set its allocator's cap to 0.95 of the GPU itself"),
     ],
 )

@@ -235,7 +235,7 @@ def check(build, *, memory="1GiB", calls=CALLS, share=0.95, trained=None, rises=
     assert answer >= share * largest
     # If trials make as many calls as the largest event needs, confirming finds nothing new; except where the second such
     # event meets a less favourable layout than the first, as in other versions of torch than the suite's own.
-    assert [trial["phase"] for trial in found["trials"]].count("confirm") <= (2 if VERSION == (2, 14) else 9)
+    assert [trial["phase"] for trial in found["trials"]].count("confirm") <= (3 if VERSION == (2, 14) else 9)
     assert not rises or any(f"ran for {calls} calls" in note for note in found["notes"])
 
 

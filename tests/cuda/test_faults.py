@@ -94,7 +94,7 @@ def test_a_device_lost_while_the_state_is_restored():
         def last(model, batch_size):
             step(model, batch_size)
             calls.append(batch_size)
-            if len(calls) == 3 + 50:  # the last call of the confirmation
+            if len(calls) == 2 + 50:  # the last call of the confirmation
                 fail("memcpy", in_calls=in_calls)
 
         try:

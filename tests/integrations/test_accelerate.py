@@ -437,5 +437,5 @@ def test_prepared_objects_train_on_bit_equal():
     assert result.batch_size == 20
     # `unchanged` puts the Accelerator back only after the probe has compared.
     assert "not restored: accelerator (an Accelerator)" in result.notes
-    assert result.trials[0].steps == 2 * (2 + 1)  # trials do not wait for the optimizer's wrapper
+    assert result.trials[0].steps == 2 * (1 + 1)  # trials do not wait for the optimizer's wrapper
     assert trained() == prepared()[-1]()

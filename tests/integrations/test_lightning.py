@@ -835,7 +835,7 @@ def theirs(module, mode):
     ("settings", "theirs_by_mode", "our_outcome"),
     [
         ({"capacity": 37}, {"binsearch": 35}, 37),
-        ({"capacity": 5000, "examples": 20_000}, {"binsearch": 7782, "power": 8192}, 5000),
+        ({"capacity": 5000, "examples": 20_000}, {"binsearch": 7782, "power": 8192}, 4992),
         ({"capacity": 10**9, "examples": 20}, {"power": 32}, 20),
         ({"capacity": 0, "examples": 1000}, {"binsearch": 1}, "NothingFitsError"),
         ({"capacity": 37, "is_skipping": True}, {"power": 1024}, "Lightning ran 0 training batches of the 4"),

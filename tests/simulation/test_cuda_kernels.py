@@ -92,7 +92,7 @@ def test_flash_attention_refuses_what_its_grid_cannot_hold():
             q, k, v = model(x).unsqueeze(1).chunk(3, -1)
             F.scaled_dot_product_attention(q, k, v)
 
-    result = oomprobe.find_max_batch(qkv, step, device="sim:RTX-4090", progress="off")
+    result = oomprobe.find_max_batch(qkv, step, device="sim:RTX-4090", progress="off", resolution=0)
     assert (result.batch_size, result.limited_by) == (1023, "size_limit")
 
 
@@ -246,5 +246,7 @@ def test_reflection_stops_at_32_bits():
     def step(model, batch_size):
         F.pad(torch.zeros(batch_size, 1024, 1024, 2, device="cuda", dtype=torch.int8), (1, 1, 1, 1), mode="reflect")
 
-    result = oomprobe.find_max_batch(nn.Linear(1, 1), step, device="sim:H100-80GB", max_batch=2048, progress="off")
+    result = oomprobe.find_max_batch(
+        nn.Linear(1, 1), step, device="sim:H100-80GB", max_batch=2048, progress="off", resolution=0
+    )
     assert (result.batch_size, result.limited_by) == (1023, "size_limit")
