@@ -163,3 +163,10 @@ def test_a_plan_says_what_ran():
 def test_a_state_that_was_not_compared_is_not_called_restored():
     assert "bit for bit: identical" in report(a_result(state_verified=True))
     assert "not compared" in report(a_result(state_verified=False))
+
+
+@pytest.mark.parametrize(("steps", "repeated", "says"), [(2, (), True), (3, (), False), (2, (5,), False)])
+def test_a_rate_that_one_call_gave_is_said_to(steps, repeated, says):
+    trials = [a_trial(8, samples_per_s=970.0, steps=calls) for calls in (steps, *repeated)]
+    result = a_result(batch_size=32, trials=(*trials, a_trial(32, samples_per_s=1000.0, steps=5)))
+    assert sentence(result, "throughput").endswith("within the timing noise of 5 %" + ", by one call" * says)

@@ -286,9 +286,8 @@ class Program:
         if call_s:
             self._call_s[trial.batch_size] = call_s
         if not self._full and _shows_full_steps(outcome):
-            self.first = max(
-                1, *map(look.first_calls, look.by_step(records).values())
-            )  # a second call finds divided memory
+            # Without an optimizer too: the second call finds memory that the first has divided.
+            self.first = max(1, *map(look.first_calls, look.by_step(records).values()))
             self._full = max(map(look.step_calls, look.by_step(records).values()))
         if outcome.ended_early is not None:
             yield self._end_early(trial, records, outcome.ended_early)
