@@ -1,8 +1,11 @@
 """How many calls trials make, on a runner that only counts them."""
 
+import dataclasses
+
 import pytest
 from helpers import ARunner, a_trial, records, texts
 
+from oomprobe.probing.budget import Budget
 from oomprobe.records.trials import Outcome, Phase, Verdict
 from oomprobe.rules.program import most_calls
 
@@ -122,3 +125,25 @@ def test_no_trial_settles_after_a_size_that_failed_and_passed_alike():
     session.program.lengthen(16)
     run(session, 16, Phase.CONFIRM)
     assert settles_after(runner.requests[-1]) is None
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("trial", "facts", "is_steady", "leaked", "certain"),
+    [
+        ({}, {}, True, 0, True),  # the cap alone decided
+        ({"verdict": Verdict.CRASHED}, {}, True, 0, False),
+        ({"cap_bytes": None}, {}, True, 0, False),  # what others left decided
+        ({"cap_bytes": 20 * GIB}, {}, True, 0, False),
+        ({}, {}, False, 0, False),  # calls differ
+        ({}, {}, True, 2**20, False),  # an earlier trial has left something behind
+        ({"cap_bytes": None}, {"grows_capped": True}, False, 2**20, True),  # in a fresh process
+    ],
+)
+def test_a_failure_is_certain_where_the_cap_alone_decided(trial, facts, is_steady, leaked, certain):
+    budget = Budget(runner := ARunner(**facts), 0.9)
+    budget.take(runner.measure())
+    failed = dataclasses.replace(a_trial(8, Verdict.OOM, cap_bytes=18 * GIB), **trial)
+    assert budget.decided(failed, [a_trial(4, leaked_bytes=leaked), failed], is_steady=is_steady) is certain

@@ -642,3 +642,11 @@ def test_a_failure_that_is_certain_is_not_run_again():
 
     assert search(ask).batch_size == 20
     assert Phase.RECHECK not in [phase for _, phase in sizes]
+
+
+def test_a_size_that_need_not_grow_is_no_last_one_below_a_failure():
+    passed, failed = Reply(passed=True), Reply(passed=False)
+    sequence = [failed, Reply(passed=True, grows_no_further=True), passed, failed, passed]
+    oracle = Arbitrary(lambda call, *_: sequence[call % len(sequence)], 6)
+    found = search(oracle, sizes := Sizes(first=3, last=None, step=3), capped=False, start=6)
+    assert_the_answer_was_run(oracle, found, sizes, False)
