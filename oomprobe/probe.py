@@ -84,7 +84,8 @@ def find_max_batch(
             the values that your own code holds in them.
         global_batch: Samples per optimizer step, at least 1. The planned micro-batch is run with gradient accumulation.
         resolution: Stop bisecting when the bracket is within this fraction of the size, in [0, 1); 0 for exact. At 1/128, sizes
-            up to 255 are exact, and larger answers less than 1 % too low. At any resolution the search looks past holes, which are sizes that fail although larger ones run.
+            up to 255 are exact, and larger answers less than 1 % too low. At any resolution the search looks past holes, which
+            are sizes that fail although larger ones run.
         time_limit_s: Seconds for the whole probe, above 0; None for no limit. A step that hangs inside a single C call
             is not interrupted.
         trial_time_limit_s: Seconds for one trial, above 0; None for no limit.

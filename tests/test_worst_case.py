@@ -195,6 +195,7 @@ def test_a_step_on_a_simulated_card():
 def test_another_process_tells_that_its_batches_were_the_largest(has_largest):
     model = torch.nn.Linear(4, 4)
     batches = oomprobe.worst_case_batches([torch.zeros(length, 4) for length in (1, 3)], torch.cat)
+    batches(2)  # outside of any step, which proves nothing
 
     def step(model, batch_size):
         model(batches(batch_size) if has_largest else torch.zeros(batch_size, 4)).sum().backward()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 # The variables, of which torch reads the first one set.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-FIRST_WITH_LAST = (2, 10)  # the first torch that reads the last of them
+READS_ALL = (2, 10)  # the first torch that does; older ones do not know the last
 
 
 def allocator_settings() -> dict[str, str]:
@@ -18,7 +18,7 @@ def allocator_settings() -> dict[str, str]:
 def variables_of(torch_version: str) -> tuple[str, ...]:
     """Return the variables that a version of torch reads."""
     version = tuple(int(part) for part in torch_version.split(".")[:2])
-    if version < FIRST_WITH_LAST:
+    if version < READS_ALL:
         return VARIABLES[:2]
     return VARIABLES
 
@@ -34,11 +34,15 @@ def to_expand(settings: Mapping[str, str], torch_version: str) -> str:
         >>> to_expand({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "2.14.1")
         ''
     """
-    for name, value in settings.items():
+    variables = variables_of(torch_version)
+    for name in variables:
+        value = settings.get(name)
+        if value is None:
+            continue
         if "backend:" in value or "expandable_segments:true" in value.lower():
             return ""
         return f"{name}={value},expandable_segments:True"
     newest = VARIABLES[-1]
-    if newest not in variables_of(torch_version):
+    if newest not in variables:
         newest = VARIABLES[0]
     return f"{newest}=expandable_segments:True"

@@ -46,7 +46,7 @@ LEFT_BEHIND = (
     "the answer smaller"
 )
 KEPT = "leak: each step at batch {size} keeps {kept}, so the free memory lasts for about {steps} steps; {cause}"
-NOT_RESTORED = "what is not restored (positions of iterators and data loaders, attributes of library objects)"
+NOT_RESTORED = "state that stays changed (positions of iterators and data loaders, attributes of library objects)"
 OTHER_RANKS = "other ranks: DDP buckets, NCCL buffers, sharding"
 OTHER_MACHINES = "ranks on other machines: NCCL takes memory for each connection, and FSDP shards over more ranks"
 LONGEST = "longest sequence or largest sample, unless the step makes such batches"
@@ -237,10 +237,8 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
 
 def _gaps(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
     """Yield a note if memory between tensors decided: at the answer, or at the failure above it."""
-    setting, is_of_command = (
-        to_expand(allocator_settings(), torch.__version__),
-        "command" in session.runner.facts.environment,
-    )
+    setting = to_expand(allocator_settings(), torch.__version__)
+    is_of_command = "command" in session.runner.facts.environment
     if largest.deciding is None or not setting or session.device.on_host or is_of_command:
         return  # a command may set it itself
     deciding = last_of(session.trials, largest.deciding, passed=False)

@@ -23,10 +23,8 @@ STRIDE = 1 / 128
 PAST_HOLES = 1 / 64
 # The look runs at the size that ran, divided by this. At size 1, a call with four times the usual batch allocates 0.8 % more
 # bytes than the others, because the parameters' own memory hides it; at 256 (of an MLP that runs 4096), 180 % more.
-LOOK_DIVISOR, LOOK_LEAST = (
-    16,
-    16,
-)  # by twice as much while at least the second are left: at a few samples, calls may differ by chance
+# It is divided by twice as much while LOOK_LEAST samples are left: at a few samples, calls may differ by chance.
+LOOK_DIVISOR, LOOK_LEAST = 16, 16
 NEAR = 1 / 16  # of a size that is expected to be near the limit: the first stride from there
 # Where a failure costs as much as many passes, as with ranks, which must be started and built anew: bisect at this place in the
 # bracket instead of halfway, and make the first stride this fraction of the size, both down from an answer that is not confirmed and

@@ -342,6 +342,7 @@ class LocalRunner:
         predicted = self._device.predict_trial(request)
         if predicted is not None:
             return Outcome(trial=predicted)
+        take_told()  # what was told outside of a step
         self._number, self._in_steps_s = self._number + 1, 0.0
         self._stepping.learn(request.learned)
         before_bytes = self._device.outside_bytes()
