@@ -19,7 +19,7 @@ from oomprobe.errors import (
     unmeasured,
 )
 from oomprobe.ground.units import format_bytes
-from oomprobe.records.trials import DeviceInfo, Request, Trial
+from oomprobe.records.trials import Call, DeviceInfo, Outcome, Request, Trial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class Device(ABC):
         """Return the context in which a target builds its model for this device."""
         return nullcontext()
 
-    def begin_probe(self, poll: Callable[[], None], *, replays: bool) -> None:
+    def begin_probe(self, poll: Callable[[], None]) -> None:
         """Forget earlier steps. While a step runs, call `poll`, which may raise."""
         return
 
@@ -189,11 +189,16 @@ class Device(ABC):
         """Count tensors that exist before the first step."""
         return
 
+    @property
+    def unpredicted(self) -> str:
+        """Why trials cannot be predicted, although two sizes ran; "" if they can, or fewer ran."""
+        return ""
+
     def predict_trial(self, request: Request) -> Trial | None:
         """Return the trial as it would end, or None if it cannot be predicted or must run."""
         return None
 
-    def repeat(self, *, confirms: bool) -> bool:
+    def repeat(self, call: Call) -> bool:
         """Repeat the last call without running it; return False if the step must run, as it may not be steady."""
         return False
 
@@ -201,7 +206,7 @@ class Device(ABC):
         """Exclude later calls from the trial."""
         return
 
-    def learn(self, request: Request, trial: Trial) -> bool:
+    def learn(self, request: Request, outcome: Outcome) -> bool:
         """Learn from a trial that ran; return True if it contradicts earlier predictions."""
         return False
 

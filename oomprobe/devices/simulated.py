@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from oomprobe.devices.base import Counters, Device, History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.ground.units import format_bytes, parse_bytes
-from oomprobe.records.trials import Request, Trial, Verdict
+from oomprobe.records.trials import Call, Outcome, Request, Trial, Verdict
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cards import Card, generic_card
@@ -24,9 +24,10 @@ from oomprobe.simulation.catalogue import find_card
 from oomprobe.simulation.cuda_api import called_by_torch
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import building, simulated
+from oomprobe.simulation.prediction import Predictor
 from oomprobe.simulation.ranks import first_of, with_nccl
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import LiveBlocks, Predictor, RecordedCall, replay_call
+from oomprobe.simulation.tape import LiveBlocks, RecordedCall, replay_trial
 from oomprobe.simulation.unknown import refuse_address, refuse_array, wants_data
 
 
@@ -81,7 +82,6 @@ class SimulatedDevice(Device):
         self._full = False  # whether the cap is below what is already on the card
         self._card_mode = CardMode(self._memory)
         self._predictor = Predictor()
-        self._workspace_bytes: dict[int, int] = {}  # the largest that a convolution may want, by batch size
         self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # state before the trial's first call
         self._calls: list[RecordedCall] = []
         self._trial_calls: list[RecordedCall] = []
@@ -124,10 +124,9 @@ class SimulatedDevice(Device):
         """Let code inside be the first of the card's ranks; `variables` are those of its environment."""
         return first_of(self.world_size, variables, self._assumed)
 
-    def begin_probe(self, poll: Callable[[], None], *, replays: bool = True) -> None:
+    def begin_probe(self, poll: Callable[[], None]) -> None:
         self._card_mode.poll, self._card_mode.notes = poll, {}
-        self._predictor = Predictor(gives_up=not replays)
-        self._workspace_bytes = {}
+        self._predictor = Predictor()
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put parameters, buffers, gradients and optimizer state on the card.
@@ -244,7 +243,7 @@ class SimulatedDevice(Device):
 
     # --- repeating and predicting calls ---
 
-    def repeat(self, *, confirms: bool) -> bool:
+    def repeat(self, call: Call) -> bool:
         """Repeat the last call on the allocator without running it; return False if it may not be steady.
 
         A trial that confirms an answer repeats calls only if its calls were predicted; `learn` checks that they came true.
@@ -252,53 +251,64 @@ class SimulatedDevice(Device):
         Raises:
             torch.OutOfMemoryError: the card has no room for it.
         """
-        steady = self._predictor.steady(self._calls)
-        if steady is None or (confirms and self._predictor.lines is None):
+        if call.decides and self._predictor.lines is None:
+            return False
+        steady = self._predictor.next_call(call.batch_size, call.step, self._calls)
+        if steady is None:
             return False
         try:
             self._memory.repeat(steady)
         except AllocatorOutOfMemory as refusal:
             raise torch.OutOfMemoryError(str(refusal)) from None
+        self._calls.append(steady)
         return True
 
     def end_trial(self) -> None:
         self._trial_calls, self._calls = self._calls, []
 
-    def learn(self, request: Request, trial: Trial) -> bool:
+    def learn(self, request: Request, outcome: Outcome) -> bool:
         """Learn the step's allocations from a trial that ran; return True if they contradict earlier predictions."""
+        trial = outcome.trial
         if trial.accumulation_steps > 1:
             return False
         if not trial.passed:
             return request.confirms
-        self._workspace_bytes[trial.batch_size] = self._memory.largest_workspace_bytes
-        return not self._predictor.learn(trial.batch_size, self._trial_calls)
+        self._predictor.workspace_bytes[trial.batch_size] = self._memory.largest_workspace_bytes
+        names = [record.step for record in outcome.records]
+        return not self._predictor.learn(trial.batch_size, names, self._trial_calls[: len(names)])
+
+    @property
+    def unpredicted(self) -> str:
+        return self._predictor.reason
 
     def predict_trial(self, request: Request) -> Trial | None:
         """Replay a cold trial on a copy of the allocator; None if it cannot be predicted or must run."""
         if request.exact or self._cold is None:
             return None
         cold, live = self._cold
-        calls = self._predictor.calls(request.batch_size, len(request.calls))
+        names = [call.step for call in request.calls]
+        calls = self._predictor.calls(request.batch_size, names)
         if calls is None or cold.reserved_bytes > self._memory.allowed(request.cap_bytes):
             return None
         allocator = cold.copy()
         allocator.limit_bytes = self._memory.allocator_limit(request.cap_bytes)
-        error = None
-        try:
-            for call in calls:
-                live = replay_call(allocator, call, live)
-        except AllocatorOutOfMemory as refusal:
-            error = f"OutOfMemoryError: {refusal}"
+        refusal, limiting = replay_trial(allocator, calls, live)
+        verdict, error, step_name = Verdict.FITS, None, None
+        if refusal is not None:
+            verdict, error = Verdict.OOM, f"OutOfMemoryError: {refusal}"
+        if len({*names}) > 1:
+            step_name = names[limiting]
         return Trial.of(
             request,
-            Verdict.FITS if error is None else Verdict.OOM,
+            verdict,
             peak_allocated_bytes=allocator.peak_allocated_bytes,
             peak_reserved_bytes=allocator.peak_reserved_bytes,
             peak_upper_bytes=self._upper_bytes(
-                allocator.peak_reserved_bytes, self._workspace_at(request.batch_size), request.cap_bytes
+                allocator.peak_reserved_bytes, self._predictor.workspace_at(request.batch_size), request.cap_bytes
             ),
             alloc_retries=allocator.alloc_retries,
             error=error,
+            step_name=step_name,
             replayed=True,
         )
 
@@ -315,17 +325,12 @@ class SimulatedDevice(Device):
             return False
         allocator = cold.copy()
         allocator.capacity_bytes, allocator.total_bytes = self.card.available_bytes, self.card.total_bytes
-        self._cold, self._predictor, self._workspace_bytes = (allocator, live), predictor, card._workspace_bytes
+        self._cold, self._predictor = (allocator, live), predictor
         return True
 
     def _upper_bytes(self, reserved_bytes: int, workspace_bytes: int, cap_bytes: int | None) -> int:
         """Return the peak reserved if a convolution takes the workspace that it may want, as far as the cap allows."""
         return max(reserved_bytes, min(reserved_bytes + workspace_bytes, self._memory.allowed(cap_bytes)))
-
-    def _workspace_at(self, batch_size: int) -> int:
-        """Bound what a convolution may want at a size that did not run: it grows no faster than the batch."""
-        ran = max((size for size in self._workspace_bytes if size <= batch_size), default=min(self._workspace_bytes))
-        return -(-self._workspace_bytes[ran] * max(ran, batch_size) // ran)
 
 
 def _card(card: str | int | Card) -> Card:

@@ -88,6 +88,7 @@ class Session:
         self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
         self._asked_calls = 0  # of the last trial
         self.predicts = True  # whether a device that replays may predict trials
+        self.unpredicted = ""  # as in `Outcome`
         self._allocated: dict[int, Allocated] = {}  # by batch size
         self._ends: dict[tuple[int, int | None, int], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
@@ -281,6 +282,7 @@ class Session:
         self.in_steps_s += outcome.in_steps_s
         self._learned = outcome.learned or self._learned
         self.gradients_hold_graphs |= outcome.gradients_hold_graphs
+        self.unpredicted = outcome.unpredicted
         if outcome.holders:
             self.held_by_step = (
                 f". At the end of a trial the step's code held {', '.join(outcome.holders)}, which was not there before"

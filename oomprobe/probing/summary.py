@@ -58,6 +58,7 @@ NOT_COVERED = (
     "data loader workers and their host memory",
 )
 NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
+UNPREDICTED = "not predicted: {why}. So each of the {trials} trials ran, which took {seconds:.0f} s"
 LITTLE_DATA = "the data set limits the batch size: it has {count} examples"
 SEEN = "the answer ran for {calls}; rarer events were not measured"
 SETTLED = "repeats: within {calls} memory and the values that the step keeps came back to where they were, so identical further calls cannot fail"
@@ -219,6 +220,7 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
         yield remark(f"passed a trial but failed confirmation: batch {sizes}", *largest.unconfirmed)
     if session.device.replays:
         yield _simulation_note(session, answer)
+        yield from _of_prediction(session)
     yield from _leaks(session, answer)
     if is_pressed(answer):
         retries = count(answer.alloc_retries, "allocator retry", "allocator retries")
@@ -311,6 +313,13 @@ def _simulation_note(session: Session, answer: Trial) -> Note:
         sizes.append(max(roomy))
     text += f". Where one does not fit, torch takes another plan of cuDNN's, so this batch runs, but convolutions may be slower {slower}"
     return remark(text, *sizes)
+
+
+def _of_prediction(session: Session) -> Iterator[Note]:
+    """Yield a note if every size ran, although two sizes mostly predict the others."""
+    if session.predicts and session.unpredicted:
+        trials, seconds = len(session.trials), session.in_steps_s
+        yield remark(UNPREDICTED.format(why=session.unpredicted, trials=trials, seconds=seconds))
 
 
 def _not_covered(session: Session) -> list[str]:

@@ -354,6 +354,7 @@ class Outcome:
     gradients_hold_graphs: bool = False  # where it grows: whether gradients are sums that keep the graph of each call
     is_spent: bool = False  # whether its process must end: the step has replaced parameters of which there is no copy
     contradicts_replay: bool = False  # whether it proves earlier predicted trials wrong
+    unpredicted: str = ""  # why a device that replays cannot predict trials; "" if it can, or cannot know yet
     in_steps_s: float = 0.0  # time inside the step
     notes: tuple[Note, ...] = ()  # what a reader of the result should know; the same note may come again
     # For each step the places of the optimizers that step, among those that building made; negative for all others.

@@ -156,7 +156,7 @@ class TrialCalls:
                         if not self.records or call.step != self.call.step:
                             self._start_turn(call)
                         self.call = call
-                        if self._may_repeat(call) and self._device.repeat(confirms=call.decides):
+                        if self._may_repeat(call) and self._device.repeat(call):
                             self._keep(call, None, self._stepping.repeat_call())
                         else:
                             seconds = self._run(call)
@@ -190,7 +190,7 @@ class TrialCalls:
         self._stepping.start_turn(call.step, self._work.steps[call.step], self._request.batch_size, learns=learns)
 
     def _may_repeat(self, call: Call) -> bool:
-        is_like_the_last = bool(self.records) and not call.accumulates and not call.is_recorded
+        is_like_the_last = not call.accumulates and not call.is_recorded
         return self._request.repeats and is_like_the_last and len(self._work.steps) == 1 and self._stepping.did_all()
 
     def _run(self, call: Call) -> float:
@@ -329,7 +329,7 @@ class LocalRunner:
     def _begin_row(self, row: int) -> None:
         """Forget what trials with another value of the axis have shown of memory."""
         self._row = row
-        self._device.begin_probe(self._work.interrupts.poll, replays=len(self._work.steps) == 1)
+        self._device.begin_probe(self._work.interrupts.poll)
         self._baseline = Baseline(self._device, clean=self._start_cold)
         self._notes = Notes()
 
@@ -482,7 +482,8 @@ class LocalRunner:
             measured=measured,
             outside_after_bytes=self._device.outside_bytes() if measured is None else measured.outside_bytes,
             refusal=self._baseline.refusal(trial, emptying),
-            contradicts_replay=self._device.learn(request, trial),
+            contradicts_replay=self._device.learn(request, outcome),
+            unpredicted=self._device.unpredicted,
         )
 
     # --- what it showed ---

@@ -166,9 +166,9 @@ class CachingAllocator:
     """
 
     __slots__ = (  # make replays a fifth faster
-        "_handles", "_last_order", "_live", "_next_address", "_pools", "_settings", "alloc_retries", "allocated_bytes",
+        "_last_order", "_live", "_next_address", "_pools", "_settings", "alloc_retries", "allocated_bytes",
         "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes", "peak_reserved_bytes", "requested_bytes",
-        "reserved_bytes", "served_bytes", "total_bytes",
+        "reserved_bytes", "served", "served_bytes", "total_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -180,7 +180,8 @@ class CachingAllocator:
         self._settings = settings
         self._pools = {is_small: Pool(settings, is_small=is_small) for is_small in (True, False)}
         self._live: dict[int, Block] = {}
-        self._handles = self._last_order = 0
+        self._last_order = 0
+        self.served = 0  # number of blocks ever allocated; a block's handle is its number
         self._next_address = _FIRST_ADDRESS
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
@@ -203,7 +204,7 @@ class CachingAllocator:
                 block.order = self._next_order()
         block.free = False
         block.requested = nbytes
-        self._handles = handle = self._handles + 1
+        self.served = handle = self.served + 1
         self._live[handle] = block
         self.requested_bytes += nbytes
         self.served_bytes += nbytes
@@ -256,14 +257,15 @@ class CachingAllocator:
         self.peak_allocated_bytes = self.allocated_bytes
         self.peak_reserved_bytes = self.reserved_bytes
 
-    @property
-    def served(self) -> int:
-        """Number of blocks ever allocated."""
-        return self._handles
-
     def requested(self) -> dict[int, int]:
         """Return the requested bytes of each block in use, by handle."""
         return {handle: block.requested for handle, block in self._live.items()}
+
+    def layout(self, handles: Iterable[int]) -> object:
+        """Return where these blocks and the free memory lie, and how often that was emptied: what decides about requests to come."""
+        places = [(block.address, block.size) for block in map(self._live.get, handles) if block]
+        free = [entry[:3] for pool in self._pools.values() for entry in pool.free]
+        return places, free, self.reserved_bytes, self.alloc_retries
 
     def stats(self) -> dict[str, int]:
         """Return figures by their names in ``torch.cuda.memory_stats``, for both pools together."""

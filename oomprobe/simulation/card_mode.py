@@ -32,7 +32,7 @@ from oomprobe.ground import torch_versions
 from oomprobe.ground.frames import user_line
 from oomprobe.simulation import scratch
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
-from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes, Results
+from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes, Results, Views
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.unknown import (
     KnownBools,
@@ -87,8 +87,9 @@ class CardMode(TorchDispatchMode):
         self.poll: Callable[[], None] = lambda: None
         self.notes: dict[str, None] = {}
         self._processors = memory.card.processors
-        self.fakes = Fakes(self.fake_mode, memory)
-        self._results = Results(self.fake_mode)
+        views = Views(self.fake_mode)
+        self.fakes = Fakes(self.fake_mode, views, memory)
+        self._results = Results(self.fake_mode, views)
         self._known_bools: KnownBools = weakref.WeakKeyDictionary()
         self._last_zeros: Callable[[], torch.Tensor | None] = lambda: None
         self.is_building = False

@@ -8,7 +8,7 @@ apart. The step *sees* ``cuda:0`` and ``cpu``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,11 +44,41 @@ def requested_device(device: Any) -> torch.device | None:
     return None
 
 
+class Views:
+    """Makes fakes: views of storages on the meta device."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a new fake, by its device
+
+    def make(
+        self,
+        storage: torch.UntypedStorage,
+        shape: Any,
+        stride: Any,
+        offset: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> FakeTensor:
+        """Return a fake; its class takes five times as long."""
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty(0, dtype=dtype, device="meta")
+            meta.set_(storage, offset, shape, stride)
+        if device not in self._attributes:
+            self._attributes[device] = {**vars(FakeTensor(self._mode, meta, device))}
+        fake: FakeTensor = torch.Tensor._make_subclass(
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(self._attributes[device])
+        return fake
+
+
 class Fakes:
     """Fakes of real tensors, kept while the real ones live."""
 
-    def __init__(self, mode: FakeTensorMode, memory: CardMemory) -> None:
-        self._mode, self._memory = mode, memory
+    def __init__(self, mode: FakeTensorMode, views: Views, memory: CardMemory) -> None:
+        self._mode, self._make_view, self._memory = mode, views.make, memory
         self._storages: WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = WeakKeyDictionary()
         self._views: WeakKeyDictionary[torch.UntypedStorage, dict[tuple[Any, ...], FakeTensor]] = WeakKeyDictionary()
         self._copies: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}  # card copies of views, by id of the view
@@ -126,8 +156,8 @@ class Fakes:
 
     def _make_fake(self, tensor: torch.Tensor) -> FakeTensor:
         storage = self._storage_of(tensor)
-        place = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return _view(self._mode, storage, (*place, tensor.dtype, self._device_of(storage)))
+        shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return self._make_view(storage, shape, stride, offset, tensor.dtype, self._device_of(storage))
 
     def _storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         real = tensor.untyped_storage()
@@ -141,8 +171,8 @@ class Fakes:
 class Results:
     """Runs operators on fakes, and remembers what they return: torch's own cache takes several times as long."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
+    def __init__(self, mode: FakeTensorMode, views: Views) -> None:
+        self._mode, self._make_view = mode, views.make
         # By an operator and its arguments: what makes each result, and what puts the results together.
         self._known: dict[tuple[Any, ...], tuple[Callable[[list[Any]], Any], list[Callable[[list[Any]], Any]]]] = {}
 
@@ -198,7 +228,7 @@ class Results:
                 storage = _UntypedStorage(nbytes, device="meta")
             else:
                 storage = tensors[source].untyped_storage()
-            tensors.append(_view(self._mode, storage, geometry))
+            tensors.append(self._make_view(storage, *geometry))
             return tensors[-1]
 
         return make
@@ -230,15 +260,6 @@ def _describe(values: Any, parts: list[Any], tensors: list[Any]) -> bool:
         else:
             return False
     return True
-
-
-def _view(mode: FakeTensorMode, storage: torch.UntypedStorage, geometry: Sequence[Any]) -> FakeTensor:
-    """Return a fake that views a storage on the meta device."""
-    shape, stride, offset, dtype, device = geometry
-    with torch._C._DisableTorchDispatch():
-        meta = torch.empty(0, dtype=dtype, device="meta")
-        meta.set_(storage, offset, shape, stride)
-    return FakeTensor(mode, meta, device)
 
 
 def _has_fake_storage(tensor: torch.Tensor) -> bool:

@@ -13,7 +13,7 @@ from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, C
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.scratch import Kernel, Launch, borrowed, needs_of
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import LiveBlocks, RecordedCall, Tape, replay_call
+from oomprobe.simulation.tape import LiveBlocks, RecordedCall, Tape, replay_call, state_of
 
 _Storage = Any  # torch.UntypedStorage, on the host or the meta device
 
@@ -47,6 +47,8 @@ class CardMemory:
         self.tuned: set[Hashable] = set()
         self.tape = Tape()
         self._peaks_before, self._retries_before = (0, 0), 0  # of this trial, before the step reset them
+        self._repeated: tuple[RecordedCall, object] | None = None  # the last, and the memory in which it began
+        self._served = self._served_bytes = 0  # blocks and bytes in it
         self._allocations: dict[int, _Allocation] = {}
         self._policy = workspaces()
         self._cublas_bytes = card.cublas_workspace_bytes
@@ -60,6 +62,7 @@ class CardMemory:
         self._peaks_before, self._retries_before = (0, 0), 0
         self.largest_workspace_bytes = 0
         self.tuned.clear()
+        self._repeated = None
         names = self.tape.start_trial(len(self._allocations))
         for allocation, name in zip(self._allocations.values(), names, strict=True):
             allocation.name = name
@@ -222,13 +225,22 @@ class CardMemory:
 
         If there is no room for it, only peaks and counters change.
         """
+        live = self.live_blocks
+        state = state_of(self.allocator, live)
+        if self._repeated == (call, state):  # the last repetition has changed nothing, and this one would not either
+            self.allocator.served_bytes += self._served_bytes
+            self.allocator.served += self._served
+            return
         allocator = self.allocator.copy()
         try:
-            after = replay_call(allocator, call, self.live_blocks)
+            after = replay_call(allocator, call, live)
         except AllocatorOutOfMemory:
             for name in ("peak_allocated_bytes", "peak_reserved_bytes", "alloc_retries", "ooms"):
                 setattr(self.allocator, name, getattr(allocator, name))
             raise
+        self._repeated = call, state
+        self._served = allocator.served - self.allocator.served
+        self._served_bytes = allocator.served_bytes - self.allocator.served_bytes
         self.allocator = allocator
         for allocation in self._allocations.values():
             if allocation.name[0] == self.tape.call_number:

@@ -1,20 +1,14 @@
-"""Allocator events of each call of a step, and their prediction for other batch sizes.
-
-The events of a step usually differ between batch sizes only in their sizes, which grow linearly. Tapes of two batch sizes
-determine the lines. Other batch sizes are then tried by replaying their predicted tape on the allocator alone, and each
-further batch size that runs checks the lines. Steps that do not follow lines (a batch split into chunks, a padded shape)
-are not predicted.
-"""
+"""Allocator events of each call of a step, and their replay on an allocator alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from oomprobe.simulation.allocator import CachingAllocator
-from oomprobe.simulation.reductions import Processors
+from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.scratch import Kernel, needs_of
 
 # Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, 0, 0) for the cache, and, for a kernel with scratch
@@ -22,18 +16,17 @@ from oomprobe.simulation.scratch import Kernel, needs_of
 # into the list of sizes; a kernel's sizes are the numbers from which its rule computes its scratch memory.
 ALLOCATED, FREED, RELEASED, KERNEL_STARTED, KERNEL_ENDED = range(5)
 Event = tuple[int, int, Any]
-NUMBERS_BYTES = 4096  # losses and counts, of which a loop may hold one more at the peak
 LiveBlocks = dict[tuple[int, int], int]  # handles by (calls ago, index in that call)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecordedCall:
     """One call of a step: its events in order, and their sizes."""
 
     events: tuple[Event, ...]
     sizes: tuple[int, ...]
 
-    @property
+    @cached_property
     def core(self) -> tuple[Event, ...]:
         """Events except frees of earlier calls' blocks, which a clean-up between calls may already have freed."""
         core = []
@@ -43,7 +36,7 @@ class RecordedCall:
                 core.append(event)
         return tuple(core)
 
-    @property
+    @cached_property
     def closed(self) -> bool:
         """Whether the call frees exactly the blocks that an identical call before it leaves."""
         left, freed = set(), set()  # blocks of this call, and blocks of earlier calls, as the next call names them
@@ -55,6 +48,11 @@ class RecordedCall:
             elif kind == FREED:
                 freed.add((index, detail))
         return left == freed
+
+    def repeats(self, before: RecordedCall) -> bool:
+        """Whether it did what the call before it did, so that another one would too."""
+        is_alike = self is before or (self.core, self.sizes) == (before.core, before.sizes)
+        return is_alike and self.closed
 
 
 class Tape:
@@ -137,120 +135,40 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
     return {(ago + 1, index): block for (ago, index), block in live.items()}
 
 
+def replay_calls(allocator: CachingAllocator, calls: Iterable[RecordedCall], live: LiveBlocks) -> Iterator[int]:
+    """Replay calls as `replay_call` does, one that repeats until it changes nothing more; yield the peak allocated after each."""
+    last, began = None, None
+    for call in calls:
+        state = state_of(allocator, live)
+        if call is not last or state != began:
+            live = replay_call(allocator, call, live)
+        last, began = call, state
+        yield allocator.peak_allocated_bytes
+
+
+def replay_trial(
+    allocator: CachingAllocator, calls: Iterable[RecordedCall], live: LiveBlocks
+) -> tuple[AllocatorOutOfMemory | None, int]:
+    """Replay a trial; return the refusal that ended it, if one did, and the number of the call that failed, or took the most."""
+    peaks_bytes: list[int] = []
+    try:
+        for peak_bytes in replay_calls(allocator, calls, live):
+            peaks_bytes.append(peak_bytes)
+    except AllocatorOutOfMemory as refusal:
+        return refusal, len(peaks_bytes)
+    return None, peaks_bytes.index(peaks_bytes[-1])
+
+
+def state_of(allocator: CachingAllocator, live: LiveBlocks) -> object:
+    """Return what decides how a call goes that repeats the last one."""
+    left = {index: block for (ago, index), block in live.items() if ago == 1}
+    return [*left], allocator.layout(left.values())
+
+
 def peak_bytes(calls: Sequence[RecordedCall]) -> int:
     """Return the most bytes that calls, made one after the other, request at any time."""
-    allocator, live = CachingAllocator(2**62), LiveBlocks()
+    allocator = CachingAllocator(2**62)
     allocator.log = []
-    for call in calls:
-        live = replay_call(allocator, call, live)
+    for _ in replay_calls(allocator, calls, {}):
+        pass
     return max(accumulate(nbytes for _, nbytes in allocator.log), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A call whose sizes are linear in the batch size."""
-
-    call: RecordedCall
-    batch_size: int
-    slopes: tuple[int, ...]
-
-    def at(self, batch_size: int) -> RecordedCall:
-        """Return the call predicted for a batch size."""
-        more = batch_size - self.batch_size
-        sizes = (size + slope * more for size, slope in zip(self.call.sizes, self.slopes, strict=True))
-        return RecordedCall(self.call.events, tuple(sizes))
-
-    def on(self, processors: Processors) -> Line:
-        """Return the line on a card of the same compute capability with these processors."""
-        events = []
-        for kind, index, detail in self.call.events:
-            if isinstance(detail, Kernel):
-                detail = detail.on(processors)
-            events.append((kind, index, detail))
-        return replace(self, call=replace(self.call, events=tuple(events)))
-
-
-def lines_through(
-    size: int, calls: Sequence[RecordedCall], other_size: int, other_calls: Sequence[RecordedCall]
-) -> list[Line] | None:
-    """Return the lines through calls of two batch sizes; None if the events differ or a slope is not whole.
-
-    Example:
-        >>> events = ((ALLOCATED, 0, 0), (FREED, 0, 0))
-        >>> lines_through(1, [RecordedCall(events, (12,))], 2, [RecordedCall(events, (16,))])[0].at(100).sizes
-        (408,)
-    """
-    if len(calls) != len(other_calls):
-        return None
-    lines = []
-    for call, other_call in zip(calls, other_calls, strict=True):
-        if call.events != other_call.events:
-            return None
-        slopes = []
-        for nbytes, other_bytes in zip(call.sizes, other_call.sizes, strict=True):
-            slope, rest = divmod(other_bytes - nbytes, other_size - size)
-            if rest:
-                return None
-            slopes.append(slope)
-        lines.append(Line(call, size, tuple(slopes)))
-    return lines
-
-
-class Predictor:
-    """Prediction of the calls of a cold trial.
-
-    A trial consists of a first call, which creates gradients, optimizer state and workspaces, of further calls until two
-    are equal, and of any number of repetitions of that steady call.
-
-    Attributes:
-        lines: One for each of these calls up to the steady one; None while unknown or after a contradiction.
-    """
-
-    def __init__(self, *, gives_up: bool = False) -> None:
-        self.lines: list[Line] | None = None
-        self._trials: dict[int, list[RecordedCall]] = {}
-        self._given_up = gives_up
-
-    def learn(self, batch_size: int, calls: Sequence[RecordedCall]) -> bool:
-        """Learn from a trial that ran; return False if its calls contradict the lines and take another peak."""
-        steady = self.steady(calls)
-        if steady is None or self._given_up:
-            return True
-        trial = [*calls, steady]
-        while len(trial) > 1 and trial[-2] == steady:
-            trial.pop()
-        if self.lines is not None:
-            predicted = [line.at(batch_size) for line in self.lines]
-            # A loop whose smaller last batch only some sizes leave makes other calls, with the same peak.
-            if abs(peak_bytes(predicted) - peak_bytes(trial)) > NUMBERS_BYTES:
-                self.lines, self._given_up = None, True
-                return False
-        self._trials[batch_size] = trial
-        if self.lines is None and len(self._trials) > 1:
-            (size, first), (other_size, second) = list(self._trials.items())[-2:]
-            self.lines = lines_through(size, first, other_size, second)
-        return True
-
-    def on(self, processors: Processors) -> Predictor | None:
-        """Return the prediction for a card of the same compute capability with these processors; None if there is none."""
-        if self.lines is None:
-            return None
-        predictor = Predictor(gives_up=True)
-        predictor.lines = [line.on(processors) for line in self.lines]
-        return predictor
-
-    def steady(self, calls: Sequence[RecordedCall]) -> RecordedCall | None:
-        """Return the call that would repeat: the last one if it equals the one before."""
-        if len(calls) < 2:
-            return None
-        before, last = calls[-2:]
-        if (before.core, before.sizes) != (last.core, last.sizes) or not last.closed:
-            return None
-        return last
-
-    def calls(self, batch_size: int, count: int) -> list[RecordedCall] | None:
-        """Predict the first `count` calls of a cold trial; None if unknown."""
-        if self.lines is None:
-            return None
-        trial = [line.at(batch_size) for line in self.lines]
-        return [*trial, *trial[-1:] * count][:count]

@@ -132,30 +132,107 @@ def test_a_failed_backward_leaves_nothing_to_the_next_trial(monkeypatch):
     assert result.limited_by == "memory"
 
 
-def evaluated(model, batch_size):
-    with torch.no_grad():
-        model(torch.randn(8 * batch_size, 256))
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_nonlinear_steps_run_at_every_size(several):
+def test_nonlinear_steps_run_at_every_size():
     model, sizes, ran = nn.Linear(256, 256), Log(), Log()
 
     def inputs(x):
         sizes.append(len(x))
-        return [x] if several else x.split(32)
-
-    step = linear_step(model, 256, torch.optim.SGD, inputs)
-    steps = {"train": step, "eval": evaluated} if several else step
+        return x.split(32)
 
     def count(trial):
         ran.append(len(sizes))
         sizes.clear()
 
-    result = oomprobe.find_max_batch(model, steps, device="sim:64MiB", max_batch=512, progress=count)
+    step = linear_step(model, 256, torch.optim.SGD, inputs)
+    result = oomprobe.find_max_batch(model, step, device="sim:64MiB", max_batch=512, progress=count)
     assert result.batch_size == 512
     assert not any(t.replayed for t in result.trials)  # earlier replays are discarded
     assert ran[-1] >= 1 + 5, "no call that confirm_steps takes was repeated without running"
+
+
+def test_why_no_size_is_predicted_is_said():
+    """Parts of 4 at first, and of 1 from there on: no two sizes have the same events."""
+    model = nn.Linear(256, 256)
+    step = linear_step(model, 256, torch.optim.SGD, lambda x: x.split(1))
+    result = oomprobe.find_max_batch(model, step, device="sim:64MiB", max_batch=16, progress="off")
+    assert not any(t.replayed for t in result.trials)
+    [note] = [note for note in result.notes if "not predicted" in note]
+    assert "the allocations at batch 8 and 16 differ" in note
+    assert f"each of the {len(result.trials)} trials ran, which took " in note
+
+
+def unpredicted(monkeypatch, model, step, device="sim:64MiB", **options):
+    """Probe with every size run."""
+    with monkeypatch.context() as patch:
+        patch.setattr(SimulatedDevice, "predict_trial", lambda *_: None)
+        return probe(model, step, device, **options)
+
+
+def accumulating_step(model, every):
+    """Return a step that is a micro-batch, and steps its optimizer at each `every`-th call."""
+    optimizer, seen = torch.optim.AdamW(model.parameters()), {"calls": 0}
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 256, device="cuda")).square().mean().backward()
+        seen["calls"] += 1
+        if seen["calls"] % every == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def evaluated(model, batch_size):
+    with torch.no_grad():
+        model(torch.randn(8 * batch_size, 256))
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one step", "evaluates too"])
+@pytest.mark.parametrize("make", [linear_step, accumulating_step], ids=["steady", "counts its micro-batches"])
+def test_each_call_of_a_trial_is_predicted(make, several, monkeypatch):
+    def answer(find):
+        model = nn.Linear(256, 256)
+        step = make(model, 256) if make is linear_step else make(model, 5)
+        result = find(model, {"train": step, "eval": evaluated} if several else step)
+        return result, (result.batch_size, result.limit_batch_size, result.limiting_step)
+
+    result, found = answer(lambda *args: probe(*args, device="sim:64MiB"))
+    truth, true = answer(partial(unpredicted, monkeypatch))
+    assert found == true
+    assert answer_ran(result)
+    ran = [trial for trial in result.trials if not trial.replayed]
+    assert len(ran) <= 6 < len(truth.trials)
+    peaks = {(t.batch_size, t.phase): (t.peak_allocated_bytes, t.peak_reserved_bytes) for t in truth.trials if t.passed}
+    for trial in result.trials:
+        if trial.passed:
+            assert (trial.peak_allocated_bytes, trial.peak_reserved_bytes) == peaks[trial.batch_size, trial.phase]
+
+
+@pytest.mark.parametrize("is_told", [False, True], ids=["hidden", "reads the turn"])
+def test_steps_whose_turns_differ_are_not_predicted(is_told):
+    """Evaluation keeps what it computed from its second turn on."""
+    model, optimizer, turns = nn.Linear(256, 256), None, Log()
+    epoch = {"now": 0}
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def train(model, batch_size):
+        epoch["now"] += 1
+        turns.append("train")
+        model(torch.randn(batch_size, 256, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def evaluate(model, batch_size):
+        is_later = epoch["now"] > 3 if is_told else turns.count("train") % 6 == 0
+        with torch.no_grad():
+            results = [model(torch.randn(batch_size, 256, device="cuda")) for _ in range(3 if is_later else 1)]
+        del results
+
+    options = {"confirm_steps": 2, "max_batch": 4096, "progress": lambda trial: turns.clear()}
+    result = oomprobe.find_max_batch(model, {"train": train, "eval": evaluate}, device="sim:64MiB", **options)
+    assert not any(trial.replayed for trial in result.trials)
+    [note] = [note for note in result.notes if "not predicted" in note]
+    assert "step 'eval' allocates something else in its second turn than in its first" in note
 
 
 @pytest.mark.parametrize(("at", "times"), [(1000, 4), (5, 3), (300, 1 / 4)], ids=["fails", "fails at once", "passes"])

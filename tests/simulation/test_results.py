@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from oomprobe.simulation.fakes import Results
+from oomprobe.simulation.fakes import Results, Views
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ CALLS = {
 def test_a_remembered_result_is_what_torch_returns(name):
     func, shapes, rest, named = CALLS[name]
     mode = FakeTensorMode()
-    results = Results(mode)
+    results = Results(mode, Views(mode))
 
     def call(run):
         with mode:
@@ -64,7 +64,7 @@ def test_a_remembered_result_is_what_torch_returns(name):
 
 def test_arguments_that_decide_about_the_result_are_told_apart():
     mode = FakeTensorMode()
-    results = Results(mode)
+    results = Results(mode, Views(mode))
     with mode:
         host, integers = torch.empty(4), torch.empty(4, dtype=INTEGERS)
         card = torch.empty(4, device=torch.device("cpu", 0))
@@ -81,7 +81,7 @@ def test_arguments_that_decide_about_the_result_are_told_apart():
 
 def test_no_storage_is_kept_alive():
     mode, gone = FakeTensorMode(), []
-    results = Results(mode)
+    results = Results(mode, Views(mode))
     for _ in range(2):
         with mode:
             one = torch.empty(4)
@@ -94,7 +94,7 @@ def test_no_storage_is_kept_alive():
 def test_a_number_that_always_differs_fills_no_memory(monkeypatch):
     monkeypatch.setattr("oomprobe.simulation.fakes.MOST_RESULTS", 10)
     mode = FakeTensorMode()
-    results = Results(mode)
+    results = Results(mode, Views(mode))
     with mode:
         one = torch.empty(4)
     for number in range(25):
@@ -118,7 +118,7 @@ class Cuts:
 @pytest.mark.parametrize("cuts", [[slice(4)], [slice(8), slice(4)]], ids=["larger than the result", "of two results"])
 def test_a_storage_that_is_not_one_results_own_is_not_made_anew(cuts):
     mode, cut = FakeTensorMode(), Cuts(*cuts)
-    results = Results(mode)
+    results = Results(mode, Views(mode))
     with mode:
         one = torch.empty(4)
     for _ in range(2):
@@ -137,7 +137,7 @@ class CountingMode(FakeTensorMode):
 
 def test_torchs_kernel_runs_once_for_arguments_of_the_same_kinds():
     mode = CountingMode()
-    results = Results(mode)
+    results = Results(mode, Views(mode))
     with mode:
         tensors = [torch.empty(4) for _ in range(5)]
     before = CountingMode.count

@@ -6,17 +6,9 @@ from hypothesis import strategies as st
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import generic_card
 from oomprobe.simulation.memory import CardMemory
+from oomprobe.simulation.prediction import Predictor, lines_through
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import (
-    ALLOCATED,
-    FREED,
-    RELEASED,
-    Predictor,
-    RecordedCall,
-    lines_through,
-    peak_bytes,
-    replay_call,
-)
+from oomprobe.simulation.tape import ALLOCATED, FREED, RELEASED, RecordedCall, peak_bytes, replay_call
 
 MIB = 2**20
 
@@ -92,10 +84,18 @@ def cold(batch_size):
     return [first(batch_size), step(batch_size), step(batch_size)]
 
 
+def learn(predictor, size, calls):
+    return predictor.learn(size, ["train"] * len(calls), calls)
+
+
+def predict(predictor, size, count):
+    return predictor.calls(size, ["train"] * count)
+
+
 def taught(*sizes):
     predictor = Predictor()
     for size in sizes:
-        assert predictor.learn(size, cold(size))
+        assert learn(predictor, size, cold(size))
     return predictor
 
 
@@ -106,9 +106,9 @@ def test_a_step_that_releases_the_cache():
 
 
 def test_two_sizes_predict_the_calls_of_a_cold_trial():
-    assert taught(1).calls(100, 9) is None
-    assert taught(1, 2).calls(100, 1) == [first(100)]
-    assert taught(1, 2).calls(100, 4) == [first(100), step(100), step(100), step(100)]
+    assert predict(taught(1), 100, 9) is None
+    assert predict(taught(1, 2), 100, 1) == [first(100)]
+    assert predict(taught(1, 2), 100, 4) == [first(100), step(100), step(100), step(100)]
 
 
 def test_the_last_two_sizes_determine_the_line():
@@ -116,17 +116,17 @@ def test_the_last_two_sizes_determine_the_line():
     predictor = Predictor()
     odd = RecordedCall((*step(1).events, (ALLOCATED, 3, 0), (FREED, 0, 3)), (*step(1).sizes, MIB))
     for size, calls in ((1, [first(1), odd, odd]), (2, cold(2))):
-        assert predictor.learn(size, calls)
+        assert learn(predictor, size, calls)
         assert predictor.lines is None
-    assert predictor.learn(4, cold(4))
+    assert learn(predictor, 4, cold(4))
     assert predictor.lines is not None
 
 
 def test_a_size_off_the_line_ends_replays():
     predictor = taught(1, 2, 4)
-    assert not predictor.learn(8, [first(8), *[RecordedCall(step(8).events, (1, 2, 3))] * 2])
+    assert not learn(predictor, 8, [first(8), *[RecordedCall(step(8).events, (1, 2, 3))] * 2])
     for size in (16, 32, 64):
-        assert predictor.learn(size, cold(size))
+        assert learn(predictor, size, cold(size))
         assert predictor.lines is None
 
 
@@ -139,9 +139,9 @@ def test_other_calls_with_the_predicted_peak_keep_the_lines():
         return [RecordedCall((*call.events, *more), (*(*call.sizes, *[0] * 9)[:9], extra)) for call in cold(size)]
 
     predictor = taught(1, 2)
-    assert predictor.learn(8, further(8, 8 * MIB))
-    assert predictor.calls(100, 2) == cold(100)[:2]
-    assert not predictor.learn(8, further(8, 80 * MIB))
+    assert learn(predictor, 8, further(8, 8 * MIB))
+    assert predict(predictor, 100, 2) == cold(100)[:2]
+    assert not learn(predictor, 8, further(8, 80 * MIB))
     assert predictor.lines is None
 
 
@@ -151,11 +151,59 @@ def test_the_peak_counts_what_earlier_calls_left():
     assert peak_bytes([]) == 0
 
 
-def test_a_call_is_steady_if_repeated():
+def following(predictor, calls, size=8):
+    return predictor.next_call(size, "train", calls)
+
+
+def test_a_call_repeats_if_it_did_what_the_last_one_did():
     leaking = step(8, dead=())
     for calls in ([step(8)], [step(8), step(9)], [leaking, leaking]):
-        assert Predictor().steady(calls) is None
-    assert Predictor().steady([step(8), step(8)]) == step(8)
+        assert following(Predictor(), calls) is None
+    assert following(Predictor(), [step(8), step(8)]) == step(8)
+
+
+def test_a_call_repeats_where_it_did_at_another_size():
+    assert following(taught(4), cold(8)[:1]) is None
+    assert following(taught(4), cold(8)[:2]) == step(8)
+    assert following(taught(4), [a_call(8), step(8)]) is None  # it began otherwise
+    assert following(taught(4), [first(8), a_call(8)]) is None
+
+
+def test_a_call_repeats_where_all_were_as_predicted():
+    assert following(taught(2, 4), cold(8)[:2]) == step(8)
+    assert following(taught(2, 4), [first(8), RecordedCall(step(8).events, (9 * MIB, 16 * MIB, 4 * MIB))]) is None
+
+
+def test_calls_of_several_steps_are_predicted_in_their_order():
+    predictor, names = Predictor(), ["train", "train", "eval", "train", "eval"]
+
+    def calls(size):
+        other = a_call(3 * size)
+        return [first(size), step(size), other, step(size), other]
+
+    for size in (1, 2):
+        assert predictor.learn(size, names, calls(size))
+    assert predictor.calls(100, names) == calls(100)
+    assert predictor.calls(100, names[:4]) == calls(100)[:4]
+    assert predictor.calls(100, [*names, "eval"]) is None
+    assert predictor.calls(100, ["train"]) == [first(100)]
+    assert predictor.calls(100, ["eval"]) is None
+
+
+def test_a_later_turn_with_another_call_ends_predictions():
+    predictor, names = Predictor(), ["train", "train", "eval", "train", "eval"]
+    for size in (1, 2, 3):
+        assert predictor.learn(size, names, [first(size), step(size), a_call(size), step(size), a_call(size, size)])
+    assert predictor.lines is None
+    assert "'eval'" in predictor.reason
+
+
+def test_calls_that_do_not_repeat_are_predicted_as_far_as_they_ran():
+    predictor = Predictor()
+    for size, made in ((1, 4), (2, 3)):
+        assert learn(predictor, size, [a_call(number * size) for number in range(1, made + 1)])
+    assert predict(predictor, 100, 3) == [a_call(100), a_call(200), a_call(300)]
+    assert predict(predictor, 100, 4) is None
 
 
 def test_a_repeat_without_room_changes_only_counters():
