@@ -8,11 +8,12 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MARK = "OOMPROBE_WORKER"  # environment variable that a worker and its descendants carry
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+_ENV_START = 47  # field of proc_pid_stat(5) after the third
 _REAP_S = 5.0  # a killed process ends at once, unless it waits in the kernel
 
 
@@ -21,6 +22,27 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Let processes below this one that lose their parent become its children (prctl(2))."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+
+
+def mark_as(mark: str) -> None:
+    """Give this process another mark of the same length: a fork shows that of its parent (proc_pid_environ(5))."""
+    before = f"{MARK}={os.environ[MARK]}".encode()
+    place = Path("/proc/self/environ").read_bytes().find(before)
+    if place >= 0:
+        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ctypes.memmove(int(started[_ENV_START]) + place, f"{MARK}={mark}".encode(), len(before))
+    os.environ[MARK] = mark
 
 
 def prefer_to_be_killed() -> None:

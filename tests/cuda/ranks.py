@@ -1,17 +1,16 @@
 """Probe with forked ranks on the bed: a group of two starts in 0.2 s, where processes that import torch take 3 s."""
 
 from bed import forked
-from workers.forks import fork
+from workers.forks import install
 
 from oomprobe.records.patience import Patience
-from oomprobe.runners.workers.process import Process
 
 HASTY = Patience(failing_s=0.5)
 
 
 def forking(function):
     """Run a function that probes with forked processes."""
-    Process.spawned = fork
+    install()
     return function()
 
 

@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from bed import forked
-from workers.forks import fork
+from workers.forks import install
 from zoo import converted, mlp, runs
 
 import oomprobe
-from oomprobe.runners.workers.process import Process
 
 from .ranks import on_ranks
 
@@ -21,7 +20,7 @@ EMPTYING = "after torch.cuda.empty_cache()"
 
 
 def isolated():
-    Process.spawned = fork
+    install()
     return oomprobe.probe_target(f"{MODELS}:converted", start_batch=8192, device="cuda", **OPTIONS)
 
 

@@ -11,13 +11,12 @@ import torch
 from bed import ILLEGAL_ADDRESS, fail, forked, holding
 from helpers import find_hastily
 from ledger import Log
-from workers.forks import fork
+from workers.forks import install
 from zoo import MODELS, mlp, target
 
 import oomprobe
 from oomprobe.devices.sharing import processes_on
 from oomprobe.records.patience import Patience
-from oomprobe.runners.workers.process import Process
 
 MIB, GIB = 2**20, 2**30
 QUIET = {"progress": "off"}
@@ -210,7 +209,7 @@ def test_processes_share_a_card(tmp_path):
 
 def isolated(target, **options):
     """Probe in forked workers; return the result and whether this process initialised CUDA."""
-    Process.spawned = fork
+    install()
     result = oomprobe.probe_target(target, device="cuda", **options, **QUIET)
     return result.to_dict(), torch.cuda.is_initialized()
 
@@ -227,3 +226,19 @@ def test_workers_with_a_sticky_error_are_replaced(tmp_path):
     result, _ = forked(lambda: isolated(faulty, resolution=0.1, max_batch=4096), limit_s=240)
     assert result["limited_by"] == "size_limit"
     assert 900 <= result["batch_size"] < 1000
+
+
+def test_workers_forked_before_cuda_was_used_train(tmp_path):
+    """At import, as scripts do, the target asks whether there is CUDA; each worker asks anew."""
+    name = target(tmp_path, name="gpt")
+    file = Path(name.rpartition(":")[0])
+    file.write_text(f"import torch\ndevice = 'cuda' if torch.cuda.is_available() else 1 / 0\n{file.read_text()}")
+
+    def probed():
+        result = oomprobe.probe_target(name, device="cuda", **QUIET)
+        return result.batch_size, result.environment["workers"], torch.cuda.is_initialized()
+
+    answer, workers, initialised = forked(probed, limit_s=120)
+    assert workers == "forked from a process that has made the imports"
+    assert not initialised
+    assert answer == forked(lambda: oomprobe.find_max_batch(*MODELS["gpt"](), **QUIET).batch_size)

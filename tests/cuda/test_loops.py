@@ -6,11 +6,10 @@ import pytest
 import torch
 from bed import forked
 from composed import PARTS, Trainer
-from workers.forks import fork
+from workers.forks import install
 from zoo import peaks, runs
 
 import oomprobe
-from oomprobe.runners.workers.process import Process
 
 from . import loops
 
@@ -63,7 +62,7 @@ if __name__ != "__main__":
     )
 
     def isolated():
-        Process.spawned = fork
+        install()
         return oomprobe.probe_target(f"{target}:build", progress="off", min_batch=4096, max_batch=16384, resolution=0.2)
 
     result = forked(isolated, **FORK)

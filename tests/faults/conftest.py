@@ -14,6 +14,7 @@ from workers.forks import fork
 from faults import card
 from oomprobe.devices.statistics import Statistics
 from oomprobe.runners.workers.process import Process
+from oomprobe.runners.workers.template import Template
 
 
 def settings():
@@ -62,6 +63,7 @@ def spawned():
 def forked_workers(request, monkeypatch):
     if "spawned" not in request.fixturenames:
         monkeypatch.setattr(Process, "spawned", fork)
+        monkeypatch.setattr(Template, "of", lambda target: None)
 
 
 @pytest.fixture(autouse=True)

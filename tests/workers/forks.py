@@ -7,6 +7,7 @@ import torch
 from oomprobe.records.patience import PATIENCE
 from oomprobe.runners.workers import worker
 from oomprobe.runners.workers.process import Process
+from oomprobe.runners.workers.template import Template
 
 
 def fork(variables=None, label="", patience=PATIENCE):
@@ -18,3 +19,8 @@ def fork(variables=None, label="", patience=PATIENCE):
         worker.answer(wire)
 
     return Process.forked(serve, patience)
+
+
+def install():
+    """Let all workers of this process be forked from it."""
+    Process.spawned, Template.of = fork, lambda target: None

@@ -12,8 +12,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux, processes
@@ -30,7 +32,7 @@ NO_FORK = (
 )
 _COMMAND = (
     f"import sys; sys.path[:] = {{path!r}}; from {processes.__name__} import die_with_parent; "
-    f"die_with_parent({{parent}}); from {__package__} import worker; worker.main({{end}})"
+    f"die_with_parent({{parent}}); from {__package__} import {{module}}; {{call}}"
 )
 
 
@@ -83,24 +85,8 @@ class Process:
     ) -> Process:
         """Start a worker, a separate program, and return while it is still importing torch; `variables` join its environment."""
         mark = secrets.token_hex(8)
-        path = [entry for entry in sys.path if isinstance(entry, str)]  # import ignores all others
-        options = [part for option in sys.warnoptions for part in ("-W", option)]
 
-        def start(wire: Connection, stderr: int) -> int:
-            os.set_inheritable(wire.fileno(), True)
-            command = _COMMAND.format(parent=os.getpid(), path=path, end=wire.fileno())
-            return os.posix_spawn(
-                sys.executable,
-                [sys.executable, *options, "-c", command],
-                {**os.environ, **(variables or {}), processes.MARK: mark},
-                file_actions=[
-                    (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                    (os.POSIX_SPAWN_DUP2, stderr, 2),
-                ],
-                setsid=True,
-            )
-
-        return cls(start, mark, label, patience)
+        return cls(partial(start_worker, mark, variables=variables), mark, label, patience)
 
     def tell(self, message: Message) -> None:
         """Send a message; if the process is gone, `poll` reports it."""
@@ -210,7 +196,28 @@ def begin() -> None:
     faulthandler.register(signal.SIGTERM, file=2, chain=True)
 
 
-def _live(parent: int, stderr: int, serve: Callable[[], None]) -> None:
+def start_program(module: str, call: str, variables: Mapping[str, str], stderr: int | None = None) -> int:
+    """Start a new interpreter that calls a function of a module of this package, and return its pid; `variables` join its environment."""
+    path = [entry for entry in sys.path if isinstance(entry, str)]  # import ignores all others
+    options = [part for option in sys.warnoptions for part in ("-W", option)]
+    command = _COMMAND.format(parent=os.getpid(), path=path, module=module, call=call)
+    actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
+        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+    ]
+    if stderr is not None:
+        actions.append((os.POSIX_SPAWN_DUP2, stderr, 2))
+    environment = {**os.environ, **variables}
+    arguments = [sys.executable, *options, "-c", command]
+    return os.posix_spawn(sys.executable, arguments, environment, file_actions=actions, setsid=True)
+
+
+def start_worker(mark: str, wire: Connection, stderr: int, variables: Mapping[str, str] | None = None) -> int:
+    """Start a worker as a new interpreter, and return its pid."""
+    os.set_inheritable(wire.fileno(), True)
+    return start_program("worker", f"worker.main({wire.fileno()})", {**(variables or {}), processes.MARK: mark}, stderr)
+
+
+def _live(parent: int, stderr: int, serve: Callable[[], None]) -> NoReturn:
     """Run a forked child from start to end; no exit handler of its parent runs in it."""
     code = 0
     try:

@@ -48,6 +48,7 @@ from oomprobe.runners.workers.settling import (
     passed_outcome,
     places_of,
 )
+from oomprobe.runners.workers.template import Template
 from oomprobe.state import Tracker
 
 ANSWERING_S = 30.0  # beyond a trial's limit and `Patience.ending_s`: for a worker to end its child and answer
@@ -82,6 +83,7 @@ class Source:
     """How to start the processes that run trials."""
 
     start: Callable[[], Crew]
+    template: Template | None = None  # that forks the workers
     task: Task | None = None  # what workers build; None: children are forked from this process, which holds the model
 
     @property
@@ -90,6 +92,28 @@ class Source:
         if self.task is None:
             return None
         return self.task.ranks
+
+    @property
+    def tasks(self) -> Mapping[int, Message]:
+        """The first message to each process, by rank."""
+        if self.task is None:
+            return {}
+        return dict.fromkeys(range(self.ranks or 1), self.task)
+
+    def wait(self, until_s: float) -> None:
+        """Wait until the processes can be started, but no longer than until a time on the monotonic clock."""
+        if self.template is not None:
+            self.template.wait(until_s)
+
+    @property
+    def is_instant(self) -> bool:
+        """Whether starting them takes no time."""
+        return self.template is not None and not self.template.refusal
+
+    def end(self) -> None:
+        """End what starts them."""
+        if self.template is not None:
+            self.template.end()
 
 
 def forks(
@@ -118,7 +142,10 @@ def workers(
         options=options,
         ranks=ranks,
     )
-    return Source(start=lambda: Crew.spawned(ranks, patience), task=task)
+    template = Template.of(target) if ranks is None else None
+    if template is None:
+        return Source(start=lambda: Crew.spawned(ranks, patience), task=task)
+    return Source(start=lambda: Crew({0: template.process(patience)}, patience=patience), template=template, task=task)
 
 
 def _pickled(value: object, what: str, instead: str) -> str:
@@ -168,6 +195,8 @@ class WorkersRunner:
     def facts(self) -> RunnerInfo:
         """What the first crew has reported; of several ranks, the device with the least memory stands for all."""
         facts = replace(self._ready[0].facts, replaceable=True)  # unlike this process, they can be replaced
+        if self._source.template is not None:
+            return replace(facts, environment={**facts.environment, "workers": self._source.template.how})
         if self._source.ranks is None:
             return facts
         return _of_group(facts, [of_rank.facts.device for of_rank in self._ready], self._building_s)
@@ -204,12 +233,11 @@ class WorkersRunner:
     def _build(self) -> dict[int, Answer]:
         """Let a crew build the target."""
         self._end_crew()
+        patience = self._clock.patience
+        with self._interrupts.delivered_until(None):
+            self._source.wait(self._clock.end_s or time.monotonic() + patience.building_s)
         self._crew, self._spare = self._spare or self._source.start(), None
-        patience, task = self._clock.patience, self._source.task
-        messages: dict[int, Message] = {}
-        if task is not None:
-            messages = dict.fromkeys(range(self._ranks), task)
-        return self._ask(messages, self._clock.end_s, late_s=patience.building_s, stuck_s=patience.stuck_s)
+        return self._ask(self._source.tasks, self._clock.end_s, late_s=patience.building_s, stuck_s=patience.stuck_s)
 
     def _await_memory(self) -> None:
         """Wait for the memory of the previous crew to come back; after `Patience.returning_s`, accept that others hold it."""
@@ -260,6 +288,7 @@ class WorkersRunner:
         self._end_crew()
         self._crew, self._spare = self._spare, None
         self._end_crew()
+        self._source.end()
 
     def _end_crew(self) -> None:
         last, self._crew = self._crew, None
@@ -268,7 +297,7 @@ class WorkersRunner:
 
     def _start_spare(self) -> None:
         """Start the next crew, unless host memory is too scarce for what this one took to build."""
-        if self._spare is not None:
+        if self._spare is not None or self._source.is_instant:
             return
         taken_bytes, free_bytes = sum(of_rank.resident_bytes for of_rank in self._ready), linux.free_bytes()
         if free_bytes is None or free_bytes > taken_bytes:

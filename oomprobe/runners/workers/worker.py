@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from oomprobe.devices import Device, choose_device, is_host
 from oomprobe.devices.choose import model_device
@@ -26,7 +27,7 @@ from oomprobe.runners.workers.serve import FurtherOfAll, local_runner, serve
 from oomprobe.state import Tracker
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int) -> NoReturn:
     """Serve the parent over the inherited descriptor until it closes its end."""
     sys.argv = [""]
     begin()

@@ -1,0 +1,234 @@
+"""Workers that are forked from a process which has made their imports: they begin as new interpreters do, and end like them."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from processes import is_gone, open_files
+
+import oomprobe
+from oomprobe.records.axis import NO_AXIS
+from oomprobe.records.options import Options
+from oomprobe.records.patience import PATIENCE
+from oomprobe.runners.workers.exit_status import ExitStatus
+from oomprobe.runners.workers.forking import STARTS_THREADS, _first_imports
+from oomprobe.runners.workers.messages import Ready
+from oomprobe.runners.workers.runner import workers
+from oomprobe.runners.workers.template import SURROUNDINGS_CHANGED, Template
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
+OPTIONS = {"device": "cpu:512MiB", "progress": "off", "max_batch": 4}
+
+
+@pytest.fixture
+def target(tmp_path):
+    """Return a function that writes a target which notes what its process is."""
+
+    def write(first="", build=""):
+        file, log = tmp_path / "train.py", tmp_path / "log"
+        text = f"""
+            {first}
+            import os, random
+            import numpy as np
+            import torch
+            build_of = os.getpid(), os.getppid(), os.getsid(0), random.random(), np.random.rand(), torch.initial_seed()
+
+            def build():
+                with open({str(log)!r}, "a") as notes:
+                    print(*build_of, torch.cuda._is_in_bad_fork(), file=notes)
+                {build}
+                model = torch.nn.Linear(4, 4)
+                return model, lambda model, n: model(torch.randn(n, 4)).sum().backward()
+        """
+        file.write_text(textwrap.dedent(text))
+        return f"{file}:build", lambda: [line.split() for line in log.read_text().splitlines()]
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def template():
+    template = Template.of("oomprobe.demo:wide_mlp")
+    template.wait(time.monotonic() + 60)
+    assert template.refusal == ""
+    yield template
+    template.end()
+
+
+def test_workers_begin_as_new_interpreters_do(target):
+    name, notes = target()
+    source = workers(name, "cpu", Options(max_batch=4), NO_AXIS, PATIENCE)
+    source.template.wait(time.monotonic() + 60)
+    crews = [source.start() for _ in range(3)]
+    for crew in crews:
+        [answer] = crew.ask({0: source.task}, None).values()
+        assert isinstance(answer, Ready)
+        crew.end()
+    source.template.end()
+    for pid, parent, session, *_, in_bad_fork in notes():
+        assert (parent, session, in_bad_fork) == (str(os.getpid()), pid, "False")
+        assert is_gone(int(pid))
+    for drawn in [*zip(*notes(), strict=True)][3:6]:
+        assert len({*drawn}) == 3
+
+
+def test_the_result_says_how_workers_began(target):
+    files = open_files()
+    result = oomprobe.probe_target(target()[0], **OPTIONS)
+    assert result.batch_size == 4
+    assert result.to_dict()["environment"]["workers"] == "forked from a process that has made the imports"
+    assert open_files() == files
+
+
+def test_the_parent_sees_how_a_forked_worker_ends(template):
+    worker = template.process(PATIENCE)
+    os.kill(worker.pid, signal.SIGSEGV)
+    status = wait_for_end(worker)
+    assert status.signal == signal.SIGSEGV
+    assert status.peak_resident_bytes > 2**20
+
+
+def wait_for_end(worker):
+    for _ in range(200):
+        answer = worker.poll()
+        if isinstance(answer, ExitStatus):
+            return answer
+        time.sleep(0.05)
+    raise AssertionError("it has not ended")
+
+
+def test_a_worker_is_ended_with_all_that_it_started_and_no_other(template, tmp_path):
+    """An orphan in a session of its own is known by the mark that its worker has, and the one forked beside it has another."""
+    first, second = template.process(PATIENCE), template.process(PATIENCE)
+    assert first.pid != second.pid
+    first.end("enough")
+    assert is_gone(first.pid)
+    assert second.poll() is None
+    second.end()
+
+
+def test_forks_end_with_the_process_that_adopted_them():
+    script = """
+        import time
+        from oomprobe.records.patience import PATIENCE
+        from oomprobe.runners.workers.template import Template
+        template = Template.of("oomprobe.demo:wide_mlp")
+        template.wait(time.monotonic() + 60)
+        print(template._pid, template.process(PATIENCE).pid, flush=True)
+        time.sleep(60)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    parent.kill()
+    parent.communicate()
+    for _ in range(100):
+        if all(map(is_gone, pids)):
+            return
+        time.sleep(0.05)
+    raise AssertionError(pids)
+
+
+def test_workers_are_started_anew_where_the_environment_has_changed(template, monkeypatch):
+    changing = Template.of("oomprobe.demo:wide_mlp")
+    changing.wait(time.monotonic() + 60)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    worker = changing.process(PATIENCE)
+    assert changing.refusal == SURROUNDINGS_CHANGED
+    assert changing.how == f"started anew: {SURROUNDINGS_CHANGED}"
+    worker.end()
+    changing.end()
+
+
+def test_a_template_that_has_died_is_not_needed():
+    dying = Template.of("oomprobe.demo:wide_mlp")
+    dying.wait(time.monotonic() + 60)
+    os.kill(dying._pid, signal.SIGKILL)
+    worker = dying.process(PATIENCE)
+    assert "has ended" in dying.how
+    assert worker.poll() is None
+    worker.end()
+
+
+def test_a_worker_is_started_where_imports_take_too_long():
+    slow = Template.of("oomprobe.demo:wide_mlp")
+    slow.wait(time.monotonic())
+    assert "took too long" in slow.how
+    slow.process(PATIENCE).end()
+
+
+STARTS_A_THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+MAPS_CUDA = "import mmap, os; library = mmap.mmap(os.open({library!r}, os.O_RDONLY), 4096, prot=mmap.PROT_READ)"
+
+
+@pytest.mark.parametrize(
+    ("importing", "refusal"), [("", ""), (STARTS_A_THREAD, "starts threads"), (MAPS_CUDA, "loads CUDA's driver")]
+)
+def test_a_process_that_an_import_has_spoilt_is_not_forked(importing, refusal, target, tmp_path):
+    library = tmp_path / "libcuda.so.1"
+    library.write_bytes(b"0" * 4096)
+    (tmp_path / "spoiling.py").write_text(importing.format(library=str(library)))
+    name, _ = target(first="import spoiling")
+    script = f"""
+        import sys, sysconfig
+        sys.path.insert(0, {str(tmp_path)!r})
+        sysconfig.get_path = lambda name: {str(tmp_path)!r}
+        from oomprobe.runners.workers.forking import _prepare
+        print(_prepare({name!r}), "spoiling" in sys.modules)
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, check=True
+    )
+    *why, is_imported = told.stdout.split()
+    assert " ".join(why).endswith(refusal)
+    assert bool(why) is bool(refusal)
+    assert is_imported == "True"
+
+
+def test_one_that_must_not_be_forked_becomes_the_first_worker(target, monkeypatch):
+    """An import that starts a thread, of a module that is called installed."""
+    name, notes = target(first="import this")
+    folder = Path(name).parent
+    (folder / "this.py").write_text(STARTS_A_THREAD)
+    monkeypatch.syspath_prepend(str(folder))
+    source = workers(name, "cpu", Options(max_batch=4), NO_AXIS, PATIENCE)
+    source.template.wait(time.monotonic() + 60)
+    assert source.template.how == f"started anew: {STARTS_THREADS}"
+    for crew in [source.start(), source.start()]:
+        [answer] = crew.ask({0: source.task}, None).values()
+        assert isinstance(answer, Ready)
+        crew.end()
+    source.template.end()
+    assert len({worker[0] for worker in notes()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "imports"),
+    [
+        (
+            '"""Train."""\nfrom __future__ import annotations\nimport math, torch\nfrom torch import nn\nimport tenacity',
+            4,
+        ),
+        (
+            "import torch\nimport os\nos.environ['CUDA_VISIBLE_DEVICES'] = '1'\nimport tenacity",
+            2,
+        ),  # which tenacity may read
+        ("import torch\nimport model\nimport tenacity", 1),  # the user's own code
+        ("import torch\nfrom . import model", 1),
+        ("x = 1\nimport torch", 0),
+        ("import torch\nthis is no Python", 0),
+        ("", 0),
+    ],
+)
+def test_only_the_first_imports_of_installed_packages_are_made_beforehand(source, imports, tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(source)
+    (tmp_path / "model.py").touch()
+    made = [*_first_imports(f"{file}:build")]
+    assert len(made) == imports
+    assert all(isinstance(statement, (ast.Import, ast.ImportFrom)) for statement in made)
