@@ -1,10 +1,15 @@
 """Real torch.compile, with a backend that records the shapes it compiles and runs the graph as it is."""
 
 import logging
+import time
 
 import pytest
 import torch
+from helpers import find_hastily
+from ledger import MIB, LedgerDevice, Log
 
+import oomprobe
+from oomprobe.records.patience import Patience
 from oomprobe.runners.hooks import Compiled
 
 SIZES = [2, 8, 5, 8]
@@ -121,3 +126,41 @@ def test_a_step_that_is_not_compiled_resets_nothing(monkeypatch):
     step(model, 8)
     monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("code the user compiled was dropped needlessly"))
     assert not run_sizes(Net(), forward_and_backward, SIZES).is_used
+
+
+def slow_to_start(device, seconds):
+    """Return a step whose first call at each size takes long, as one that is compiled does."""
+    seen = Log()
+
+    def step(model, batch_size):
+        if batch_size != (seen.items or [0])[-1]:
+            time.sleep(seconds)
+        seen.append(batch_size)
+        device.take(batch_size * MIB)
+
+    return step
+
+
+@pytest.mark.parametrize(("seconds", "sizes"), [(0.1, [1, 4, 16, 64, 128, 256, 512]), (0.0, [1, 2, 4, 8, 16, 32, 64])])
+def test_sizes_that_take_long_to_start_are_skipped_while_memory_is_far(seconds, sizes):
+    device = LedgerDevice(1000 * MIB)
+    options = {"device": device, "max_batch": 512, "resolution": 0.5, "confirm_steps": 1}
+    result = find_hastily(Patience(slow_start_s=0.05), torch.nn.Linear(1, 1), slow_to_start(device, seconds), **options)
+    grown = [trial.batch_size for trial in result.trials if trial.phase == "grow" and trial.steps < 50]
+    assert grown[:7] == sizes
+    assert not any("compiling" in note for note in result.notes)
+
+
+def test_the_result_says_what_compiling_took():
+    device = LedgerDevice(100 * MIB)
+    recorder = Recorder()
+    net = torch.compile(Net(), backend=lambda graph, inputs: time.sleep(0.2) or recorder(graph, inputs))
+
+    def step(model, batch_size):
+        model(torch.ones(batch_size, 4))
+        device.take(batch_size * MIB)
+
+    result = oomprobe.find_max_batch(net, step, device=device, max_batch=4, progress="off")
+    [note] = [note for note in result.notes if note.startswith("compiling took about")]
+    assert "for 3 sizes" in note
+    assert 1 <= int(note.split()[3]) <= 5

@@ -650,3 +650,14 @@ def test_a_size_that_need_not_grow_is_no_last_one_below_a_failure():
     oracle = Arbitrary(lambda call, *_: sequence[call % len(sequence)], 6)
     found = search(oracle, sizes := Sizes(first=3, last=None, step=3), capped=False, start=6)
     assert_the_answer_was_run(oracle, found, sizes, False)
+
+
+def test_it_grows_by_as_much_as_replies_say():
+    sizes = []
+
+    def ask(size, phase, *, capped):
+        sizes.append(size)
+        return Reply(passed=size <= 500, grows_by=4 if size < 64 else 2)
+
+    assert search(ask, capped=False).batch_size == 500
+    assert sizes[:7] == [1, 4, 16, 64, 128, 256, 512]

@@ -32,8 +32,8 @@ from oomprobe.records.trials import (
     last_of,
 )
 from oomprobe.report.progress import Reporter
-from oomprobe.rules import diagnosis, look, search
-from oomprobe.rules.diagnosis import Allocated
+from oomprobe.rules import diagnosis, search
+from oomprobe.rules.diagnosis import Calls
 from oomprobe.rules.look import bracket_tolerance
 from oomprobe.rules.program import Program, most_calls
 from oomprobe.rules.search import STRIDE, Found, Reply
@@ -89,7 +89,7 @@ class Session:
         self._asked_calls = 0  # of the last trial
         self.predicts = True  # whether a device that replays may predict trials
         self.unpredicted = ""  # as in `Outcome`
-        self._allocated: dict[int, Allocated] = {}  # by batch size
+        self.calls: dict[int, Calls] = {}  # by batch size
         self._ends: dict[tuple[int, int | None, int], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
         self._ran: dict[tuple[int, int | None], Trial] = {}  # before predictions were dropped, by batch size and cap
@@ -161,6 +161,7 @@ class Session:
                 self._judge_growth(trial)
                 of_twice = 2 * len(self.program.growing(size).calls) + self.program.to_confirm
                 self.has_time_to_grow = self._has_time_for(size, calls=of_twice)
+        calls, slow_start_s = self.calls.get(size, Calls.of([])), self.clock.patience.slow_start_s
         lengthens = phase is Phase.CONFIRM and self.program.needed > needed
         if lengthens and self.device.replays:
             self._stop_predicting()
@@ -168,6 +169,7 @@ class Session:
             passed=trial.passed,
             within_cap=self.budget.holds(trial),
             grows_no_further=self.splits or not self.has_time_to_grow,
+            grows_by=diagnosis.growth(trial, calls, self.device.total_bytes, slow_start_s),
             varies=self._varies(trial),
             is_certain=self.budget.decided(trial, self.trials, is_steady=self.program.is_steady),
             lengthens=lengthens,
@@ -291,11 +293,7 @@ class Session:
     def _record(self, request: Request, outcome: Outcome) -> None:
         trial = outcome.trial
         self.trials.append(trial)
-        later = [record for calls in look.by_step(outcome.records).values() for record in look.after_first(calls)]
-        self._allocated[trial.batch_size] = Allocated(
-            served_bytes=sum(record.served_bytes for record in later),
-            blocks=sum(record.blocks for record in later),
-        )
+        self.calls[trial.batch_size] = Calls.of(outcome.records)
         self.notes.extend(self.program.learn(request, outcome))
         self.reporter.finished(trial)
         if outcome.measured is not None and not self.budget.is_final:
@@ -330,14 +328,14 @@ class Session:
 
     def _judge_growth(self, now: Trial) -> None:
         """Raise if the step takes the same memory at every size, and find out whether it splits its batch itself."""
-        smaller = diagnosis.same_memory_smaller(self.trials, self._allocated, on_host=self.device.on_host)
+        smaller = diagnosis.same_memory_smaller(self.trials, self.calls, on_host=self.device.on_host)
         if smaller is not None:
             if now.replayed:
                 raise ContradictedError  # the two sizes it was predicted from may have had different lengths
             raise UnreliableError(diagnosis.FLAT.format(size=now.batch_size, smaller=smaller.batch_size))
         if self.options.max_batch is not None:
             return
-        first = diagnosis.splits_from(self.trials, self._allocated)
+        first = diagnosis.splits_from(self.trials, self.calls)
         self.splits = first is not None
         if first is not None:
             sizes = first.batch_size, now.batch_size

@@ -58,6 +58,7 @@ NOT_COVERED = (
     "data loader workers and their host memory",
 )
 NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
+COMPILING = "compiling took about {seconds:.0f} s, for {sizes}: so much longer than later calls did the first ones take"
 UNPREDICTED = "not predicted: {why}. So each of the {trials} trials ran, which took {seconds:.0f} s"
 LITTLE_DATA = "the data set limits the batch size: it has {count} examples"
 SEEN = "the answer ran for {calls}; rarer events were not measured"
@@ -210,6 +211,7 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
         if len(session.runner.facts.step_names) > 1:
             calls += " of each step"
         yield remark(text.format(calls=calls))
+    yield from _of_compiling(session)
     examples = session.runner.facts.max_batch
     if examples is not None and examples == session.options.max_batch and largest.deciding is None:
         yield remark(LITTLE_DATA.format(count=examples))
@@ -235,6 +237,14 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
     if largest.deciding is not None and largest.deciding - answer.batch_size > session.options.multiple_of:
         sizes_between = answer.batch_size, largest.deciding
         yield remark("not exact: sizes between {} and {} were not tried".format(*sizes_between), *sizes_between)
+
+
+def _of_compiling(session: Session) -> Iterator[Note]:
+    """Yield a note on what compiling took, if the step is compiled."""
+    if any(note.kind is NoteKind.COMPILES for note in session.notes):
+        compiled_s = [calls.starting_s for calls in session.calls.values() if calls.starting_s]
+        sizes = count(len(compiled_s), "size", "sizes")
+        yield remark(COMPILING.format(sizes=sizes, seconds=sum(compiled_s)))
 
 
 def _gaps(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:

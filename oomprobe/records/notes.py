@@ -13,6 +13,7 @@ class NoteKind(StrEnum):
     REMARK = "remark"
     WARNING = "warning"  # the answer may not hold
     NOT_RESTORED = "not restored"  # a warning too: something of the user's did not come back
+    COMPILES = "compiles"  # a remark: the step uses torch.compile
     LARGEST_EXAMPLES = "largest examples"  # a remark: what else is not covered, these are
 
 

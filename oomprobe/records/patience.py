@@ -30,6 +30,7 @@ class Patience:
     # confirmation costs two failures.
     cost_share: float = 1 / 4
 
+    slow_start_s: float = 1.0  # of the first call of a size, beyond a later one: as torch.compile takes
     # Other processes on the device: the first wait for their memory; each further one takes twice as long, up to 16 s.
     neighbour_s: float = 2.0
 

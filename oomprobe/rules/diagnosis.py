@@ -12,7 +12,8 @@ from itertools import pairwise
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import count
 from oomprobe.records.trials import NO_VERDICT, Phase, Trial, Verdict
-from oomprobe.rules.look import differ
+from oomprobe.rules import look
+from oomprobe.rules.look import Records, differ
 
 # A step that uses its batch size raises its peak, or the bytes it allocates, within this many doublings; devices that do
 # not count allocated bytes get more. Allocators round up small requests, and the host's resident memory is noisy.
@@ -48,16 +49,45 @@ GRADIENTS_HOLD_GRAPHS = (
     "torch.autograd.grad"
 )
 
+SLOW_START_CALLS, FAR = 10, 16  # see `growth`
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allocated:
-    """What the calls of a trial allocated after the first full step; 0 if unknown."""
+class Calls:
+    """What the calls of a trial took; 0 if unknown."""
 
-    served_bytes: int
+    served_bytes: int  # after the first full step
     blocks: int
+    starting_s: float  # by the first call beyond a later one
+    call_s: float  # by a later one
+
+    @classmethod
+    def of(cls, records: Records) -> Calls:
+        """Add up those of all steps."""
+        later = [record for calls in look.by_step(records).values() for record in look.after_first(calls)]
+        call_s, starting_s = look.step_s(records[1:]), 0.0
+        if call_s:
+            starting_s = max(0.0, (records[0].seconds or 0.0) - call_s)
+        return cls(
+            served_bytes=sum(record.served_bytes for record in later),
+            blocks=sum(record.blocks for record in later),
+            starting_s=starting_s,
+            call_s=call_s or 0.0,
+        )
 
 
-def same_memory_smaller(trials: Sequence[Trial], allocated: Mapping[int, Allocated], *, on_host: bool) -> Trial | None:
+def growth(trial: Trial, calls: Calls, total_bytes: int, slow_start_s: float) -> int:
+    """Return the factor by which to grow: 4 where each size takes long to start, as one that is compiled, and memory is far away.
+
+    Otherwise 2: above a sixteenth of the memory, a failure of a size four times as large would cost more than the step between.
+    """
+    starts_slowly = calls.starting_s > max(slow_start_s, SLOW_START_CALLS * calls.call_s)
+    if not starts_slowly or trial.peak_reserved_bytes is None:
+        return 2
+    return 4 if FAR * trial.peak_reserved_bytes < total_bytes else 2
+
+
+def same_memory_smaller(trials: Sequence[Trial], allocated: Mapping[int, Calls], *, on_host: bool) -> Trial | None:
     """Return a much smaller trial that took as much memory as the last one that grew; None if there is none."""
     grown = _grown(trials)
     now = grown[-1]
@@ -81,7 +111,7 @@ def _grown(trials: Sequence[Trial]) -> list[Trial]:
     return [trial for trial in trials if trial.phase is Phase.GROW and trial.passed]
 
 
-def splits_from(trials: Sequence[Trial], allocated: Mapping[int, Allocated]) -> Trial | None:
+def splits_from(trials: Sequence[Trial], allocated: Mapping[int, Calls]) -> Trial | None:
     """Return the trial from which on doublings multiplied the step's allocations and did not raise its peak; or None."""
     grown = _grown(trials)[-1 - SPLITTING_DOUBLINGS :]
     if len(grown) <= SPLITTING_DOUBLINGS or any(trial.replayed for trial in grown):

@@ -41,6 +41,7 @@ class Reply:
         passed: Whether the size ran.
         within_cap: Whether its peak proves that it passes under the cap too.
         grows_no_further: Whether to try nothing larger: memory would not limit it either, or no time is left.
+        grows_by: The factor by which to grow from here.
         varies: After a look, whether later calls need more memory than the calls of the trials before it. After another
             trial, whether the same calls of this size ended differently before, so that a pass proves nothing.
         guess: After a look, the size at which the straight line through the peaks of the smallest size and of the look reaches the
@@ -54,6 +55,7 @@ class Reply:
     passed: bool
     within_cap: bool = False
     grows_no_further: bool = False
+    grows_by: int = 2
     varies: bool = False
     is_certain: bool = False
     lengthens: bool = False
@@ -214,7 +216,7 @@ class _Search:
         return reply
 
     def grow(self) -> None:
-        """Double the size until one fails, or halve it until one runs. Near an expected limit, begin with small strides."""
+        """Double the size, or grow as the reply says, until one fails, or halve it until one runs. Near an expected limit, begin with small strides."""
         size = stride = self.start
         if self.starts_near_limit:
             stride = self._near(size)
@@ -238,8 +240,8 @@ class _Search:
                 self.sizes = replace(self.sizes, last=size)
             if size == self.sizes.last or self.full_bad is not None:
                 return
-            size = self.sizes.up(size, stride)
-            stride *= 2
+            size = self.sizes.up(size, (reply.grows_by - 1) * stride)
+            stride *= reply.grows_by
 
     def look(self, largest: int) -> None:
         """Look for what happens only at some calls, at a size where many calls are cheap. If it does, believe only that size."""

@@ -29,7 +29,7 @@ from oomprobe.errors import (
 from oomprobe.ground.frames import hide_frames, is_own_fault
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.breakdown import Breakdown
-from oomprobe.records.notes import Note, Notes, remark, take_told
+from oomprobe.records.notes import Note, NoteKind, Notes, remark, take_told
 from oomprobe.records.options import Step
 from oomprobe.records.trials import Call, CallRecord, Measured, Outcome, Phase, Request, RunnerInfo, Trial, Verdict
 from oomprobe.rules import look, program
@@ -567,7 +567,7 @@ class LocalRunner:
     def _notes_after(self, trial: Trial) -> tuple[Note, ...]:
         self._notes.extend([*map(remark, self._device.notes), *take_told()])
         if self.compiled.is_used:
-            self._notes.add(remark(COMPILED))
+            self._notes.add(Note(text=COMPILED, kind=NoteKind.COMPILES))
         if self._snapshot is not None and not self._tracker.is_exact and self._shapes_now() != self._shapes:
             self._notes.add(remark(WENT_ON))
         # Not before the confirmation: an optimizer may step only then.
