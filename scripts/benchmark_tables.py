@@ -23,6 +23,7 @@ from cuda.test_tables import LENGTHS, TABLES, evaluating, with_value, work_of  #
 from zoo import Gpt, language_model  # noqa: E402
 
 import oomprobe  # noqa: E402
+from oomprobe.records.trials import ALL_ROWS  # noqa: E402
 from oomprobe.runners.local import LocalRunner  # noqa: E402
 
 STEPS, TRAININGS = 200, 4
@@ -57,7 +58,8 @@ def probed(name):
 
     def counted(self, request):
         outcome = run(self, request)
-        in_turn.extend([outcome.trial.steps + (not outcome.trial.passed)] * bool(request.turns))
+        if request.row == ALL_ROWS:
+            in_turn.append(outcome.trial.steps + (not outcome.trial.passed))
         return outcome
 
     LocalRunner.run = counted

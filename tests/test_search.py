@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from oomprobe.records.sizes import Sizes
 from oomprobe.records.trials import Phase
-from oomprobe.rules.search import Found, Reply, find, look_size
+from oomprobe.rules.search import Found, Reply, find, look_size, nearness
 
 BILLION = 10**9
 MANY = 2_000  # calls; no search over the sizes of these tests needs nearly as many
@@ -402,7 +402,7 @@ def test_long_trials_leave_a_wider_bracket(limit, late):
     found = search(memory, look=memory.look)
     assert found.batch_size <= memory.late_limit < found.deciding
     assert found.deciding - found.batch_size <= max(1, found.batch_size / 32)
-    assert len(memory.trials(Phase.BISECT)) <= 12
+    assert len(memory.trials(Phase.BISECT)) <= 13
 
 
 @pytest.mark.parametrize("look", [None, lambda size: Reply(passed=True)])
@@ -634,14 +634,33 @@ def test_the_look_is_at_a_thirty_second_of_at_least_16_samples(largest, size):
 
 
 def test_a_failure_that_is_certain_is_not_run_again():
-    sizes = []
+    phases = []
 
     def ask(size, phase, *, capped):
-        sizes.append((size, phase))
+        phases.append(phase)
         return Reply(passed=size <= 20, is_certain=size > 20)
 
     assert search(ask).batch_size == 20
-    assert Phase.RECHECK not in [phase for _, phase in sizes]
+    assert Phase.RECHECK not in phases
+
+
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_a_look_may_show_that_failures_before_it_were_certain(is_certain):
+    memory = Memory(20)
+    reply = Reply(passed=True, is_certain=is_certain)
+    found = search(memory, look=lambda size: reply, start=20, known=Reply(passed=True), near=1 / 64)
+    assert found.batch_size == 20
+    assert memory.trials(Phase.RECHECK) == ([] if is_certain else [(21, True)])
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer", "near"), [(100, 100, 1 / 64), (100, 95, 1 / 10), (100, 300, 1 / 4), (100, 10, 1 / 4)]
+)
+def test_the_first_stride_is_twice_as_far_as_the_last_size_was_off(expected, answer, near):
+    assert nearness(expected, answer) == pytest.approx(near)
+    memory = Memory(2000)
+    search(memory, start=1000, known=Reply(passed=True), near=near)
+    assert memory.calls[1][0] == 1000 + int(near * 1000)
 
 
 def test_a_size_that_need_not_grow_is_no_last_one_below_a_failure():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from oomprobe.records.trials import Measured, Runner, Trial, Verdict
 
@@ -76,3 +76,7 @@ class Budget:
         if trial.cap_bytes >= self.available_bytes:
             return False
         return not any(ran.leaked_bytes for ran in trials)
+
+    def decided_all(self, trials: Sequence[Trial], *, is_steady: bool) -> bool:
+        """Return whether that holds for all that failed."""
+        return all(self.decided(failed, trials, is_steady=is_steady) for failed in trials if not failed.passed)

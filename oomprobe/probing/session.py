@@ -87,11 +87,11 @@ class Session:
         self.gradients_hold_graphs = False  # as in `Outcome`
         self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
         self._asked_calls = 0  # of the last trial
-        self.predicts = True  # whether a device that replays may predict trials
-        self.unpredicted = ""  # as in `Outcome`
+        self.predicts, self.unpredicted = True, ""  # whether a device that replays may predict trials, and why it cannot
         self.calls: dict[int, Calls] = {}  # by batch size
         self._ends: dict[tuple[int, int | None, int], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
+        self._near = search.NEAR  # how near to `start_batch` the limit is expected then
         self._ran: dict[tuple[int, int | None], Trial] = {}  # before predictions were dropped, by batch size and cap
 
     @property
@@ -99,11 +99,12 @@ class Session:
         """The device, as far as the runner knows it yet."""
         return self.runner.facts.device
 
-    def follow(self, last: Session) -> None:
-        """Begin with what the session of another row has learned of the step; `start_batch` is expected to be near the limit."""
+    def follow(self, last: Session, near: float) -> None:
+        """Begin with what another row's has learned of the step; the limit is expected this near to `start_batch`."""
         self.budget.expect(last.budget)
         self.program.follow(last.program)
         self._learned, self.predicts = last._learned, last.predicts
+        self._near = near
         tolerance = bracket_tolerance(self.program.needed)
         self._known = Reply(passed=True, varies=last.program.varies, tolerance=tolerance)
 
@@ -127,6 +128,7 @@ class Session:
             confirmations=self.runner.facts.confirmations,
             failures_cost=self.runner.facts.failure_cost_s > 0,
             known=self._known,
+            near=self._near,
         )
         try:
             try:
@@ -161,7 +163,6 @@ class Session:
                 self._judge_growth(trial)
                 of_twice = 2 * len(self.program.growing(size).calls) + self.program.to_confirm
                 self.has_time_to_grow = self._has_time_for(size, calls=of_twice)
-        calls, slow_start_s = self.calls.get(size, Calls.of([])), self.clock.patience.slow_start_s
         lengthens = phase is Phase.CONFIRM and self.program.needed > needed
         if lengthens and self.device.replays:
             self._stop_predicting()
@@ -169,7 +170,7 @@ class Session:
             passed=trial.passed,
             within_cap=self.budget.holds(trial),
             grows_no_further=self.splits or not self.has_time_to_grow,
-            grows_by=diagnosis.growth(trial, calls, self.device.total_bytes, slow_start_s),
+            grows_by=diagnosis.growth(trial, self.calls, self.device.total_bytes, self.clock.patience.slow_start_s),
             varies=self._varies(trial),
             is_certain=self.budget.decided(trial, self.trials, is_steady=self.program.is_steady),
             lengthens=lengthens,
@@ -201,6 +202,7 @@ class Session:
             passed=trial.passed,
             within_cap=self.budget.holds(trial),
             varies=varies,
+            is_certain=self.budget.decided_all(self.trials, is_steady=self.program.is_steady),
             tolerance=bracket_tolerance(self.program.needed),
             guess=diagnosis.line_through(self.trials, trial, self.budget.total_bytes),
         )

@@ -16,6 +16,7 @@ from oomprobe.records.axis import Axis, is_larger, magnitude, text_of_value
 from oomprobe.records.patience import Clock
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable
+from oomprobe.rules.search import NEAREST, nearness
 
 ALIKE = 1.02  # answers of all rows that differ by no more than this factor are the same
 UNUSED = "all values of {axis} have the same batch size: does the step use {axis}?"
@@ -35,6 +36,7 @@ class Rows:
         self.required: int | None = None  # of cards
         self._mixed: dict[Any, int] = {}
         self._mixed_failed = False
+        self._expected: int | None = None  # the size at which the last row began; None for the first
         self._started_s = time.monotonic()
 
     def __enter__(self) -> Rows:
@@ -139,7 +141,9 @@ class Rows:
         if last is None or last[2].limited_by == "step":
             return Session(opened.runner, options, opened.reporter, clock, opened.trials, row=row)
         session, value, result = last
-        start = None
+        start, near = None, NEAREST
+        if self._expected is not None:
+            near = nearness(self._expected, result.batch_size)
         # Where trials are predicted, small sizes teach the prediction, and large ones then take no time.
         if not any(trial.replayed for trial in result.trials):
             ratio = (magnitude(value) or 1) / (magnitude(self._axis.values[row]) or 1)
@@ -147,5 +151,6 @@ class Rows:
         following = Session(
             opened.runner, replace(options, start_batch=start), opened.reporter, clock, opened.trials, row=row
         )
-        following.follow(session)
+        self._expected = start
+        following.follow(session, near)
         return following

@@ -76,15 +76,17 @@ class Calls:
         )
 
 
-def growth(trial: Trial, calls: Calls, total_bytes: int, slow_start_s: float) -> int:
+def growth(trial: Trial, taken: Mapping[int, Calls], total_bytes: int, slow_start_s: float) -> int:
     """Return the factor by which to grow: 4 where each size takes long to start, as one that is compiled, and memory is far away.
 
     Otherwise 2: above a sixteenth of the memory, a failure of a size four times as large would cost more than the step between.
     """
-    starts_slowly = calls.starting_s > max(slow_start_s, SLOW_START_CALLS * calls.call_s)
-    if not starts_slowly or trial.peak_reserved_bytes is None:
+    calls = taken.get(trial.batch_size)
+    if calls is None or trial.peak_reserved_bytes is None:
         return 2
-    return 4 if FAR * trial.peak_reserved_bytes < total_bytes else 2
+    starts_slowly = calls.starting_s > max(slow_start_s, SLOW_START_CALLS * calls.call_s)
+    is_far = FAR * trial.peak_reserved_bytes < total_bytes
+    return 4 if starts_slowly and is_far else 2
 
 
 def same_memory_smaller(trials: Sequence[Trial], allocated: Mapping[int, Calls], *, on_host: bool) -> Trial | None:

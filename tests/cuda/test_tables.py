@@ -49,11 +49,11 @@ def evaluating(every=10):
 
 TABLES = {
     # The last number: the work of the rows as a share of that of separate probes, at most.
-    "fused attention": (language_model, {"length": LENGTHS}, "1GiB", 0.7),
+    "fused attention": (language_model, {"length": LENGTHS}, "1GiB", 0.64),
     "attention, falling": (lambda: language_model(Attention), {"length": LENGTHS[::-1]}, "6GiB", 1.0),
-    "attention, mixed": (lambda: language_model(Attention), {"length": [512, 2048, 128, 1024, 256]}, "1GiB", 1.5),
-    "sizes of images": (images, {"size": [(64, 64), (64, 96), (128, 128), (256, 192), (224, 224)]}, "6GiB", 0.7),
-    "names": (named_lengths, {"length": ["long", "short"]}, "1GiB", 1.35),
+    "attention, mixed": (lambda: language_model(Attention), {"length": [512, 2048, 128, 1024, 256]}, "1GiB", 1.3),
+    "sizes of images": (images, {"size": [(64, 64), (64, 96), (128, 128), (256, 192), (224, 224)]}, "6GiB", 0.6),
+    "names": (named_lengths, {"length": ["long", "short"]}, "1GiB", 1.4),
 }
 
 
