@@ -146,4 +146,6 @@ def test_a_failure_is_certain_where_the_cap_alone_decided(trial, facts, is_stead
     budget = Budget(runner := ARunner(**facts), 0.9)
     budget.take(runner.measure())
     failed = dataclasses.replace(a_trial(8, Verdict.OOM, cap_bytes=18 * GIB), **trial)
-    assert budget.decided(failed, [a_trial(4, leaked_bytes=leaked), failed], is_steady=is_steady) is certain
+    trials = [a_trial(4, leaked_bytes=leaked), failed]
+    assert budget.decided(failed, trials, is_steady=is_steady) is certain
+    assert budget.decided_all(trials, is_steady=is_steady) is certain

@@ -14,7 +14,7 @@ import torch
 from example_results import gpu
 from helpers import page_of, same_as_golden
 from helpers import text_of as report
-from ledger import LedgerDevice, Log
+from ledger import MIB, LedgerDevice, Log
 from zoo import numbered, training_step
 
 import oomprobe
@@ -338,3 +338,19 @@ def test_a_bug_in_a_later_row_keeps_the_finished_ones(tmp_path, capsys):
     assert run("bug", "--over", "length=8,16", "--max-batch", "2", "--json", str(saved)) == 3
     assert ProbeTable.from_dict(json.loads(saved.read_text())).batch_sizes() == {8: 2}
     assert "length=16: the step failed at batch size" in capsys.readouterr().err
+
+
+def test_a_row_begins_with_a_stride_as_long_as_the_last_was_off():
+    """The limit falls with the square of the value, and the first guess is twice as high."""
+    device = LedgerDevice(1000 * MIB)
+
+    def step(model, batch_size, value):
+        device.take(batch_size * value**2 * MIB // 16)
+
+    options = {"device": device, "progress": "off", "memory_fraction": 1.0}
+    table = oomprobe.find_max_batches(torch.nn.Linear(1, 1), step, {"value": [2, 4, 8]}, **options)
+    second, third = table.rows[4], table.rows[8]
+    assert [trial.batch_size for trial in second.trials[:2]] == [2000, 2000 - 2000 // 64]
+    begins = second.batch_size // 2
+    assert [trial.batch_size for trial in third.trials[:2]] == [begins, begins - begins // 4]
+    assert (second.batch_size, third.batch_size) == (pytest.approx(1000, rel=1 / 128), 250)

@@ -87,7 +87,7 @@ class Session:
         self.gradients_hold_graphs = False  # as in `Outcome`
         self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
         self._asked_calls = 0  # of the last trial
-        self.predicts, self.unpredicted = True, ""  # whether a device that replays may predict trials, and why it cannot
+        self.predicts, self.unpredicted = True, ""  # of a device that replays: whether it may; and why not
         self.calls: dict[int, Calls] = {}  # by batch size
         self._ends: dict[tuple[int, int | None, int], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found

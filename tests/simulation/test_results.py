@@ -144,3 +144,19 @@ def test_torchs_kernel_runs_once_for_arguments_of_the_same_kinds():
     for one in tensors:
         results.run(aten.neg.default, (one,), {})
     assert CountingMode.count == before + 1
+
+
+def test_a_view_is_what_the_class_of_fakes_makes():
+    mode, device = FakeTensorMode(), torch.device("cpu", 0)
+    mode._allow_unsafe_data_ptr_access = False
+    views, meta = Views(mode), torch.empty(8, device="meta")
+    for shape in ((8,), (2, 4)):
+        made = views.make(meta.untyped_storage(), shape, torch.empty(shape).stride(), 0, torch.float32, device)
+        with torch._C._DisableTorchDispatch():
+            one = FakeTensor(mode, meta.view(shape), device)
+        assert vars(made) == vars(one)
+        assert described(made, [made]) == described(one, [one])
+        assert torch._C._dispatch_keys(made) == torch._C._dispatch_keys(one)
+        for fake in (made, one):
+            with pytest.raises(RuntimeError, match="data pointer"):
+                fake.data_ptr()

@@ -8,7 +8,7 @@ from oomprobe.simulation.cards import generic_card
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.prediction import Predictor, lines_through
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import ALLOCATED, FREED, RELEASED, RecordedCall, peak_bytes, replay_call
+from oomprobe.simulation.tape import ALLOCATED, FREED, RELEASED, RecordedCall, peak_bytes, replay_call, replay_calls
 
 MIB = 2**20
 
@@ -167,10 +167,14 @@ def test_a_call_repeats_where_it_did_at_another_size():
     assert following(taught(4), cold(8)[:2]) == step(8)
     assert following(taught(4), [a_call(8), step(8)]) is None  # it began otherwise
     assert following(taught(4), [first(8), a_call(8)]) is None
+    changing = Predictor()
+    learn(changing, 4, [first(4), a_call(4)])
+    assert following(changing, [first(8), a_call(8)]) is None
 
 
 def test_a_call_repeats_where_all_were_as_predicted():
     assert following(taught(2, 4), cold(8)[:2]) == step(8)
+    assert following(taught(2, 4), [a_call(8), step(8)]) is None
     assert following(taught(2, 4), [first(8), RecordedCall(step(8).events, (9 * MIB, 16 * MIB, 4 * MIB))]) is None
 
 
@@ -219,3 +223,43 @@ def test_a_repeat_without_room_changes_only_counters():
     assert memory.allocator.allocated_bytes == 4 * MIB
     memory.free(kept)
     assert memory.allocator.allocated_bytes == 0
+
+
+def test_a_repeat_that_changes_nothing_is_not_replayed_in_another_trial():
+    """The next one may have another cap."""
+    events = ((ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (FREED, 0, 0), (FREED, 0, 1))
+    memory, call = CardMemory(generic_card(100 * MIB), AllocatorSettings()), RecordedCall(events, (20 * MIB, 30 * MIB))
+    for trial in (50, 40):
+        memory.start_trial()
+        memory.empty_cache()
+        memory.set_limit(trial * MIB)
+        for _ in range(3 if trial == 50 else 0):
+            memory.repeat(call)
+        memory.empty_cache()
+    assert memory.allocator.served == 6
+    with pytest.raises(AllocatorOutOfMemory):
+        memory.repeat(call)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=12), st.integers(0, 3))
+def test_calls_that_repeat_are_replayed_until_nothing_changes(blocks, leave):
+    """Blocks of half a MiB, each of which is freed after some others, but the last ones by the next call."""
+    events, alive = [(FREED, 1, len(blocks) - 1 - index) for index in range(min(leave, len(blocks)))], []
+    for index, (_, later) in enumerate(blocks):
+        events.append((ALLOCATED, index, 0))
+        alive.append((index, index + later))
+        for block in [block for block, until in alive if until <= index and block < len(blocks) - leave]:
+            events.append((FREED, 0, block))
+            alive = [of_block for of_block in alive if of_block[0] != block]
+    events += [(FREED, 0, block) for block, _ in alive if block < len(blocks) - leave]
+    call = RecordedCall(tuple(events), tuple(size * MIB // 2 for size, _ in blocks))
+    assert call.closed
+    every, live, short = CachingAllocator(2**40), {}, CachingAllocator(2**40)
+    for _ in range(20):
+        live = replay_call(every, call, live)
+    for _ in replay_calls(short, [call] * 20, {}):
+        pass
+    assert (short.peak_reserved_bytes, short.peak_allocated_bytes) == (
+        every.peak_reserved_bytes,
+        every.peak_allocated_bytes,
+    )

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import is_gone, open_files
+from processes import is_gone, open_files, until
 
 import oomprobe
 from oomprobe.records.axis import NO_AXIS
@@ -89,49 +89,67 @@ def test_the_result_says_how_workers_began(target):
 def test_the_parent_sees_how_a_forked_worker_ends(template):
     worker = template.process(PATIENCE)
     os.kill(worker.pid, signal.SIGSEGV)
-    status = wait_for_end(worker)
+    until(lambda: is_gone(worker.pid))
+    status = until(lambda: worker.poll())
+    assert isinstance(status, ExitStatus)
     assert status.signal == signal.SIGSEGV
     assert status.peak_resident_bytes > 2**20
 
 
-def wait_for_end(worker):
-    for _ in range(200):
-        answer = worker.poll()
-        if isinstance(answer, ExitStatus):
-            return answer
-        time.sleep(0.05)
-    raise AssertionError("it has not ended")
+FORKS_AN_ORPHAN = """
+    worker = os.getpid()
+    if not os.fork():
+        os.setsid()
+        if not os.fork():
+            with open({orphans!r}, "a") as notes:
+                print(worker, os.getpid(), file=notes)
+            import time
+            time.sleep(60)
+        os._exit(0)
+    os.wait()
+"""
 
 
-def test_a_worker_is_ended_with_all_that_it_started_and_no_other(template, tmp_path):
-    """An orphan in a session of its own is known by the mark that its worker has, and the one forked beside it has another."""
-    first, second = template.process(PATIENCE), template.process(PATIENCE)
-    assert first.pid != second.pid
-    first.end("enough")
-    assert is_gone(first.pid)
-    assert second.poll() is None
-    second.end()
+def test_a_worker_is_ended_with_all_that_it_started_and_no_other(target, tmp_path):
+    """A fork in a session of its own is known by its worker's mark, and another worker's has another mark."""
+    orphans = tmp_path / "orphans"
+    forking = textwrap.indent(textwrap.dedent(FORKS_AN_ORPHAN.format(orphans=str(orphans))), " " * 16).strip()
+    name, _ = target(build=forking)
+    source = workers(name, "cpu", Options(max_batch=4), NO_AXIS, PATIENCE)
+    source.template.wait(time.monotonic() + 60)
+    crews = [source.start() for _ in range(2)]
+    for crew in crews:
+        [answer] = crew.ask(source.tasks, None).values()
+        assert isinstance(answer, Ready)
+    until(lambda: orphans.exists() and orphans.read_text().count("\n") == 2)
+    orphan_of = dict(map(int, line.split()) for line in orphans.read_text().splitlines())
+    first, second = (orphan_of[crew.processes[0].pid] for crew in crews)
+    crews[0].end()
+    assert is_gone(first)
+    assert not is_gone(second)
+    crews[1].end()
+    assert is_gone(second)
+    source.end()
 
 
 def test_forks_end_with_the_process_that_adopted_them():
     script = """
-        import time
+        import os, signal, time
         from oomprobe.records.patience import PATIENCE
         from oomprobe.runners.workers.template import Template
         template = Template.of("oomprobe.demo:wide_mlp")
         template.wait(time.monotonic() + 60)
-        print(template._pid, template.process(PATIENCE).pid, flush=True)
+        worker = template.process(PATIENCE)
+        time.sleep(0.5)
+        os.kill(worker.pid, signal.SIGSTOP)  # it does not see that its parent has gone
+        print(template._pid, worker.pid, flush=True)
         time.sleep(60)
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
     pids = [int(pid) for pid in parent.stdout.readline().split()]
     parent.kill()
     parent.communicate()
-    for _ in range(100):
-        if all(map(is_gone, pids)):
-            return
-        time.sleep(0.05)
-    raise AssertionError(pids)
+    until(lambda: all(map(is_gone, pids)))
 
 
 def test_workers_are_started_anew_where_the_environment_has_changed(template, monkeypatch):

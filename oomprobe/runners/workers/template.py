@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -30,13 +31,13 @@ class Template:
     def __init__(self, target: str) -> None:
         self.refusal = ""
         self._is_ready = False
-        self._surroundings, self._mark = _surroundings(), secrets.token_hex(8)
+        self._surroundings = _surroundings()
         self._link, theirs = socket.socketpair()
         with theirs:
             os.set_inheritable(theirs.fileno(), True)
             call = f"forking.main({theirs.fileno()}, {target!r})"
             try:
-                self._pid = start_program("forking", call, {processes.MARK: self._mark})
+                self._pid = start_program("forking", call, {processes.MARK: secrets.token_hex(8)})
             except OSError:  # starting a worker will say why
                 self._pid, self.refusal = 0, ENDED
 
@@ -100,7 +101,7 @@ class Template:
         """End the process; its forks go on."""
         self._link.close()
         if self._pid:
-            processes.kill_started(self._pid, self._mark)
+            os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
         self._pid = 0
 
