@@ -62,7 +62,6 @@ class CardMemory:
         self._peaks_before, self._retries_before = (0, 0), 0
         self.largest_workspace_bytes = 0
         self.tuned.clear()
-        self._repeated = None
         names = self.tape.start_trial(len(self._allocations))
         for allocation, name in zip(self._allocations.values(), names, strict=True):
             allocation.name = name

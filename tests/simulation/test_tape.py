@@ -225,22 +225,6 @@ def test_a_repeat_without_room_changes_only_counters():
     assert memory.allocator.allocated_bytes == 0
 
 
-def test_a_repeat_that_changes_nothing_is_not_replayed_in_another_trial():
-    """The next one may have another cap."""
-    events = ((ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (FREED, 0, 0), (FREED, 0, 1))
-    memory, call = CardMemory(generic_card(100 * MIB), AllocatorSettings()), RecordedCall(events, (20 * MIB, 30 * MIB))
-    for trial in (50, 40):
-        memory.start_trial()
-        memory.empty_cache()
-        memory.set_limit(trial * MIB)
-        for _ in range(3 if trial == 50 else 0):
-            memory.repeat(call)
-        memory.empty_cache()
-    assert memory.allocator.served == 6
-    with pytest.raises(AllocatorOutOfMemory):
-        memory.repeat(call)
-
-
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=12), st.integers(0, 3))
 def test_calls_that_repeat_are_replayed_until_nothing_changes(blocks, leave):
     """Blocks of half a MiB, each of which is freed after some others, but the last ones by the next call."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -146,10 +147,16 @@ def test_forks_end_with_the_process_that_adopted_them():
         time.sleep(60)
     """
     parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    with parent.stdout as told:
+        pids = [int(pid) for pid in told.readline().split()]
     parent.kill()
-    parent.communicate()
-    until(lambda: all(map(is_gone, pids)))
+    parent.wait()
+    try:
+        until(lambda: all(map(is_gone, pids)))
+    finally:
+        for pid in pids:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_workers_are_started_anew_where_the_environment_has_changed(template, monkeypatch):
