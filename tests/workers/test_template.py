@@ -126,10 +126,10 @@ def test_a_worker_is_ended_with_all_that_it_started_and_no_other(target, tmp_pat
     orphan_of = dict(map(int, line.split()) for line in orphans.read_text().splitlines())
     first, second = (orphan_of[crew.processes[0].pid] for crew in crews)
     crews[0].end()
-    assert is_gone(first)
+    until(lambda: is_gone(first))
     assert not is_gone(second)
     crews[1].end()
-    assert is_gone(second)
+    until(lambda: is_gone(second))
     source.end()
 
 
