@@ -1,14 +1,19 @@
-"""Time a simulated search in traced steps, and a traced step against torch's MemTracker, on a ResNet-50.
+"""Time a simulated search in traced steps, and a traced step against torch's MemTracker, on a ResNet-50; and searches of real loops.
 
 python scripts/benchmark_simulation.py
 
 All ratios are measured in one run, on one thread. Targets: a search takes less than 8 traced steps, and a traced step less
 than a fifth of a step under MemTracker in the same fake mode. The network is ResNet-50 (He et al., arXiv:1512.03385, table 1),
-with the stride in the 3 x 3 convolution.
+with the stride in the 3 x 3 convolution. Each search of a real loop is given in CPU seconds, and as a multiple of a search without
+predictions. The loops need transformers.
 """
 
 import statistics
+import sys
+import tempfile
 import time
+from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
@@ -16,7 +21,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import MemTracker
 from torch.nn import functional as F
 
-import oomprobe
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+
+from calibration import torchvision_names  # noqa: E402
+
+import oomprobe  # noqa: E402
+
+torchvision_names.declare()  # its operators do not load with a torch without CUDA, and then transformers does not import
 
 BATCH, SIDE, CLASSES = 8, 224, 1000
 
@@ -101,6 +113,114 @@ def mem_tracker_step_s():
         return statistics.median(times[1:])
 
 
+# --- real loops ---
+
+
+def gpt2(layers=12):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config(n_layer=layers, use_cache=False))
+
+
+def tokens(batch_size):
+    return torch.randint(50257, (batch_size, 256), device="cuda")
+
+
+def evaluate(model, batch_size):
+    model.eval()
+    with torch.no_grad():
+        model(tokens(batch_size), labels=tokens(batch_size))
+    model.train()
+
+
+def accumulating(*, counts):
+    """Return steps that train over four micro-batches, in one call or in four, and evaluate."""
+    model = gpt2()
+    optimizer, seen = torch.optim.AdamW(model.parameters()), {"calls": 0}
+
+    def backward(model, batch_size):
+        (model(tokens(batch_size), labels=tokens(batch_size)).loss / 4).backward()
+
+    def update():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def train(model, batch_size):
+        for _ in range(4):
+            backward(model, batch_size)
+        update()
+
+    def micro_batch(model, batch_size):
+        backward(model, batch_size)
+        seen["calls"] += 1
+        if seen["calls"] % 4 == 0:
+            update()
+
+    return lambda: oomprobe.find_max_batch(
+        model, {"train": micro_batch if counts else train, "eval": evaluate}, device="sim:24GiB", progress="off"
+    )
+
+
+def trainer():
+    """Return the search of a Trainer that accumulates over four micro-batches and evaluates."""
+    from transformers import Trainer, TrainingArguments
+
+    from oomprobe.integrations.transformers import find_max_batch
+
+    example = dict.fromkeys(("input_ids", "labels"), torch.zeros(256, dtype=torch.long))
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(), per_device_train_batch_size=8, gradient_accumulation_steps=4, eval_strategy="steps", eval_steps=100,
+        use_cpu=True, report_to=[],
+    )  # fmt: skip
+    made = Trainer(gpt2(6), arguments, train_dataset=[example] * 4096, eval_dataset=[example] * 4096)
+    return lambda: find_max_batch(made, write_back=False, device="sim:24GiB", progress="off")
+
+
+def generating():
+    """Return the search of a generation of 128 tokens with a cache, as docs/inference.md has it."""
+    import generation
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+
+    def step(model, batch_size):
+        generation.generate(model, batch_size, new_tokens=128)
+
+    return lambda: oomprobe.find_max_batch(model, step, device="sim:24GiB", progress="off")
+
+
+LOOPS = {
+    "GPT-2 small that accumulates and evaluates": lambda: accumulating(counts=False),
+    "the same, counting its micro-batches": lambda: accumulating(counts=True),
+    "a Trainer of 6 layers that does both": trainer,
+    "128 tokens of 8 layers with a cache": generating,
+}
+
+
+def searched(make):
+    """Return the result and the CPU seconds of a search."""
+    search = make()
+    started_s = time.process_time()
+    return search(), time.process_time() - started_s
+
+
+def time_loops():
+    for name, make in LOOPS.items():
+        result, cpu_s = searched(make)
+        with mock.patch.object(oomprobe.SimulatedDevice, "predict_trial", return_value=None):
+            truth, unpredicted_s = searched(make)
+        same = "the same answer"
+        if result.batch_size != truth.batch_size:
+            same = f"{truth.batch_size} without predictions"
+        ran = sum(not trial.replayed for trial in result.trials)
+        print(
+            f"{name:43} {cpu_s:5.1f} CPU s, {cpu_s / unpredicted_s:.2f} of running all: batch {result.batch_size}, {same}; {ran} "
+            f"of {len(result.trials)} trials ran",
+            flush=True,
+        )
+
+
 def main():
     torch.set_num_threads(1)
     first_s, again_s = traced_steps_s([BATCH, 16, 32, 64])
@@ -124,3 +244,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    time_loops()

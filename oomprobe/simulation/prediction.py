@@ -51,6 +51,7 @@ def lines_through(
     """Return the lines through calls of two batch sizes; None if the events differ or a slope is not whole.
 
     Example:
+        >>> from oomprobe.simulation.tape import ALLOCATED, FREED
         >>> events = ((ALLOCATED, 0, 0), (FREED, 0, 0))
         >>> lines_through(1, [RecordedCall(events, (12,))], 2, [RecordedCall(events, (16,))])[0].at(100).sizes
         (408,)
@@ -78,9 +79,7 @@ class _Trial:
     batch_size: int
     names: tuple[str, ...]
     calls: tuple[RecordedCall, ...]
-    repeats: (
-        bool  # whether the last call does; of several steps, none is taken to: what lies between its calls may matter
-    )
+    repeats: bool  # whether the last call does; one of several steps is not taken to
 
     @classmethod
     def of(cls, batch_size: int, names: Sequence[str], calls: Sequence[RecordedCall]) -> _Trial:
@@ -122,7 +121,7 @@ class Predictor:
         self.workspace_bytes: dict[int, int] = {}
         self._names: tuple[str, ...] = ()  # of the calls that the lines were found for
         self._repeats = False
-        self._trials: list[_Trial] = []  # the last two sizes that ran
+        self._last: _Trial | None = None  # that ran
         self._given_up = gives_up
 
     def on(self, processors: Processors) -> Predictor | None:
@@ -146,14 +145,14 @@ class Predictor:
         if changing is not None:
             return self._give_up(DIFFERENT_TURNS.format(name=changing))
         predicted = self.calls(batch_size, names)
+        before, self._last = self._last, trial
+        if before is None:
+            return True
+        if predicted is None:
+            self._find_lines(before, trial)
         # A loop whose smaller last batch only some sizes leave makes other calls, with the same peak.
-        if predicted is not None and abs(peak_bytes(predicted) - peak_bytes(calls)) > NUMBERS_BYTES:
-            return self._give_up(NO_LINES.format(size=self._trials[-1].batch_size, other_size=batch_size))
-        if self._trials and self._trials[-1].batch_size == batch_size:
-            self._trials.pop()
-        if self._trials and predicted is None:
-            self._find_lines(self._trials[-1], trial)
-        self._trials.append(trial)
+        elif abs(peak_bytes(predicted) - peak_bytes(calls)) > NUMBERS_BYTES:
+            return self._give_up(NO_LINES.format(size=before.batch_size, other_size=batch_size))
         return True
 
     def _give_up(self, reason: str) -> bool:
@@ -163,6 +162,8 @@ class Predictor:
         return had_none
 
     def _find_lines(self, before: _Trial, now: _Trial) -> None:
+        if before.batch_size == now.batch_size:
+            return
         calls, other_calls, names = now.calls, before.calls, now.names
         if not now.repeats:
             made = min(len(calls), len(other_calls))
@@ -201,10 +202,10 @@ class Predictor:
             return calls[-1]
         if self.lines is not None:
             return self._as_predicted(batch_size, name, calls)
-        for trial in self._trials[-1:]:
-            if trial.repeats and [call.events for call in calls] == [call.events for call in trial.calls]:
-                return calls[-1]
-        return None
+        if self._last is None or not self._last.repeats:
+            return None
+        events_before = [call.events for call in self._last.calls]
+        return calls[-1] if [call.events for call in calls] == events_before else None
 
     def _as_predicted(self, batch_size: int, name: str, calls: Sequence[RecordedCall]) -> RecordedCall | None:
         predicted = self.calls(batch_size, [name] * (len(calls) + 1))

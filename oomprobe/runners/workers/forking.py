@@ -68,9 +68,9 @@ def main(descriptor: int, target: str) -> NoReturn:
 def _prepare(target: str) -> str:
     """Import what a worker imports; return why it could not be forked from here, or ""."""
     preload_dynamo()
-    threads = len(
-        os.listdir("/proc/self/task")
-    )  # of numpy's linear algebra, which ends them before a fork and starts them after it
+    # Before: the threads of numpy's linear algebra, which ends them before a fork and starts them after it; and whether torch itself has
+    # loaded CUDA's driver, which does not initialise it.
+    threads, has_driver = _threads(), _has_driver()
     before = os.environ.get(NVML_CHECK)
     os.environ[NVML_CHECK] = "1"
     for statement in _first_imports(target):
@@ -80,11 +80,19 @@ def _prepare(target: str) -> str:
     del os.environ[NVML_CHECK]
     if before is not None:
         os.environ[NVML_CHECK] = before
-    if threading.active_count() > 1 or len(os.listdir("/proc/self/task")) > threads:
+    if threading.active_count() > 1 or _threads() > threads:
         return STARTS_THREADS
-    if "libcuda.so" in Path("/proc/self/maps").read_text():
+    if _has_driver() and not has_driver:
         return LOADS_CUDA
     return ""
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _has_driver() -> bool:
+    return "libcuda.so" in Path("/proc/self/maps").read_text()
 
 
 def _first_imports(target: str) -> Iterator[ast.stmt]:
