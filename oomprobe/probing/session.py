@@ -100,7 +100,7 @@ class Session:
         return self.runner.facts.device
 
     def follow(self, last: Session, near: float) -> None:
-        """Begin with what another row's has learned of the step; the limit is expected this near to `start_batch`."""
+        """Begin with what another row's session has learned of the step; the limit is expected this near to `start_batch`."""
         self.budget.expect(last.budget)
         self.program.follow(last.program)
         self._learned, self.predicts = last._learned, last.predicts

@@ -58,7 +58,7 @@ NOT_COVERED = (
     "data loader workers and their host memory",
 )
 NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
-COMPILING = "compiling took about {seconds:.0f} s, for {sizes}: so much longer than later calls did the first ones take"
+COMPILING = "compiling took about {seconds:.0f} s, for {sizes}: the time that first calls took beyond later ones"
 UNPREDICTED = "not predicted: {why}. So each of the {trials} trials ran, which took {seconds:.0f} s"
 LITTLE_DATA = "the data set limits the batch size: it has {count} examples"
 SEEN = "the answer ran for {calls}; rarer events were not measured"

@@ -262,7 +262,7 @@ class CachingAllocator:
         return {handle: block.requested for handle, block in self._live.items()}
 
     def layout(self, handles: Iterable[int]) -> object:
-        """Return where these blocks and the free memory lie, and how often that was emptied: what decides about requests to come."""
+        """Return the places of these blocks and of free memory, and how often that was given back: these decide later requests."""
         places = [(block.address, block.size) for block in map(self._live.get, handles) if block]
         free = [entry[:3] for pool in self._pools.values() for entry in pool.free]
         return places, free, self.reserved_bytes, self.alloc_retries

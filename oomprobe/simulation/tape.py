@@ -160,7 +160,7 @@ def replay_trial(
 
 
 def state_of(allocator: CachingAllocator, live: LiveBlocks) -> object:
-    """Return what decides how a call goes that repeats the last one."""
+    """Return the state that decides how a repetition of the last call goes."""
     left = {index: block for (ago, index), block in live.items() if ago == 1}
     return [*left], allocator.layout(left.values())
 

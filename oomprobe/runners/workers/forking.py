@@ -33,8 +33,8 @@ from oomprobe.runners.workers import worker
 from oomprobe.runners.workers.template import READY
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # with it, torch.cuda.is_available() does not load CUDA's driver library
-STARTS_THREADS = "importing what the target imports starts threads"
-LOADS_CUDA = "importing what the target imports loads CUDA's driver"
+STARTS_THREADS = "one of the target's imports starts threads"
+LOADS_CUDA = "one of the target's imports loads CUDA's driver"
 
 
 def main(descriptor: int, target: str) -> NoReturn:

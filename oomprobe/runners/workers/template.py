@@ -17,7 +17,7 @@ from oomprobe.runners.workers.process import Process, start_program, start_worke
 FORKING_S = 10.0  # for a fork, which takes milliseconds
 READY = "ready "  # its first message, before the refusal, if there is one
 SURROUNDINGS_CHANGED = "the environment or the folder has changed since the first was started"
-TOO_SLOW = "importing what they import took too long"
+TOO_SLOW = "their imports took too long"
 ENDED = "the process to fork them from has ended"
 
 
