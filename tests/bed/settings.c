@@ -85,7 +85,6 @@ EXPORT int cudastub_configure(void) {
 
 __attribute__((constructor)) static void when_loaded(void) {
     cudastub_configure();
-    setenv("TORCH_CUDNN_V8_API_DISABLED", "1", 0); /* cuDNN 7's interface is a few calls, that of cuDNN 8 a graph language */
     /* Load this file under two more names, so that a later dlopen of them (by NVML's Python package) finds it. Use the
      * results: a tail call of dlopen would search in the directories of this function's caller. */
     if (!dlopen("libnvidia-ml.so.1", RTLD_LAZY) || !dlopen("libcuda.so.1", RTLD_LAZY)) fprintf(stderr, "cudastub: %s\n", dlerror());
