@@ -140,6 +140,11 @@ class Device(ABC):
         """Sentences to add to the report."""
         return ()
 
+    @property
+    def not_compared(self) -> str:
+        """What is not known of the memory of this trial; empty if nothing."""
+        return ""
+
     def session(self) -> AbstractContextManager[None]:
         """Return the context for one call of the step. By default it does nothing, as on a real device."""
         return nullcontext()

@@ -30,6 +30,16 @@ from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import LiveBlocks, RecordedCall, replay_trial
 from oomprobe.simulation.unknown import refuse_address, refuse_array, wants_data
 
+TOO_LARGE = (
+    "the model alone (parameters, buffers, and gradients and optimizer state where they exist) takes {needed}, and {card} has "
+    "{size} for the allocator: {missing} too little, even before the first step. Use a larger card or a smaller dtype, or shard "
+    "the model"
+)
+REFUSED = (
+    "building the model ran out of memory at {line}, although what it leaves fits: {card} has {size} for the allocator. Build "
+    "in host memory, in the dtype that you train in, and move the result to the card"
+)
+
 
 class SimulatedDevice(Device):
     """A simulated card. Each object is one card, empty at first.
@@ -147,19 +157,13 @@ class SimulatedDevice(Device):
                 self._card_mode.fakes.put_on_card(tensor)
         except AllocatorOutOfMemory:
             storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-            needed, available = sum(storages.values()), self.card.available_bytes
-            raise NothingFitsError(
-                f"the model alone (parameters, buffers, and gradients and optimizer state where they exist) takes "
-                f"{format_bytes(needed)}, and {self.name} has {format_bytes(available)} for the allocator: "
-                f"{format_bytes(max(0, needed - available))} too little, even before the first step. Use a larger card or "
-                "a smaller dtype, or shard the model"
-            ) from None
+            needed, size = sum(storages.values()), format_bytes(self.card.available_bytes)
+            missing = format_bytes(max(0, needed - self.card.available_bytes))
+            text = TOO_LARGE.format(needed=format_bytes(needed), card=self.name, size=size, missing=missing)
+            raise NothingFitsError(text) from None
         if self._card_mode.refused_building is not None:
-            raise NothingFitsError(
-                f"building the model ran out of memory at {self._card_mode.refused_building}, although what it leaves fits: "
-                f"{self.name} has {format_bytes(self.card.available_bytes)} for the allocator. Build in host memory, in "
-                "the dtype that you train in, and move the result to the card"
-            )
+            size = format_bytes(self.card.available_bytes)
+            raise NothingFitsError(REFUSED.format(line=self._card_mode.refused_building, card=self.name, size=size))
 
     # --- what each device must tell and do ---
 
@@ -224,6 +228,10 @@ class SimulatedDevice(Device):
     def notes(self) -> tuple[str, ...]:
         """Assumptions made while simulating."""
         return (*self._assumed, *self._card_mode.notes)
+
+    @property
+    def not_compared(self) -> str:
+        return self._memory.uncompared.note(self._memory.peaks[0])
 
     @contextmanager
     def history(self) -> Iterator[History]:

@@ -14,6 +14,7 @@ class NoteKind(StrEnum):
     WARNING = "warning"  # the answer may not hold
     NOT_RESTORED = "not restored"  # a warning too: something of the user's did not come back
     COMPILES = "compiles"  # a remark: the step uses torch.compile
+    NOT_COMPARED = "not compared"  # a remark on scratch memory, of which the last one counts
     LARGEST_EXAMPLES = "largest examples"  # a remark: what else is not covered, these are
 
 
@@ -42,7 +43,7 @@ def warning(text: str, *sizes: int) -> Note:
 
 
 class Notes:
-    """Notes in the order in which they came, each text once.
+    """Notes in the order in which they came, each text once; of what was not compared, the last.
 
     Examples:
         >>> notes = Notes()
@@ -58,7 +59,10 @@ class Notes:
 
     def add(self, note: Note) -> None:
         """Add a note, unless it is there."""
-        self._by_text.setdefault(note.text, note)
+        if note.kind is NoteKind.NOT_COMPARED:
+            self._by_text[note.kind] = note
+        else:
+            self._by_text.setdefault(note.text, note)
 
     def extend(self, notes: Iterable[Note]) -> None:
         """Add all of them that are not there."""

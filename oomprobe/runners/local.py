@@ -566,6 +566,8 @@ class LocalRunner:
 
     def _notes_after(self, trial: Trial) -> tuple[Note, ...]:
         self._notes.extend([*map(remark, self._device.notes), *take_told()])
+        if self._device.not_compared:
+            self._notes.add(Note(text=self._device.not_compared, kind=NoteKind.NOT_COMPARED))
         if self.compiled.is_used:
             self._notes.add(Note(text=COMPILED, kind=NoteKind.COMPILES))
         if self._snapshot is not None and not self._tracker.is_exact and self._shapes_now() != self._shapes:

@@ -226,23 +226,13 @@ class CachingAllocator:
             self.log.append((handle, -block.requested))
         self._return_to_pool(block)
 
-    def malloc_all(self, sizes: Iterable[int]) -> list[int]:
-        """Allocate several blocks; if one is refused, free the others and raise."""
-        handles: list[int] = []
-        try:
-            for nbytes in sizes:
-                handles.append(self.malloc(nbytes))
-        except AllocatorOutOfMemory:
-            for handle in handles:
-                self.free(handle)
-            raise
-        return handles
-
-    def borrow(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Allocate and free the blocks of each group together, one group after the other."""
-        for sizes in groups:
-            for handle in self.malloc_all(sizes):
-                self.free(handle)
+    def serve(self, steps: Iterable[int], blocks: list[int]) -> None:
+        """Allocate blocks of these bytes, added to those held; a step of -n frees the n-th last of them."""
+        for step in steps:
+            if step < 0:
+                self.free(blocks.pop(step))
+            else:
+                blocks.append(self.malloc(step))
 
     def empty_cache(self) -> None:
         """release_cached_blocks: return every unused cached segment, or page of one, to the driver."""

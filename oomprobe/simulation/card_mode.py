@@ -9,11 +9,9 @@ it there.
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from operator import itemgetter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,9 +28,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from oomprobe.errors import SimulationError
 from oomprobe.ground import torch_versions
 from oomprobe.ground.frames import user_line
-from oomprobe.simulation import scratch
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes, Results, Views
+from oomprobe.simulation.formulas import Formulas, in_backward
+from oomprobe.simulation.kernels import convolutions, table
+from oomprobe.simulation.kernels.composites import COMPOSITES
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.unknown import (
     KnownBools,
@@ -50,12 +50,6 @@ MAX_REAL_NUMEL = {True: 2**16, False: 2**22}  # key: whether the dtype is floati
 _aten = torch.ops.aten
 _COMPARISONS = {_aten.equal.default, _aten.allclose.default}
 _READING = {*_COMPARISONS, _aten._local_scalar_dense.default}
-_ZEROS = {_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default}
-# Autograd formulas that write into zeros they created do so out of place for tensor subclasses.
-# Source: torch/csrc/autograd/FunctionsManual.cpp, areAnyTensorSubclassLike.
-_IN_PLACE_ON_CUDA = {
-    _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default, _aten.index_put.default, _aten.index_add.default,
-}  # fmt: skip
 # Raised where the shape of a result depends on values, which building has, or where a result has no plain storage.
 _NEEDS_VALUES = (
     DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException, SimulationError,
@@ -67,11 +61,6 @@ _LINEAR_ALGEBRA = {
     )
 }  # fmt: skip
 _ADDMM = {_aten.addmm.default, _aten._addmm_activation.default}
-# Results in the order in which their kernel allocates them, where it is another one.
-_ALLOCATION_ORDER = {
-    _aten.native_dropout.default: itemgetter(1, 0),  # the mask first
-    _aten._scaled_dot_product_cudnn_attention.default: itemgetter(6, 7, 0, 1),  # the seed of its dropout first
-}
 _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 
 
@@ -91,7 +80,8 @@ class CardMode(TorchDispatchMode):
         self.fakes = Fakes(self.fake_mode, views, memory)
         self._results = Results(self.fake_mode, views)
         self._known_bools: KnownBools = weakref.WeakKeyDictionary()
-        self._last_zeros: Callable[[], torch.Tensor | None] = lambda: None
+        self._formulas = Formulas()
+        self._was_on_card = False  # whether the last operator was
         self.is_building = False
         self.refused_building: str | None = None  # where building first asked for more than the card has
 
@@ -186,8 +176,7 @@ class CardMode(TorchDispatchMode):
             for real in tree_leaves(result):
                 if isinstance(real, torch.Tensor) and real.layout is torch.strided:
                     self.put_on_card(real)
-        if func in _ZEROS:
-            self._last_zeros = weakref.ref(result)
+        self._formulas.ran(func, result)
         return result
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -196,42 +185,61 @@ class CardMode(TorchDispatchMode):
         kwargs = _redirected(kwargs, operands)
         if func is _aten._local_scalar_dense.default:
             return self._scalar(args[0])
+        if func is _aten.scalar_tensor.default and kwargs.get("device") == HOST and self._was_on_card:
+            kwargs = {**kwargs, "device": CARD}  # torch makes it beside the tensor that it is about to use
+        self._was_on_card = operands.on_card
         if not operands.are_simulated:
             if kwargs.get("device", HOST) in (None, HOST):
                 return self._run_on_host(func, args, kwargs, has_tensors=operands.any)
         elif func in _COMPARISONS:
             return args[0].shape == args[1].shape  # simulated values are all equal
-        if operands.on_card:
-            if _only_writes_lists(func):
-                return None
-            if func is _aten.copy_.default and operands.on_host and operands.on_host[0] is args[1]:
-                return args[0]  # from the host into an existing tensor on the card
-            if func is _aten.histc.default:  # CUDA accepts integers, the CPU does not
-                (bins,) = args[1:2] or (100,)
-                func, args, kwargs = _aten.new_empty.default, (args[0], [bins]), {}
-            for tensor in operands.on_host:  # on a real card, the step would have created them there
-                self.fakes.move_to_card(tensor)
-        return self._simulate(func, args, kwargs, on_card=operands.on_card)
+        if not operands.on_card:
+            return self._simulate(func, args, kwargs, on_card=False)
+        return self._run_on_card(func, args, kwargs, operands.on_host)
+
+    def _run_on_card(self, func: Any, args: Any, kwargs: dict[str, Any], on_host: list[torch.Tensor]) -> Any:
+        """Simulate an operator with tensors on the card, and perhaps others in host memory."""
+        if _only_writes_lists(func):
+            return None
+        if func is _aten.copy_.default and on_host and on_host[0] is args[1]:
+            return args[0]  # from the host into an existing tensor on the card
+        if func is _aten.histc.default:  # CUDA accepts integers, the CPU does not
+            (bins,) = args[1:2] or (100,)
+            func, args, kwargs = _aten.new_empty.default, (args[0], [bins]), {}
+        for tensor in on_host:  # on a real card, the step would have created them there
+            self.fakes.move_to_card(tensor)
+        if func in COMPOSITES:
+            with self:
+                return COMPOSITES[func](*args, **kwargs)
+        return self._simulate(func, args, kwargs, on_card=True)
 
     def _simulate(self, func: Any, args: Any, kwargs: dict[str, Any], *, on_card: bool) -> Any:
         """Run an operator on fakes, and take from the card what its kernel takes."""
-        in_place = self._runs_in_place(func, args)  # before anything else refers to the arguments
+        in_place = self._formulas.run_in_place(func, args)  # before anything else refers to the arguments
         to_card = on_card and kwargs.get("device") != HOST
         args = self._faked(args)
         kwargs = {name: self._faked(value) for name, value in kwargs.items()}
-        launch = scratch.find_launch(self._processors, func, args, kwargs) if to_card else None
-        with nullcontext() if launch is None else self.memory.running(launch):
+        launch = None
+        if to_card or kwargs.get("device") == CARD:
+            launch = table.find_launch(self._processors, func, args, kwargs)
+        with self.memory.running(launch) as before_result:
             result = self._results.run(func, args, kwargs)
+            self._formulas.ran(func, result)
             propagate_bool(self._known_bools, func, args, result)
             if in_place and self.memory.holds(args[0].untyped_storage()):
+                if result.stride() != args[0].stride():
+                    result = self._results.run(_aten.as_strided.default, (result, args[0].shape, args[0].stride()), {})
                 result.fake_device = CARD
                 self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
-            self._track(func, result, args, launch, to_card=to_card)
-            if to_card and scratch.is_convolution(func):
+            result_bytes = None if launch is None else launch.result_bytes
+            self._track(func, result, args, result_bytes, before_result, to_card=to_card)
+            if to_card and convolutions.is_convolution(func):
                 self._tune(func, args)
-        if func in _LINEAR_ALGEBRA:
-            is_lt = func in _ADDMM and torch_versions.uses_lt(args[0], args[1], args[2], kwargs.get("beta", 1))
-            self.memory.use_workspace(is_lt=is_lt, in_backward=_in_backward())
+            if to_card:
+                self.memory.uncompared.ran(func, self.memory.allocator.allocated_bytes, (args, result))
+            if func in _LINEAR_ALGEBRA:
+                is_lt = func in _ADDMM and torch_versions.uses_lt(args[0], args[1], args[2], kwargs.get("beta", 1))
+                self.memory.use_workspace(is_lt=is_lt, in_backward=in_backward())
         return result
 
     def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any], *, has_tensors: bool) -> Any:
@@ -252,19 +260,19 @@ class CardMode(TorchDispatchMode):
             return self._known_bools[tensor.untyped_storage()]
         return read_value(tensor, self.notes)
 
-    def _track(self, func: Any, result: Any, args: Any, launch: scratch.Launch | None, *, to_card: bool) -> None:
+    def _track(
+        self, func: Any, result: Any, args: Any, result_bytes: int | None, before_result: Callable[[], None], *,
+        to_card: bool,
+    ) -> None:  # fmt: skip
         """Allocate the results of an operator in its kernel's order, unless they are on the card."""
         memory = self.memory
         if func in _RESIZING:
             if self.is_on_card(args[0]):
-                memory.reallocate(args[0].untyped_storage())
+                memory.resize(args[0].untyped_storage())
             return
-        workspace_bytes = scratch.convolution_workspace(func, args)
+        workspace_bytes = convolutions.convolution_workspace(func, args)
         memory.largest_workspace_bytes = max(memory.largest_workspace_bytes, workspace_bytes)
-        results = result if isinstance(result, list | tuple) else (result,)
-        if func in _ALLOCATION_ORDER:
-            results = _ALLOCATION_ORDER[func](results)
-        result_bytes = None if launch is None else launch.result_bytes
+        results = table.in_order_of_allocation(func, args, result)
         first_argument = next(iter(args), None)
         for value in results:
             if not isinstance(value, FakeTensor):
@@ -274,9 +282,9 @@ class CardMode(TorchDispatchMode):
                     continue
                 value.fake_device = CARD
             refuse_layout(value)
-            memory.allocate(value.untyped_storage(), result_bytes)
-        if func in _ZEROS:
-            self._last_zeros = weakref.ref(result)
+            if not memory.holds(value.untyped_storage()):
+                before_result()
+                memory.allocate(value.untyped_storage(), result_bytes)
 
     def _tune(self, func: Any, args: Any) -> None:
         """Empty the cache, as torch does once cuDNN has tried its kernels on a new convolution.
@@ -294,15 +302,6 @@ class CardMode(TorchDispatchMode):
         if tuple(key) not in self.memory.tuned:
             self.memory.tuned.add(tuple(key))
             self.memory.empty_cache(by_step=True)
-
-    def _runs_in_place(self, func: Any, args: Any) -> bool:
-        """Whether autograd runs an operator in place on CUDA that it runs out of place here."""
-        if func is _aten.add.Tensor:
-            return _adds_in_place((*args,))
-        if func not in _IN_PLACE_ON_CUDA:
-            return False
-        # Autograd has just made these zeros, to scatter gradients into them.
-        return _in_backward() and self._last_zeros() is args[0]
 
     def _faked(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -332,32 +331,6 @@ def zeros_of(fake: FakeTensor) -> torch.Tensor:
     """Return a tensor in host memory that looks like a fake, whose values only the card could compute."""
     with torch._C._DisableTorchDispatch():
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=HOST).zero_()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _adds_in_place(args: Sequence[Any]) -> bool:
-    """Whether autograd adds two gradients in place on CUDA, because it holds the only reference to the first.
-
-    Takes the sequence, not its items: once torch.compile has run, callers keep references to the arguments they pass.
-
-    Source: torch/csrc/autograd/input_buffer.cpp (can_accumulate_inplace), which excludes tensor subclasses.
-    """
-    if not _in_backward():
-        return False
-    first, second = args[0], args[1]
-    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
-        return False
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    if not _aten.is_non_overlapping_and_dense.default(first):
-        return False
-    most = torch_versions.HELD_BY_ENGINE
-    if sys.getrefcount(first) > most.references or first._use_count() > most.uses:  # type: ignore[attr-defined]
-        return False
-    return torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= most.storage_uses
 
 
 @functools.cache

@@ -49,6 +49,8 @@ class CudaKernels:
                 library.impl("dropout", self._dropout, key)
                 library.impl("scaled_dot_product_attention", self._attention, key)
                 library.impl("linear", self._linear, key)
+                library.impl("batch_norm", self._batch_norm, key)
+                library.impl("one_hot", self._one_hot, key)
                 for name in ("softmax", "log_softmax"):
                     library.impl(f"{name}.int", functools.partial(self._softmax, name), key)
             if hasattr(_aten, "_fused_rms_norm_backward"):  # one kernel on CUDA since torch 2.9, several on the CPU
@@ -76,6 +78,23 @@ class CudaKernels:
             return torch.matmul(tensor, weight.t()).add_(bias)
         return _composite(_aten.linear.default, tensor, weight, bias)  # type: ignore[no-any-return]
 
+    def _batch_norm(self, tensor: torch.Tensor, weight: torch.Tensor | None, *args: Any) -> torch.Tensor:
+        """Make the input contiguous for cuDNN, which keeps the copy for the backward pass."""
+        uses_cudnn = weight is not None and weight.dtype is torch.float32 and tensor.dtype is not torch.bfloat16
+        if self._active() and uses_cudnn and tensor.dim() > 2:
+            chosen = torch.contiguous_format
+            if tensor.dim() == 4 and has_only_format(tensor, torch.channels_last):
+                chosen = torch.channels_last
+            tensor = tensor.contiguous(memory_format=chosen)
+        return _composite(_aten.batch_norm.default, tensor, weight, *args)  # type: ignore[no-any-return]
+
+    def _one_hot(self, index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        """Scatter ones into zeros; for fakes, torch compares each index with each class."""
+        if not self._active() or num_classes < 0:
+            return _composite(_aten.one_hot.default, index, num_classes)  # type: ignore[no-any-return]
+        zeros = torch.zeros((*index.shape, num_classes), dtype=torch.int64, device=index.device)
+        return zeros.scatter_(-1, index.unsqueeze(-1), 1)
+
     def _softmax(self, name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Convert 16 to 32 bits inside the kernel; the CPU makes a copy first."""
         if self._active() and tensor.dtype is torch.float16 and dtype is torch.float32:
@@ -102,6 +121,10 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Run the attention kernel that the card would choose; heads are in dimension -3."""
+    if not _are_dense((query, key, value)):
+        if enable_gqa:
+            key, value = _repeat_heads(query, key), _repeat_heads(query, value)
+        return _attend_step_by_step(query, key, value, attn_mask, dropout_p, is_causal, scale)[0]
     needs_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     is_plain = attn_mask is None and dropout_p == 0
     if is_plain and _uses_cudnn(capability, query, key, value):
@@ -124,9 +147,33 @@ def _attend(
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, needs_backward, dropout_p, is_causal, scale=scale
         )[0]
-    return _aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale
-    )[0]
+    return _attend_step_by_step(query, key, value, attn_mask, dropout_p, is_causal, scale)[0]
+
+
+def _attend_step_by_step(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None,
+) -> Any:  # fmt: skip
+    """_scaled_dot_product_attention_math, which adds the mask in place unless its tensors are fakes."""
+    if mask is not None and mask.dtype is torch.bool:
+        mask = _additive(mask, query)
+    dtype = query.dtype
+    if dtype in _HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():  # type: ignore[no-untyped-call]
+        query, key, value = query.float(), key.float(), value.float()
+    factor = (query.shape[-1] ** -0.5 if scale is None else abs(scale)) ** 0.5
+    scaled = query * factor
+    if is_causal:
+        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = _additive(allowed, query)
+        del allowed
+    weights = scaled @ (key.transpose(-2, -1) * factor)
+    if mask is not None:
+        weights = weights.add_(mask)
+    weights = _aten._safe_softmax.default(weights, -1)
+    if dropout_p > 0:
+        weights = torch.nn.functional.dropout(weights, dropout_p)
+    returned = weights.to(dtype)
+    return (weights @ value).to(dtype), returned
 
 
 def _uses_cudnn(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -165,6 +212,11 @@ def _uses_efficient(capability: tuple[int, int], query: torch.Tensor, key: torch
     return query.shape[-1] % multiple == 0 and value.shape[-1] % multiple == 0
 
 
+def _are_dense(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the elements of each head lie one after the other."""
+    return all(tensor.stride(-1) == 1 for tensor in tensors)
+
+
 def _repeat_heads(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     times = query.shape[-3] // tensor.shape[-3]
     return tensor.repeat_interleave(times, -3) if times > 1 else tensor
@@ -180,10 +232,14 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
     if mask is None:
         return None
     if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+        mask = _additive(mask, query)
     length = mask.shape[-1]
     mask = _pad(mask, 8)
     return mask[..., :length].expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask, query.new_zeros(()), query.new_full((), float("-inf")))
 
 
 # --- results ---
@@ -197,6 +253,16 @@ def as_on_cuda(func: Any, args: Any, result: Any) -> Any:
 
 def _statistics(args: Any, result: Any) -> Any:
     return result[0], *_cast(result[1:], _HALF, torch.float32)
+
+
+def _batch_norm_results(args: Any, result: Any) -> Any:
+    """Keep statistics in float32; without cuDNN, they are kept in evaluation too."""
+    given, is_training = args[0], args[5]
+    if is_training or given.dtype is not torch.bfloat16:
+        return _statistics(args, result)
+    channels = given.shape[1]
+    mean, deviation = (given.new_empty(channels, dtype=torch.float32) for _ in range(2))
+    return result[0], mean, deviation
 
 
 def _group_norm(args: Any, result: Any) -> Any:
@@ -238,18 +304,59 @@ def _cudnn_attention(args: Any, result: Any) -> Any:
     return result[0], result[1].new_empty(0), *result[2:]
 
 
+def _first_like_input(args: Any, result: Any) -> Any:
+    """Lay out the input's gradient as the input, not as the gradient of the result."""
+    gradient, *others = result
+    if gradient is None:
+        return result
+    chosen = torch.contiguous_format
+    if args[1].dim() == 4 and has_only_format(args[1], torch.channels_last):
+        chosen = torch.channels_last
+    return gradient.contiguous(memory_format=chosen), *others
+
+
+def _contiguous_first(result: Any) -> Any:
+    gradient, *others = result
+    return gradient if gradient is None else gradient.contiguous(), *others
+
+
+def _norms(args: Any, result: Any) -> Any:
+    return result[0], *_cast(result[1:], (torch.float16,), torch.float32)
+
+
 _AS_ON_CUDA: dict[Any, Callable[[Any, Any], Any]] = {
-    **dict.fromkeys((_aten.native_layer_norm.default, _aten.native_batch_norm.default), _statistics),
+    **dict.fromkeys(
+        (
+            *(
+                _aten.mse_loss_backward.default,
+                _aten.smooth_l1_loss_backward.default,
+                _aten.huber_loss_backward.default,
+            ),
+            *(_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default),
+            *(_aten.reflection_pad2d.default, _aten.replication_pad2d.default),
+            *(_aten._log_softmax_backward_data.default, _aten._softmax_backward_data.default),
+        ),
+        lambda _, result: result.contiguous(),
+    ),
+    **dict.fromkeys(
+        (_aten.native_layer_norm_backward.default, _aten.native_group_norm_backward.default),
+        lambda _, result: _contiguous_first(result),
+    ),
+    _aten.native_batch_norm_backward.default: _first_like_input,
+    _aten.log_sigmoid_forward.default: lambda _, result: (result[0], result[1].new_empty(0)),
+    _aten._weight_norm_interface.default: _norms,
+    _aten.native_layer_norm.default: _statistics,
+    _aten.native_batch_norm.default: _batch_norm_results,
     _aten.native_group_norm.default: _group_norm,
     _aten._to_copy.default: _copied,
-    **dict.fromkeys(
-        (_aten.pixel_shuffle.default, _aten.pixel_unshuffle.default), lambda _, result: result.contiguous()
-    ),
     _aten.convolution.default: _convolved,
     _aten.convolution_backward.default: _convolution_gradients,
     _aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
 }
+
+if hasattr(_aten, "_fused_rms_norm_backward"):
+    _AS_ON_CUDA[_aten._fused_rms_norm_backward.default] = lambda _, result: _contiguous_first(result)
 
 
 def convolution_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
@@ -292,7 +399,7 @@ _PROMOTED = [
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 ]  # fmt: skip
-_IN_LOW_PRECISION = ["addmv", "addr", "mv", "convolution"]  # in addition to the CPU's own list
+_IN_LOW_PRECISION = ["addmv", "addr", "mv", "convolution", "einsum"]  # in addition to the CPU's own list
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
@@ -319,7 +426,7 @@ def _cpu_extras() -> tuple[str, ...]:
     extras = []
     for full_name in torch._C._dispatch_get_all_op_names():
         namespace, _, name = full_name.partition("::")
-        if namespace != "aten" or name.startswith("conv"):  # with padding="same", CUDA casts in what these call
+        if namespace != "aten":
             continue
         if _has_kernel(name, "AutocastCPU") and not _has_kernel(name, "AutocastCUDA"):
             extras.append(name)
@@ -361,9 +468,11 @@ def _promoted(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _cast(value: Any, dtypes: tuple[torch.dtype, ...], to: torch.dtype) -> Any:
-    """Cast the tensors of certain dtypes in a nested value."""
-    if type(value) in (list, tuple):
-        return type(value)(_cast(item, dtypes, to) for item in value)
+    """Cast the tensors of certain dtypes in a nested value; of arguments the last first, as compilers evaluate them."""
+    if type(value) is tuple:
+        return tuple([_cast(item, dtypes, to) for item in reversed(value)][::-1])
+    if type(value) is list:
+        return [_cast(item, dtypes, to) for item in value]
     if isinstance(value, torch.Tensor) and value.dtype in dtypes:
         return value.to(to)
     return value

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from oomprobe.ground.torch_versions import LT_BYTES, LtWorkspace, workspaces
 from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, oom_message
 from oomprobe.simulation.cards import Card
-from oomprobe.simulation.scratch import Kernel, Launch, borrowed, needs_of
+from oomprobe.simulation.kernels.compared import Uncompared
+from oomprobe.simulation.kernels.steps import Kernel, Launch, afterwards, parts_of
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import LiveBlocks, RecordedCall, Tape, replay_call, state_of
 
@@ -36,6 +38,7 @@ class CardMemory:
         limit_bytes: Cap set by oomprobe; None: none.
         largest_workspace_bytes: Largest workspace that a convolution of this trial may want.
         tuned: Convolutions of this trial for which cuDNN has tried its kernels.
+        uncompared: Operators of this trial whose requests nobody has compared with torch's.
     """
 
     def __init__(self, card: Card, settings: AllocatorSettings) -> None:
@@ -45,6 +48,7 @@ class CardMemory:
         self.set_limit(None)
         self.largest_workspace_bytes = 0
         self.tuned: set[Hashable] = set()
+        self.uncompared = Uncompared()
         self.tape = Tape()
         self._peaks_before, self._retries_before = (0, 0), 0  # of this trial, before the step reset them
         self._repeated: tuple[RecordedCall, object] | None = None  # the last, and the memory in which it began
@@ -62,6 +66,7 @@ class CardMemory:
         self._peaks_before, self._retries_before = (0, 0), 0
         self.largest_workspace_bytes = 0
         self.tuned.clear()
+        self.uncompared.start_trial()
         names = self.tape.start_trial(len(self._allocations))
         for allocation, name in zip(self._allocations.values(), names, strict=True):
             allocation.name = name
@@ -140,10 +145,16 @@ class CardMemory:
         """Take a storage off the card before it dies."""
         self._free(storage._cdata)
 
-    def reallocate(self, storage: _Storage) -> None:
-        """Give a resized storage a new block."""
-        self._free(storage._cdata)
+    def resize(self, storage: _Storage) -> None:
+        """Give a storage that has grown a new block, before it gives back its old one."""
+        old = self._allocations.get(storage._cdata)
+        if old is not None and old.nbytes >= storage.nbytes():
+            return
+        self._allocations.pop(storage._cdata, None)
         self.allocate(storage)
+        if old is not None:
+            self.allocator.free(old.block)
+            self.tape.freed(old.name)
 
     def use_workspace(self, *, is_lt: bool, in_backward: bool) -> None:
         """Provide the workspace of a matrix product, of cuBLASLt (`is_lt`) or cuBLAS, as this version of torch does."""
@@ -167,7 +178,7 @@ class CardMemory:
         return LT_BYTES if is_lt else self._cublas_bytes
 
     def _borrow(self, nbytes: int) -> None:
-        with self.running(Launch(Kernel(borrowed, (nbytes,), 0), (), None)):
+        with self.running(Launch(Kernel(afterwards, (nbytes,), 0), (), None)):
             pass
 
     def clear_workspaces(self) -> None:
@@ -176,20 +187,27 @@ class CardMemory:
         self._workspaces.clear()
 
     @contextmanager
-    def running(self, launch: Launch) -> Iterator[None]:
-        """Hold a kernel's scratch memory while its results are allocated inside the context."""
-        index = self.tape.kernel_started(launch.kernel, launch.numbers)
-        needs = needs_of(launch.kernel, launch.numbers)
-        blocks = self.allocator.malloc_all(needs.throughout)
+    def running(self, launch: Launch | None) -> Iterator[Callable[[], None]]:
+        """Give a kernel its scratch memory until the context ends; what is yielded must be called before each result is allocated."""
+        if launch is None:
+            yield lambda: None
+            return
+        kernel, blocks = launch.kernel, list[int]()
+        index = self.tape.launched(launch.numbers)
+        *before_results, after = enumerate(parts_of(kernel, launch.numbers))
+        waiting = iter(before_results)
+
+        def make(parts: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+            for part, steps in parts:
+                self.allocator.serve(steps, blocks)
+                self.tape.kernel(kernel, part, index)
+
         try:
-            self.allocator.borrow(needs.before)
-            yield
-            self.allocator.borrow(needs.after)
+            yield lambda: make(islice(waiting, 1))
+            make([*waiting, after])
         finally:
             for block in blocks:
                 self.allocator.free(block)
-        self.allocator.borrow(needs.last)
-        self.tape.kernel_ended(launch.kernel, index)
 
     def empty_cache(self, *, by_step: bool = False) -> None:
         self.allocator.empty_cache()

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import clip_grad
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -100,6 +101,7 @@ def _patches(card_mode: CardMode) -> Iterator[tuple[Any, str, Any]]:
     yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")
     yield torch.nn.DataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)  # one card
     yield torch.Tensor, "record_stream", lambda *_: None
+    yield clip_grad, "_has_foreach_support", lambda *_, **__: True  # of plain tensors, which fakes stand for
     yield torch, "Generator", _Generator
     for name in ("range_push", "range_pop", "mark"):
         yield torch.cuda.nvtx, name, lambda *_, **__: 0

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, islice
 
 from oomprobe.simulation.reductions import Processors
-from oomprobe.simulation.scratch import Kernel
-from oomprobe.simulation.tape import RecordedCall, peak_bytes
+from oomprobe.simulation.tape import KERNEL, RecordedCall, peak_bytes
 
 NUMBERS_BYTES = 4096  # losses and counts, of which a loop may hold one more at the peak
 NO_LINES = "the allocations at batch {size} and {other_size} differ in more than sizes that grow with the batch"
@@ -39,8 +38,9 @@ class Line:
         """Return the line on a card of the same compute capability with these processors."""
         events = []
         for kind, index, detail in self.call.events:
-            if isinstance(detail, Kernel):
-                detail = detail.on(processors)
+            if kind == KERNEL:
+                kernel, part = detail
+                detail = kernel.on(processors), part
             events.append((kind, index, detail))
         return replace(self, call=replace(self.call, events=tuple(events)))
 

@@ -36,7 +36,7 @@ class Reduction:
 
     processors: Processors
     item_bytes: int  # of an element of the input
-    out_bytes: int  # of an element of the output
+    partial_bytes: int  # of a partial result
     reduced: tuple[bool, ...]  # by dimension
 
 
@@ -70,7 +70,7 @@ def buffers(
 
 def _dims(kind: Reduction, shape: Sequence[int], strides: Sequence[int]) -> list[_Dim]:
     """Return the dimensions, fastest first."""
-    dims, out_stride = [], kind.out_bytes
+    dims, out_stride = [], kind.partial_bytes
     for size, stride, reduced in zip(reversed(shape), reversed(strides), reversed(kind.reduced), strict=True):
         if reduced:
             dims.append(_Dim(size, stride * kind.item_bytes, 0))
@@ -165,8 +165,7 @@ def _kernel_buffers(kind: Reduction, dims: list[_Dim], offset: int) -> tuple[int
     blocks = _blocks_per_output(kind.processors, width * height, values_per_thread, grid)
     if blocks <= 1:
         return ()
-    partial_bytes = max(4, kind.out_bytes)  # 16-bit sums accumulate in 32 bits
-    return partial_bytes * outputs * blocks * step_out * out_vector, 4 * grid
+    return kind.partial_bytes * outputs * blocks * step_out * out_vector, 4 * grid
 
 
 def _blocks_per_output(processors: Processors, threads: int, values_per_thread: int, grid: int) -> int:

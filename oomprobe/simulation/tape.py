@@ -9,12 +9,12 @@ from itertools import accumulate
 from typing import Any
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.scratch import Kernel, needs_of
+from oomprobe.simulation.kernels.steps import Kernel, parts_of
 
-# Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, 0, 0) for the cache, and, for a kernel with scratch
-# memory, (KERNEL_STARTED, index, kernel) and, after its results are allocated, (KERNEL_ENDED, index, kernel). An index points
-# into the list of sizes; a kernel's sizes are the numbers from which its rule computes its scratch memory.
-ALLOCATED, FREED, RELEASED, KERNEL_STARTED, KERNEL_ENDED = range(5)
+# Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, 0, 0) for the cache, and (KERNEL, index, (kernel, part))
+# before each result of a kernel with scratch memory and after the last. An index points into the list of sizes; a kernel's
+# sizes are the numbers from which its rule computes its scratch memory.
+ALLOCATED, FREED, RELEASED, KERNEL = range(4)
 Event = tuple[int, int, Any]
 LiveBlocks = dict[tuple[int, int], int]  # handles by (calls ago, index in that call)
 
@@ -85,15 +85,15 @@ class Tape:
         call_number, index = name
         self._events.append((FREED, self.call_number - call_number, index))
 
-    def kernel_started(self, kernel: Kernel, numbers: Sequence[int]) -> int:
-        """Record the start of a kernel with scratch memory; return the index of its numbers."""
+    def launched(self, numbers: Sequence[int]) -> int:
+        """Record the numbers of a kernel with scratch memory; return their index."""
         index = len(self._sizes)
         self._sizes.extend(numbers)
-        self._events.append((KERNEL_STARTED, index, kernel))
         return index
 
-    def kernel_ended(self, kernel: Kernel, index: int) -> None:
-        self._events.append((KERNEL_ENDED, index, kernel))
+    def kernel(self, kernel: Kernel, part: int, index: int) -> None:
+        """Record that a kernel has made the requests of a part."""
+        self._events.append((KERNEL, index, (kernel, part)))
 
     def cache_released(self) -> None:
         self._events.append((RELEASED, 0, 0))
@@ -120,16 +120,14 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
             live[0, index] = malloc(sizes[index])
         elif kind == FREED:
             free(live.pop((index, detail), 0))  # `index` is calls ago; 0 is no block
-        elif kind == KERNEL_STARTED:
-            needs = needs_of(detail, sizes[index : index + detail.count])
-            scratch_blocks[index] = allocator.malloc_all(needs.throughout)
-            allocator.borrow(needs.before)
-        elif kind == KERNEL_ENDED:
-            needs = needs_of(detail, sizes[index : index + detail.count])
-            allocator.borrow(needs.after)
-            for block in scratch_blocks.pop(index):
-                free(block)
-            allocator.borrow(needs.last)
+        elif kind == KERNEL:
+            kernel, part = detail
+            parts = parts_of(kernel, sizes[index : index + kernel.count])
+            blocks = scratch_blocks.setdefault(index, [])
+            allocator.serve(parts[part], blocks)
+            if part == len(parts) - 1:
+                for block in scratch_blocks.pop(index):
+                    free(block)
         elif kind == RELEASED:
             allocator.empty_cache()
     return {(ago + 1, index): block for (ago, index), block in live.items()}

@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 
 from oomprobe.simulation.card_mode import CardMode
-from oomprobe.simulation.scratch import winograd_workspace
+from oomprobe.simulation.kernels.convolutions import winograd_workspace
 
 
 def place(device, model):

@@ -1,13 +1,16 @@
 """Building on a simulated card makes torch's requests, in torch's order, and leaves the memory and the cache that building leaves."""
 
 import copy
+import io
 import itertools
+from functools import partial
 
 import pytest
 import torch
 from bed import forked
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -101,7 +104,172 @@ def wrapped():
     return pair, pair.to(torch.float16) * 2
 
 
+def weight_normalized():
+    return nn.utils.parametrizations.weight_norm(linear())
+
+
+def tied():
+    model = nn.ModuleDict({"tokens": nn.Embedding(1000, 256), "head": nn.Linear(256, 1000, bias=False)}).cuda()
+    model["head"].weight = model["tokens"].weight
+    return model
+
+
+def quantized():
+    weight = linear().weight.detach()
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / scale).round().clamp(-128, 127).to(torch.int8), scale
+
+
+def loaded_to_the_card():
+    model, file = nn.Linear(512, 512), io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    model.load_state_dict(torch.load(file, map_location="cuda"), assign=True)
+    return model
+
+
+def rotary():
+    """Buffers made by arithmetic on the card."""
+    frequencies = 1.0 / 10_000 ** (torch.arange(0, 64, 2, device="cuda").float() / 64)
+    angles = torch.outer(torch.arange(512, device="cuda").float(), frequencies)
+    return torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
+
+
+def moving_average():
+    model = linear()
+    average = copy.deepcopy(model).requires_grad_(False)
+    with torch.no_grad():
+        for kept, new in zip(average.parameters(), model.parameters(), strict=True):
+            kept.mul_(0.99).add_(new, alpha=0.01)
+    return model, average
+
+
+def flat():
+    """Parameters that are views of one buffer."""
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)).cuda()
+    buffer = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    at = 0
+    for parameter in model.parameters():
+        parameter.data = buffer[at : at + parameter.numel()].view_as(parameter)
+        at += parameter.numel()
+    return model, buffer
+
+
+def restored_optimizer():
+    model, optimizer = warmed_up()
+    state = {
+        "state": copy.deepcopy(optimizer.state_dict()["state"]),
+        "param_groups": optimizer.state_dict()["param_groups"],
+    }
+    fresh = torch.optim.AdamW(model.parameters())
+    fresh.load_state_dict(state)
+    return model, fresh
+
+
+def folded():
+    """A batch norm folded into the convolution before it."""
+    convolution, norm = nn.Conv2d(16, 32, 3).cuda().eval(), nn.BatchNorm2d(32).cuda().eval()
+    return nn.utils.fusion.fuse_conv_bn_eval(convolution, norm)
+
+
+def scaled_warm_up():
+    model, scaler = linear(), torch.amp.GradScaler("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("cuda", torch.float16):
+        loss = model(torch.randn(64, 512, device="cuda")).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    return model, scaler
+
+
+def evaluated():
+    model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512)).cuda().eval()
+    with torch.no_grad():
+        return model, model(torch.randn(64, 512, device="cuda"))
+
+
+def ensemble():
+    models = [nn.Linear(128, 128).cuda() for _ in range(4)]
+    return torch.func.stack_module_state(models)
+
+
+def grouped_weights():
+    """Weights of queries, keys and values in one."""
+    layers = [linear() for _ in range(3)]
+    joined = nn.Linear(512, 1536, bias=False).cuda()
+    with torch.no_grad():
+        joined.weight.copy_(torch.cat([layer.weight for layer in layers]))
+    return joined
+
+
+def pruned():
+    model = linear()
+    prune.random_unstructured(model, "weight", 0.3)
+    return model
+
+
+def initialized():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 10))
+    model.to_empty(device="cuda")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def adapted():
+    """A frozen base, adapters in float32 beside it, an optimizer of the adapters that has stepped."""
+    base = linear().half().requires_grad_(False)
+    down, up = nn.Linear(512, 8, bias=False).cuda(), nn.Linear(8, 512, bias=False).cuda()
+
+    def loss_of(adapters):
+        x = torch.randn(64, 512, device="cuda")
+        return (base(x.half()).float() + adapters(x)).square().mean()
+
+    return base, trained(nn.Sequential(down, up), loss_of)
+
+
+def with_checkpoints():
+    model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)).cuda()
+
+    def loss_of(model):
+        x = torch.randn(64, 512, device="cuda", requires_grad=True)
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).square().mean()
+
+    return trained(model, loss_of)
+
+
 WAYS = {
+    "weight norm": weight_normalized,
+    "tied weights": tied,
+    "quantized weights": quantized,
+    "a state loaded to the card": loaded_to_the_card,
+    "buffers by arithmetic": rotary,
+    "a moving average": moving_average,
+    "views of one buffer": flat,
+    "a restored optimizer": restored_optimizer,
+    "a folded batch norm": folded,
+    "a scaled warm-up": scaled_warm_up,
+    "an evaluation": evaluated,
+    "an ensemble": ensemble,
+    "joined weights": grouped_weights,
+    "pruned weights": pruned,
+    "initialized on the card": initialized,
+    "adapters beside a frozen base": adapted,
+    "checkpointed steps": with_checkpoints,
+    "a teacher in bfloat16": lambda: (model := linear(), copy.deepcopy(model).bfloat16().requires_grad_(False)),
+    "synchronized batch norms": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(
+        nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
+    ).cuda(),
+    "embeddings from a tensor": lambda: nn.Embedding.from_pretrained(
+        torch.randn(1000, 64, device="cuda"), freeze=False
+    ),
+    "a vector of parameters": lambda: (model := linear(), nn.utils.parameters_to_vector(model.parameters())),
+    "a fused optimizer": lambda: trained(
+        linear(),
+        lambda model: model(torch.randn(64, 512, device="cuda")).mean(),
+        partial(torch.optim.AdamW, fused=True),
+    ),
     "attention": attended,
     "a tensor that wraps others": wrapped,
     "a layer": linear,

@@ -139,7 +139,11 @@ def copied():
         (activation, 4, 8),
         (views, 4, 4),
         (copied, 8, 8),
-        (lambda: torch.zeros(16, device="cuda").resize_(MIB), 4, 4),  # a new block
+        (
+            lambda: torch.zeros(16, device="cuda").resize_(MIB),
+            4,
+            4 + 512 / MIB,
+        ),  # the new block before the old one is freed
         (lambda: torch.zeros(MIB, device="cuda").to("cpu"), 0, 4),
         (lambda: torch.zeros(MIB, device="cuda").detach().cpu().clone(), 0, 4),
         (lambda: torch.empty(MIB, pin_memory=True).pin_memory(), 0, 0),

@@ -1,0 +1,97 @@
+"""What autograd computes in place on CUDA.
+
+Its formulas, and the engine that adds gradients, write into tensors of their own; not into those of a tensor subclass, as
+fakes are. Sources: torch/csrc/autograd/FunctionsManual.cpp (areAnyTensorSubclassLike), input_buffer.cpp
+(can_accumulate_inplace).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from oomprobe.ground import torch_versions
+
+_aten = torch.ops.aten
+_ZEROS = {_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default}
+# What formulas compute into zeros that they have just made, to scatter gradients into them.
+_INTO_ZEROS = {
+    _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default, _aten.index_put.default, _aten.index_add.default,
+    _aten.put.default,
+}  # fmt: skip
+# What they compute into another of their results, by the node that autograd runs.
+_MASKED = frozenset((_aten.masked_fill.Scalar,))
+_ALL_EXTREMES = frozenset((_aten.logical_or.default, _aten.logical_and.default))
+_IN_PLACE_IN_NODE = {
+    **dict.fromkeys(("MaximumBackward0", "MinimumBackward0", "FmaxBackward0", "FminBackward0"), _MASKED),
+    **dict.fromkeys(("MaxBackward1", "MinBackward1"), _ALL_EXTREMES),
+    "BinaryCrossEntropyWithLogitsBackward0": frozenset(
+        (_aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.div.Scalar)
+    ),
+}
+# Nodes whose own formulas add, in C++, and do so out of place.
+_SUMMING_NODES = {"VarMeanBackward0", "StdMeanBackward0"}
+_IN_NODES = frozenset().union(*_IN_PLACE_IN_NODE.values())
+
+
+class Formulas:
+    """What autograd has computed last, and so may write into."""
+
+    def __init__(self) -> None:
+        self._last_zeros: Callable[[], Any] = lambda: None
+        self._recent: deque[Callable[[], Any]] = deque(maxlen=3)
+
+    def ran(self, func: Any, result: Any) -> None:
+        """Take note of an operator's result."""
+        if func in _ZEROS:
+            self._last_zeros = weakref.ref(result)
+        if isinstance(result, FakeTensor):
+            self._recent.append(weakref.ref(result))
+
+    def run_in_place(self, func: Any, args: Any) -> bool:
+        """Whether autograd runs an operator in place on CUDA that it runs out of place here."""
+        if func is _aten.add.Tensor:
+            return _adds_in_place((*args,))
+        if func in _INTO_ZEROS:
+            return in_backward() and self._last_zeros() is args[0]
+        if func not in _IN_NODES:
+            return False
+        if not in_backward() or func not in _IN_PLACE_IN_NODE.get(_node_name(), ()):
+            return False
+        return any(result() is args[0] for result in self._recent)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _node_name() -> str:
+    node = torch._C._current_autograd_node()
+    return "" if node is None else str(node.name())
+
+
+def _adds_in_place(args: Sequence[Any]) -> bool:
+    """Whether the engine adds two gradients in place on CUDA, because it holds the only reference to the first.
+
+    Takes the sequence, not its items: once torch.compile has run, callers keep references to the arguments they pass.
+    """
+    if not in_backward() or _node_name() in _SUMMING_NODES:
+        return False
+    first, second = args[0], args[1]
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return False
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    if not _aten.is_non_overlapping_and_dense.default(first):
+        return False
+    most = torch_versions.HELD_BY_ENGINE
+    if sys.getrefcount(first) > most.references or first._use_count() > most.uses:  # type: ignore[attr-defined]
+        return False
+    return torch._C._storage_Use_Count(first.untyped_storage()._cdata) <= most.storage_uses

@@ -1,0 +1,137 @@
+"""Kernels of CUDA whose host code calls other operators, written as these calls: they make torch's requests in torch's order.
+
+For fakes, torch computes only the shapes of their results. Sources: aten/src/ATen/native, each function as named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_Tensor = torch.Tensor
+_MEAN = 1
+_LARGEST = 2  # mode of embedding_bag
+
+
+def _logsumexp(tensor: _Tensor, dims: list[int], keepdim: bool = False) -> Any:
+    """ReduceOps.cpp (logsumexp_out_impl)."""
+    largest = _aten.amax.default(tensor, dims, True)
+    kept = largest
+    if not keepdim:
+        kept = _aten.squeeze.dims(largest, dims)
+    _aten.masked_fill_.Scalar(kept, _aten.eq.Scalar(_aten.abs.default(kept), inf), 0)
+    exponentials = _aten.exp_.default(_aten.sub.Tensor(tensor, largest))
+    result = _aten.sum.dim_IntList(exponentials, dims, keepdim)
+    return _aten.add_.Tensor(_aten.log_.default(result), kept)
+
+
+def _binary_cross_entropy_with_logits(
+    logits: _Tensor, target: _Tensor, weight: _Tensor | None = None, pos_weight: _Tensor | None = None, reduction: int = _MEAN
+) -> Any:  # fmt: skip
+    """Loss.cpp."""
+    logarithms = _aten.log_sigmoid_forward.default(logits)[0]
+    if pos_weight is not None:
+        factors = _aten.add_.Scalar(_aten.mul.Tensor(_aten.sub.Scalar(pos_weight, 1), target), 1)
+        _aten.mul_.Tensor(logarithms, factors)
+        del factors
+    loss = _aten.sub_.Tensor(_aten.mul_.Tensor(_aten.rsub.Scalar(target, 1), logits), logarithms)
+    if weight is not None:
+        _aten.mul_.Tensor(loss, weight)
+    return _reduce(loss, reduction)
+
+
+def _huber_loss(predicted: _Tensor, target: _Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Any:
+    """Loss.cpp."""
+    return _reduce(_aten.empty_like.default(predicted), reduction)
+
+
+def _reduce(loss: _Tensor, reduction: int) -> Any:
+    if reduction == 0:
+        return loss
+    return (_aten.mean if reduction == _MEAN else _aten.sum).default(loss)
+
+
+def _safe_softmax(tensor: _Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """SoftMax.cpp: rows that are masked altogether become zeros."""
+    result = _aten._softmax.default(tensor, dim, False)
+    masked = _aten.eq.Scalar(tensor, -inf)
+    rows = _aten.all.dim(masked, dim, True)
+    _aten.masked_fill_.Tensor(result, rows, _aten.new_zeros.default(result, []))
+    return result
+
+
+def _embedding_bag(
+    weight: _Tensor, indices: _Tensor, offsets: _Tensor, scale: bool = False, mode: int = 0, *_: Any, **__: Any
+) -> Any:
+    """cuda/EmbeddingBag.cu; fakes have the results of the CPU, which needs other ones."""
+    bags, width = offsets.shape[0], weight.shape[1]
+    sizes = _aten.new_empty.default(offsets, [bags])
+    bag_of_index = _aten.new_empty.default(indices, [indices.shape[0]])
+    result = _aten.new_empty.default(weight, [bags, width])
+    largest = _aten.new_empty.default(indices, [bags, width] if mode == _LARGEST else [0])
+    return result, bag_of_index, sizes, largest
+
+
+def _euclidean_distances(first: _Tensor, second: _Tensor) -> Any:
+    """Distance.cpp (_euclidean_dist): one product of matrices that contain the squares."""
+    norms, ones = _squares(first)
+    other_norms, other_ones = _squares(second)
+    left = _aten.cat.default([_aten.mul.Scalar(first, -2), norms, ones], -1)
+    del norms, ones
+    right = _aten.cat.default([second, other_ones, other_norms], -1)
+    del other_norms, other_ones
+    multiply = _aten.bmm.default if left.dim() > 2 else _aten.mm.default
+    product = multiply(left, _aten.transpose.int(right, -1, -2))
+    return _aten.sqrt_.default(_aten.clamp_min_.default(product, 0))
+
+
+def _squares(tensor: _Tensor) -> tuple[_Tensor, _Tensor]:
+    norms = _aten.sum.dim_IntList(_aten.pow.Tensor_Scalar(tensor, 2), [-1], True)
+    return norms, _aten.ones_like.default(norms)
+
+
+def _count_nonzero(tensor: _Tensor, dims: list[int]) -> Any:
+    """TensorAdvancedIndexing.cpp."""
+    return _aten.sum.dim_IntList(_aten.ne.Scalar(tensor, 0), dims)
+
+
+def _multinomial(probabilities: _Tensor, count: int, replacement: bool = False, *, generator: Any = None) -> Any:
+    """Distributions.cpp: without replacement, the largest of the probabilities divided by random numbers."""
+    result = _aten.new_empty.default(probabilities, [*probabilities.shape[:-1], count], dtype=torch.int64)
+    if (
+        replacement and count > 1
+    ):  # native/cuda/MultinomialKernel.cu: normalized, summed up, and a random number for each
+        shares = _aten.empty_like.default(probabilities)
+        _summed, _random = _aten.empty_like.default(shares), _aten.empty_like.default(shares)
+        return result
+    least, most = _aten.aminmax.default(probabilities)
+    valid = _aten.bitwise_and.Tensor(_aten.lt.Scalar(most, inf), _aten.ge.Scalar(least, 0))
+    sums = _aten.sum.dim_IntList(probabilities, [-1])
+    are_empty = _aten.eq.Scalar(sums, 0)
+    empty = _aten.any.default(are_empty)
+    del sums, are_empty
+    _aten.bitwise_and.Tensor(valid, empty)
+    divided = _aten.empty_like.default(probabilities)
+    if count == 1:
+        return _aten.argmax.out(divided, -1, True, out=result)
+    return _aten.topk.default(divided, count)[1]
+
+
+# By operator: what its host code does.
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    _aten.logsumexp.default: _logsumexp,
+    _aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
+    _aten.huber_loss.default: _huber_loss,
+    _aten._embedding_bag.default: _embedding_bag,
+    _aten._embedding_bag_forward_only.default: _embedding_bag,
+    _aten.multinomial.default: _multinomial,
+    _aten._euclidean_dist.default: _euclidean_distances,
+    _aten.count_nonzero.dim_IntList: _count_nonzero,
+    _aten.count_nonzero.default: lambda tensor, dim=None: _count_nonzero(tensor, [] if dim is None else [dim]),
+}
+if hasattr(_aten, "_safe_softmax"):
+    COMPOSITES[_aten._safe_softmax.default] = _safe_softmax

@@ -1,0 +1,144 @@
+"""What a kernel asks of the allocator while it runs, besides its results, as steps in its order.
+
+A rule computes the steps from the operator's arguments, as torch's host code does. A replay at another batch size computes
+them again: a rule's input (sizes, strides) is linear in the batch size, its steps may not be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from oomprobe.simulation.reductions import Processors, Reduction, buffers
+
+# Bytes of a block to take; -n, to give back the n-th last of the blocks that the kernel holds; RESULT, where its next result
+# is allocated, and all that follow if it is the last. The end gives back what is held.
+RESULT = None
+Steps = tuple[int | None, ...]
+INT64_BYTES, FLOAT_BYTES = 8, 4
+
+
+def in_turn(groups: Iterable[tuple[int, ...]]) -> Steps:
+    """Return the steps that hold the blocks of each group together, one group after the other."""
+    steps: list[int] = []
+    for group in groups:
+        steps += (*group, *(-1,) * len(group))
+    return tuple(steps)
+
+
+def given_back(steps: Iterable[int | None]) -> Steps:
+    """Return the steps that give back what is held after others."""
+    count = 0
+    for step in steps:
+        if step is RESULT:
+            continue
+        count += 1
+        if step < 0:
+            count -= 2
+    return (-1,) * count
+
+
+def throughout(*nbytes: int) -> Steps:
+    """Take blocks before the results, and hold them until the end."""
+    return *nbytes, RESULT
+
+
+def afterwards(*nbytes: int) -> Steps:
+    """Take blocks once the results are allocated."""
+    return RESULT, *nbytes
+
+
+def around(before: int, *nbytes: int) -> Steps:
+    """Take the first `before` blocks before the results, and the others after them."""
+    return *nbytes[:before], RESULT, *nbytes[before:]
+
+
+def reducing(kind: Reduction, offset: int, *layout: int) -> Steps:
+    """Take what a reduction of a tensor with this offset, shape and strides needs, kernel by kernel."""
+    shape, strides = layout[: len(layout) // 2], layout[len(layout) // 2 :]
+    return in_turn(buffers(kind, shape, strides, offset))
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A rule for a kernel's steps; its arguments are fixed values and `count` numbers that vary with the batch."""
+
+    rule: Callable[..., Steps]
+    fixed: tuple[Any, ...]
+    count: int
+
+    def on(self, processors: Processors) -> Kernel:
+        """Return the rule on a card of the same compute capability with these processors."""
+        fixed = list(self.fixed)
+        for at, value in enumerate(fixed):
+            if isinstance(value, Reduction):
+                fixed[at] = replace(value, processors=processors)
+            elif isinstance(value, Processors):
+                fixed[at] = processors
+        return replace(self, fixed=tuple(fixed))
+
+
+@lru_cache(maxsize=4096)
+def parts_of(kernel: Kernel, numbers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return a kernel's steps before each of its results, and after the last."""
+    parts: list[list[int]] = [[]]
+    for step in kernel.rule(*kernel.fixed, *numbers):
+        if step is RESULT:
+            parts.append([])
+        else:
+            parts[-1].append(step)
+    return tuple(map(tuple, parts))
+
+
+class Launch(NamedTuple):
+    """A kernel with its numbers, and the bytes of its result if they differ from its apparent size."""
+
+    kernel: Kernel
+    numbers: tuple[int, ...]
+    result_bytes: int | None
+
+
+def launch(
+    rule: Callable[..., Steps], fixed: tuple[Any, ...], numbers: Sequence[int], result_bytes: int | None = None
+) -> Launch:
+    """Return the launch of a kernel whose rule takes these fixed values, and numbers that vary with the batch."""
+    return Launch(Kernel(rule, fixed, len(numbers)), tuple(numbers), result_bytes)
+
+
+class Operator(NamedTuple):
+    """An operator on the card, with its arguments."""
+
+    processors: Processors
+    func: Any
+    args: Any
+    kwargs: dict[str, Any]
+
+    def argument(self, name: str) -> Any:
+        """Return an argument or its default; None if this overload does not have it."""
+        position, default = _position(self.func, name)
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+
+Rule = Callable[[Operator], Launch | None]
+
+
+@cache
+def _position(func: Any, name: str) -> tuple[int, Any]:
+    arguments = func._schema.arguments
+    for position, argument in enumerate(arguments):
+        if argument.name == name:
+            return position, argument.default_value
+    return len(arguments), None
+
+
+def copied(tensor: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> tuple[int, ...]:
+    """Return the bytes of a copy of a tensor that is not in a memory format; nothing if it is."""
+    if tensor.is_contiguous(memory_format=memory_format):
+        return ()
+    return (tensor.numel() * tensor.element_size(),)

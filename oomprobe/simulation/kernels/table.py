@@ -1,0 +1,289 @@
+"""The table of kernels: what each takes while it runs, besides its results, in the order of torch's host code.
+
+Sizes and order are those of torch 2.14's requests to its own allocator (tests/cuda/test_sequences.py compares every entry).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from oomprobe.simulation.cuda_kernels import has_only_format
+from oomprobe.simulation.kernels import attention, convolutions, norms, sorting, sums
+from oomprobe.simulation.kernels.steps import (
+    FLOAT_BYTES,
+    INT64_BYTES,
+    Launch,
+    Operator,
+    Rule,
+    afterwards,
+    around,
+    copied,
+    launch,
+    throughout,
+)
+from oomprobe.simulation.reductions import Processors
+
+_aten = torch.ops.aten
+
+
+def find_launch(processors: Processors, func: Any, args: Any, kwargs: dict[str, Any]) -> Launch | None:
+    """Return the operator's kernel if a rule for its scratch memory is known."""
+    rule = _RULES.get(func.overloadpacket)
+    return None if rule is None else rule(Operator(processors, func, args, kwargs))
+
+
+# --- kernels that copy arguments which are not contiguous ---
+
+
+def _copying(*, before: Sequence[int] = (), after: Sequence[int] = (), keeps_last: bool = False) -> Rule:
+    """Return the rule that copies the arguments at these positions, before the results are allocated or after.
+
+    `keeps_last`: channels last need no copy.
+    """
+
+    def rule(op: Operator) -> Launch | None:
+        copies = []
+        for positions in (before, after):
+            tensors = [op.args[position] for position in positions]
+            copies.append([nbytes for tensor in tensors for nbytes in _copy(tensor, keeps_last)])
+        if not any(copies):
+            return None
+        return launch(around, (len(copies[0]),), (*copies[0], *copies[1]))
+
+    return rule
+
+
+def _copy(tensor: torch.Tensor, keeps_last: bool) -> tuple[int, ...]:
+    if keeps_last and tensor.dim() == 4 and has_only_format(tensor, torch.channels_last):
+        return ()
+    return copied(tensor)
+
+
+def _matrix_product(op: Operator) -> Launch | None:
+    """Copy matrices that cuBLAS cannot read as they are, such as expanded ones. Source: native/cuda/Blas.cpp."""
+    copies: list[int] = []
+    for value in op.args:
+        if isinstance(value, torch.Tensor) and not _is_readable(value):
+            copies.append(value.numel() * value.element_size())
+    return launch(afterwards, (), copies) if copies else None
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    if tensor.dim() == 0:
+        return True
+    if tensor.dim() == 1:
+        return tensor.stride(0) != 0 or tensor.shape[0] == 1
+    rows, columns = tensor.shape[-2:]
+    down, across = tensor.stride()[-2:]
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
+
+
+# --- others ---
+
+
+def _where(op: Operator) -> Launch | None:
+    """Copy a number, or a tensor of one number in host memory, to the card. Source: native/TensorCompare.cpp."""
+    numbers = [tensor for tensor in op.args[1:3] if tensor.dim() == 0 and tensor.device.index is None]
+    return launch(throughout, tuple(tensor.element_size() for tensor in numbers), ()) if numbers else None
+
+
+def _softmax_backward(op: Operator) -> Launch:
+    """The product of gradient and output, which must be contiguous. Source: native/cuda/SoftMax.cu."""
+    grad, output = op.args[:2]
+    product = grad.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize
+    has_other_layout = not grad.is_contiguous() and _aten.is_non_overlapping_and_dense.default(grad)
+    return launch(afterwards, (), (product, product) if has_other_layout else (product,))
+
+
+def _scatter_mean(op: Operator) -> Launch | None:
+    """Count what is added to each element. Source: native/TensorAdvancedIndexing.cpp (scatter_reduce_two)."""
+    target, source, how = op.args[0], op.args[3], op.args[4]
+    if how != "mean":
+        return None
+    counts = target.numel() * target.element_size()
+    return launch(afterwards, (), (source.numel() * source.element_size(), counts, target.numel()))
+
+
+def _im2col(op: Operator) -> Launch:
+    nbytes = op.args[0].numel() * op.args[0].element_size()
+    return launch(throughout, (), (*copied(op.args[0]), nbytes))
+
+
+def _col2im(op: Operator) -> Launch:
+    """The result is made as large as the patches, and then resized."""
+    copy = copied(op.args[0])
+    return launch(afterwards, (), copy, op.args[0].numel() * op.args[0].element_size())
+
+
+def _unfold_backward(op: Operator) -> Launch:
+    sizes, dim = op.args[1:3]
+    return launch(afterwards, (), (sizes[dim] * INT64_BYTES,))
+
+
+def _normal(op: Operator) -> Launch | None:
+    shapes = [value.shape for value in op.args[:2] if isinstance(value, torch.Tensor)]
+    if not shapes:
+        return None
+    nbytes = prod(torch.broadcast_shapes(*shapes)) * op.args[0].element_size()  # type: ignore[no-untyped-call]
+    return launch(afterwards, (), (nbytes,))
+
+
+def _power(op: Operator) -> Launch | None:
+    """A number raised to a tensor is copied to the card, in 64 bits. Source: native/Pow.cpp."""
+    if isinstance(op.args[0], torch.Tensor):
+        return None
+    return launch(afterwards, (INT64_BYTES,), ())
+
+
+def _bernoulli(op: Operator) -> Launch | None:
+    """Probabilities of 16 bits are widened. Source: native/cuda/DistributionBernoulli.cu."""
+    tensor = op.args[0]
+    if len(op.args) > 1 or tensor.element_size() >= FLOAT_BYTES:
+        return None
+    return launch(afterwards, (), (tensor.numel() * FLOAT_BYTES,))
+
+
+def _cdist_backward(op: Operator) -> Launch:
+    """Distances of each pair in each dimension, before they are summed. Source: native/cuda/DistanceKernel.cu."""
+    first, second = op.args[1:3]
+    copies = (*copied(first), *copied(second))
+    count = prod(first.shape[:-2]) * first.shape[-2] * second.shape[-2] * first.shape[-1]
+    return launch(around, (len(copies),), (*copies, count * first.element_size()))
+
+
+def _reflection(op: Operator) -> Launch | None:
+    """Refuse what 32 bits do not count. Source: native/cuda/ReflectionPad.cu (canUse32BitIndexMath)."""
+    if op.args[0].numel() >= 2**31 - 1:
+        raise RuntimeError("input tensor must fit into 32-bit index math")
+    return _copying(after=(0,))(op)
+
+
+_COPIES_FIRST = _copying(after=(0,))
+_COPIES_FIRST_BEFORE = _copying(before=(0,))
+_COPIES_UNLESS_LAST = _copying(after=(0,), keeps_last=True)
+_RULES: dict[Any, Rule] = {
+    # matrix products
+    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.mv, _aten.dot), _matrix_product),
+    # reductions
+    **dict.fromkeys((_aten.sum, _aten.mean, _aten.nansum), sums.reduction(sums.accumulated, casts=True)),
+    **dict.fromkeys((_aten.linalg_vector_norm, _aten.norm), sums.reduction(sums.accumulated)),
+    **dict.fromkeys((_aten.var, _aten.std, _aten.var_mean, _aten.std_mean), sums.reduction(lambda _: 16)),
+    **dict.fromkeys((_aten.amax, _aten.amin, _aten.any, _aten.all), sums.reduction(lambda dtype: dtype.itemsize)),
+    **dict.fromkeys((_aten.argmax, _aten.argmin), sums.of_index),
+    **dict.fromkeys((_aten.max, _aten.min), sums.of_extremes(1)),
+    _aten.aminmax: sums.of_extremes(2),
+    _aten._foreach_norm: sums.foreach_norm,
+    # losses
+    **dict.fromkeys((_aten.mse_loss, _aten.smooth_l1_loss), sums.loss),
+    _aten.binary_cross_entropy: sums.binary_cross_entropy,
+    _aten.nll_loss_forward: _COPIES_FIRST,
+    _aten.nll_loss_backward: _copying(after=(0, 1)),
+    # convolutions, pools and images
+    _aten.convolution: convolutions.forward,
+    _aten.convolution_backward: convolutions.backward,
+    **dict.fromkeys((_aten.avg_pool2d, _aten.max_pool2d_with_indices), _COPIES_UNLESS_LAST),
+    **dict.fromkeys((_aten.avg_pool3d, _aten.max_pool3d_with_indices, _aten.adaptive_max_pool2d), _COPIES_FIRST),
+    **dict.fromkeys(
+        (_aten.avg_pool2d_backward, _aten.max_pool2d_with_indices_backward), _copying(after=(1, 0), keeps_last=True)
+    ),
+    **dict.fromkeys((_aten.avg_pool3d_backward, _aten.max_pool3d_with_indices_backward), _COPIES_FIRST),
+    _aten.adaptive_max_pool2d_backward: _COPIES_FIRST,
+    **dict.fromkeys((_aten._adaptive_avg_pool2d, _aten._adaptive_avg_pool3d), _copying(before=(0,), keeps_last=True)),
+    **dict.fromkeys((_aten._adaptive_avg_pool2d_backward, _aten._adaptive_avg_pool3d_backward), _COPIES_UNLESS_LAST),
+    **dict.fromkeys(
+        (
+            *(_aten.upsample_nearest1d, _aten.upsample_nearest2d, _aten.upsample_nearest3d),
+            *(_aten.upsample_nearest1d_backward, _aten.upsample_nearest2d_backward, _aten.upsample_nearest3d_backward),
+            *(_aten.upsample_linear1d_backward, _aten.upsample_bilinear2d_backward),
+            *(_aten.upsample_trilinear3d_backward, _aten._upsample_bilinear2d_aa),
+        ),
+        _COPIES_UNLESS_LAST,
+    ),
+    **dict.fromkeys((_aten.upsample_bicubic2d_backward, _aten._upsample_bilinear2d_aa_backward), _COPIES_FIRST),
+    **dict.fromkeys((_aten.reflection_pad1d, _aten.reflection_pad2d), _reflection),
+    **dict.fromkeys((_aten.reflection_pad1d_backward, _aten.reflection_pad2d_backward), _COPIES_FIRST),
+    _aten.im2col: _im2col,
+    _aten.col2im: _col2im,
+    _aten.unfold_backward: _unfold_backward,
+    # norms
+    _aten.native_layer_norm: _COPIES_FIRST_BEFORE,
+    _aten.native_layer_norm_backward: norms.layer_norm_backward,
+    _aten.native_group_norm: norms.group_norm,
+    _aten.native_group_norm_backward: norms.group_norm_backward,
+    _aten.native_batch_norm: norms.batch_norm,
+    _aten.native_batch_norm_backward: norms.batch_norm_backward,
+    # softmax, sorts and scans
+    **dict.fromkeys((_aten._softmax, _aten._log_softmax, _aten._log_softmax_backward_data), _COPIES_FIRST),
+    _aten._softmax_backward_data: _softmax_backward,
+    **dict.fromkeys((_aten.cummax, _aten.cummin, _aten.cumprod, _aten.logcumsumexp), _COPIES_FIRST),
+    _aten.cumsum: sorting.cumulative,
+    **dict.fromkeys((_aten.kthvalue, _aten.median, _aten.nanmedian, _aten.roll), _COPIES_FIRST_BEFORE),
+    _aten.sort: sorting.sort,
+    _aten.topk: sorting.topk,
+    _aten.randperm: sorting.permutation,
+    _aten.bucketize: _COPIES_FIRST,
+    _aten.searchsorted: _copying(after=(1, 0)),
+    # indices
+    _aten.embedding: _copying(before=(1,)),
+    _aten.embedding_dense_backward: sorting.embedding_backward,
+    _aten._embedding_bag_backward: sorting.embedding_bag_backward,
+    _aten.index: sorting.index,
+    _aten.scatter_reduce: _scatter_mean,
+    **dict.fromkeys((_aten.index_put, _aten.index_put_), sorting.index_put),
+    # attention
+    _aten._scaled_dot_product_flash_attention: attention.flash,
+    _aten._scaled_dot_product_flash_attention_backward: attention.flash_backward,
+    _aten._scaled_dot_product_cudnn_attention: lambda _: launch(afterwards, (), (attention.CUDNN_BYTES,)),
+    _aten._scaled_dot_product_cudnn_attention_backward: attention.cudnn_backward,
+    _aten._scaled_dot_product_efficient_attention_backward: attention.efficient_backward,
+    # others
+    _aten.where: _where,
+    _aten.pow: _power,
+    _aten.normal: _normal,
+    _aten.bernoulli: _bernoulli,
+    _aten._cdist_forward: _copying(before=(0, 1)),
+    _aten._cdist_backward: _cdist_backward,
+}
+if hasattr(_aten, "_fused_rms_norm_backward"):
+    _RULES |= {
+        _aten._fused_rms_norm: _COPIES_FIRST_BEFORE,
+        _aten._fused_rms_norm_backward: _copying(before=(1,), after=(0,)),
+    }
+
+
+def in_order_of_allocation(func: Any, args: Any, result: Any) -> Sequence[Any]:
+    """Return an operator's results in the order in which its kernel allocates them."""
+    if func in _ALLOCATION_ORDER:
+        return _ALLOCATION_ORDER[func](args, result)  # type: ignore[no-any-return]
+    return result if isinstance(result, list | tuple) else (result,)
+
+
+# --- the order of results ---
+
+
+def _picking(*positions: int) -> Callable[[Any, Any], Any]:
+    pick = itemgetter(*positions)
+    return lambda _, results: pick(results)
+
+
+def _flash_results(args: Any, results: Any) -> Any:
+    if len(args) > 3 and args[3]:  # the seed of its dropout last
+        return (*results[:6], results[7], results[6], *results[8:])
+    return results
+
+
+# By operator: its results in the order in which its kernel allocates them, where it is another one.
+_ALLOCATION_ORDER: dict[Any, Callable[[Any, Any], Any]] = {
+    _aten.native_dropout.default: _picking(1, 0),  # the mask first
+    _aten._scaled_dot_product_cudnn_attention.default: _picking(6, 7, 0, 1),  # the seed of its dropout first
+    _aten._scaled_dot_product_efficient_attention.default: _picking(2, 3, 0, 1),  # as well
+    _aten.nll_loss2d_forward.default: _picking(1, 0),  # the weight first
+    _aten.convolution_backward.default: convolutions.gradients_in_order,
+    _aten.native_batch_norm_backward.default: norms.batch_norm_gradients,
+    _aten._scaled_dot_product_flash_attention.default: _flash_results,
+}

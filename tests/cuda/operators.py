@@ -1,0 +1,664 @@
+"""A table of operators, run forward and backward: each must ask a simulated card for what it asks of torch's allocator.
+
+A case takes what makes its tensors (`sequences.Tensors`) and returns its results. EXCEPTIONS names the variants that differ,
+and why; what differs altogether is not in the table, and so named in a note when it takes part near a peak.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+ROWS = (200, 3000)
+IMAGES = (8, 64, 56, 56)
+SMALL_IMAGES = (8, 64, 28, 28)
+CASES = {}
+
+
+def add(prefix="", **cases):
+    for name, case in cases.items():
+        CASES[f"{prefix}{name}"] = case
+
+
+def building(build):
+    """Mark a case whose parameters are made while a model is built; it returns its step."""
+    build.builds = True
+    return build
+
+
+# --- elementwise ---
+
+ACTIVATIONS = (
+    "relu gelu silu sigmoid tanh softplus leaky_relu elu hardswish hardtanh hardsigmoid mish selu celu relu6 softsign "
+    "logsigmoid tanhshrink softshrink hardshrink glu"
+)
+UNARY = (
+    "exp log sqrt rsqrt abs sin cos erf log1p expm1 neg reciprocal sign square tan atan floor round trunc frac sinh cosh "
+    "asin acos nan_to_num isnan isfinite logit exp2 log2 log10"
+)
+BINARY = "add mul sub div maximum minimum fmod remainder hypot eq lt logaddexp fmin fmax xlogy"
+
+
+def of_one(of):
+    return lambda make: of(make(*ROWS))
+
+
+def of_two(of, shape=ROWS):
+    return lambda make: of(make(*ROWS), make(*shape))
+
+
+for name in ACTIVATIONS.split():
+    CASES[name] = of_one(getattr(F, name))
+for name in UNARY.split():
+    CASES[name] = of_one(getattr(torch, name))
+for name in BINARY.split():
+    CASES[name] = of_two(getattr(torch, name))
+    CASES[f"{name}, broadcast"] = of_two(getattr(torch, name), ROWS[1:])
+add(
+    power=lambda make: make(*ROWS) ** 3,
+    square_root=lambda make: make(*ROWS) ** 0.5,
+    power_of_tensors=lambda make: make(*ROWS) ** make(*ROWS),
+    number_to_a_power=lambda make: 10_000 ** make(*ROWS),
+    clamp=lambda make: make(*ROWS).clamp(-1, 1),
+    clamp_min=lambda make: make(*ROWS).clamp(min=1e-6),
+    where=lambda make: torch.where(make(*ROWS) > 0, make(*ROWS), make(*ROWS)),
+    where_a_number=lambda make: torch.where(make(*ROWS) > 0, make(*ROWS), 0.0),
+    masked_fill=lambda make: make(*ROWS).masked_fill(make(*ROWS, grad=False) > 0, float("-inf")),
+    addcmul=lambda make: torch.addcmul(make(*ROWS), make(*ROWS), make(*ROWS)),
+    addcdiv=lambda make: torch.addcdiv(make(*ROWS), make(*ROWS), make(*ROWS)),
+    lerp=lambda make: torch.lerp(make(*ROWS), make(*ROWS), 0.3),
+    lerp_of_tensors=lambda make: torch.lerp(make(*ROWS), make(*ROWS), make(*ROWS)),
+    dropout=lambda make: F.dropout(make(*ROWS), 0.1),
+    dropout_of_channels=lambda make: F.dropout2d(make(*IMAGES), 0.1),
+    alpha_dropout=lambda make: F.alpha_dropout(make(*ROWS), 0.1),
+    prelu=lambda make: F.prelu(make(*IMAGES), make(64)),
+    prelu_of_one=lambda make: F.prelu(make(*IMAGES), make(1)),
+    both=lambda make: (make(*ROWS) > 0) & (make(*ROWS) < 1),
+    whole_division=lambda make: make.indices(2000) // 3,
+    to_float=lambda make: make(*ROWS).float(),
+    to_half=lambda make: make(*ROWS).half(),
+    clone=lambda make: make(*ROWS).clone(),
+    polar=lambda make: torch.polar(make(*ROWS).float(), make(*ROWS).float()).abs(),
+)
+
+# --- norms ---
+
+
+def batch_norm(make, *shape, train=True):
+    channels = shape[1]
+    running = torch.zeros(channels, device="cuda"), torch.ones(channels, device="cuda")
+    weights = [make(channels, dtype=torch.float32) for _ in range(2)]
+    return F.batch_norm(make(*shape), *running, *weights, train)
+
+
+def group_norm(groups, *shape, weights=True):
+    def case(make):
+        pair = (make(shape[1]), make(shape[1])) if weights else ()
+        return F.group_norm(make(*shape), groups, *pair)
+
+    return case
+
+
+add(
+    layer_norm=lambda make: F.layer_norm(make(2000, 768), (768,), make(768), make(768)),
+    layer_norm_without_weights=lambda make: F.layer_norm(make(2000, 768), (768,)),
+    layer_norm_of_sequences=lambda make: F.layer_norm(make(20, 100, 768), (768,), make(768), make(768)),
+    layer_norm_of_many_rows=lambda make: F.layer_norm(make(80_000, 64), (64,), make(64), make(64)),
+    rms_norm=lambda make: F.rms_norm(make(20, 100, 768), (768,), make(768)),
+    rms_norm_without_weights=lambda make: F.rms_norm(make(20, 100, 768), (768,)),
+    group_norm=group_norm(8, *IMAGES),
+    group_norm_without_weights=group_norm(8, *IMAGES, weights=False),
+    group_norm_of_sequences=group_norm(1, 8, 64, 560),
+    group_norm_of_channels=group_norm(64, *IMAGES),
+    group_norm_of_small_images=group_norm(8, 256, 64, 4, 4),
+    group_norm_of_vectors=group_norm(8, 256, 640),
+    batch_norm=lambda make: batch_norm(make, *IMAGES),
+    batch_norm_evaluated=lambda make: batch_norm(make, *IMAGES, train=False),
+    batch_norm_of_vectors=lambda make: batch_norm(make, 800, 640),
+    batch_norm_of_many_vectors=lambda make: batch_norm(make, 5000, 1024),
+    batch_norm_of_sequences=lambda make: batch_norm(make, 80, 64, 100),
+    instance_norm=lambda make: F.instance_norm(make(*IMAGES)),
+    local_response_norm=lambda make: F.local_response_norm(make(*IMAGES), 5),
+    normalize=lambda make: F.normalize(make(*ROWS)),
+    normalize_columns=lambda make: F.normalize(make(*ROWS), dim=0),
+    vector_norm=lambda make: torch.linalg.vector_norm(make(*ROWS)),
+    vector_norm_of_rows=lambda make: torch.linalg.vector_norm(make(*ROWS), dim=1),
+    norm=lambda make: make(*ROWS).norm(),
+    norm_of_absolutes=lambda make: make(*ROWS).norm(p=1),
+    weight_norm=lambda make: torch._weight_norm(make(512, 512), make(512, 1), 0),
+    matrix_norm=lambda make: torch.linalg.matrix_norm(make(8, 100, 100)),
+)
+
+# --- softmax, sorts, reductions ---
+
+add(
+    softmax=lambda make: make(1000, 4000).softmax(-1),
+    softmax_of_short_rows=lambda make: make(10_000, 100).softmax(-1),
+    softmax_of_channels=lambda make: make(*IMAGES).softmax(1),
+    log_softmax=lambda make: make(1000, 4000).log_softmax(-1),
+    log_softmax_of_short_rows=lambda make: make(10_000, 100).log_softmax(-1),
+    log_softmax_of_channels=lambda make: make(*IMAGES).log_softmax(1),
+    softmax_in_float32=lambda make: make(1000, 4000).softmax(-1, dtype=torch.float32),
+    softmin=lambda make: F.softmin(make(*ROWS), -1),
+    gumbel_softmax=lambda make: F.gumbel_softmax(make(*ROWS), dim=-1),
+    logsumexp=lambda make: make(*ROWS).logsumexp(-1),
+    cumsum=lambda make: make(*ROWS).cumsum(-1),
+    cumsum_of_columns=lambda make: make(*ROWS).cumsum(0),
+    cumsum_of_a_vector=lambda make: make(3_000_000).cumsum(0),
+    cummax=lambda make: make(*ROWS).cummax(-1),
+    sort=lambda make: make(*ROWS).sort(-1),
+    sort_short_rows=lambda make: make(2000, 500).sort(-1),
+    sort_long_rows=lambda make: make(200, 5000).sort(-1),
+    sort_some_long_rows=lambda make: make(20, 5000).sort(-1),
+    sort_a_vector=lambda make: make(1_000_000).sort(),
+    sort_indices=lambda make: make.indices(1_000_000).sort(),
+    sort_rows_of_indices=lambda make: make.indices(200, 5000).sort(),
+    sort_columns=lambda make: make(3000, 200).sort(0),
+    argsort=lambda make: make(*ROWS).argsort(-1),
+    argsort_tiny_rows=lambda make: make(20_000, 16).argsort(-1, descending=True),
+    topk=lambda make: make(*ROWS).topk(5),
+    topk_of_long_rows=lambda make: make(20, 50_000).topk(5),
+    topk_of_very_long_rows=lambda make: make(4, 500_000).topk(50),
+    topk_of_short_rows=lambda make: make(20_000, 8).topk(2),
+    topk_of_a_vector=lambda make: make(1_000_000).topk(100),
+    topk_of_many=lambda make: make(100, 20_000).topk(5000),
+    topk_of_a_vector_of_many=lambda make: make(300_000).topk(70_000),
+    topk_of_channels=lambda make: make(*IMAGES).topk(2, 1),
+    kthvalue=lambda make: make(*ROWS).kthvalue(5),
+    median=lambda make: make(*ROWS).median(-1),
+    nanmedian=lambda make: make(*ROWS).nanmedian(-1),
+    largest=lambda make: make(*ROWS).max(),
+    largest_of_rows=lambda make: make(*ROWS).max(-1),
+    smallest_of_columns=lambda make: make(*ROWS).min(0),
+    amax=lambda make: make(*ROWS).amax(-1),
+    argmax=lambda make: make(*ROWS).argmax(-1),
+    argmax_of_all=lambda make: make(*ROWS).argmax(),
+    aminmax=lambda make: torch.aminmax(make(*ROWS)),
+    sum=lambda make: make(*ROWS).sum(),
+    sum_of_columns=lambda make: make(20_000, 1024).sum(0),
+    sum_of_rows=lambda make: make(20, 100_000).sum(-1),
+    sum_of_booleans=lambda make: (make(*ROWS) > 0).sum(),
+    sum_of_rows_of_booleans=lambda make: (make(*ROWS) > 0).sum(-1),
+    mean=lambda make: make(*ROWS).mean(),
+    mean_of_images=lambda make: make(*IMAGES).mean((2, 3)),
+    mean_of_columns=lambda make: make(200_000, 64).mean(0),
+    nansum=lambda make: make(*ROWS).nansum(),
+    var=lambda make: make(*ROWS).var(),
+    var_of_rows=lambda make: make(*ROWS).var(-1),
+    std_of_rows=lambda make: make(*ROWS).std(-1, keepdim=True),
+    std_of_a_vector=lambda make: make(2_000_000).std(),
+    var_mean=lambda make: torch.var_mean(make(*ROWS), -1),
+    product_of_rows=lambda make: make(*ROWS).prod(-1),
+    any=lambda make: (make(*ROWS) > 0).any(),
+    all_of_rows=lambda make: (make(*ROWS) > 0).all(-1),
+    count_nonzero=lambda make: make(*ROWS).count_nonzero(),
+    trapezoid=lambda make: torch.trapezoid(make(*ROWS)),
+    differences=lambda make: make(*ROWS).diff(),
+)
+
+# --- losses ---
+
+
+def pair(make, *shape):
+    return make(*shape), make(*shape, grad=False)
+
+
+def with_logits(make, **options):
+    return F.binary_cross_entropy_with_logits(*pair(make, *ROWS), **options)
+
+
+def classified(make, **options):
+    return F.cross_entropy(make(*ROWS), make.indices(200), **options)
+
+
+def compared(of, reduction):
+    return lambda make: of(*pair(make, *ROWS), reduction=reduction)
+
+
+for name in ("mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss"):
+    for reduction in ("mean", "none", "sum"):
+        CASES[f"{name}, {reduction}"] = compared(getattr(F, name), reduction)
+add(
+    cross_entropy=classified,
+    cross_entropy_smoothed=lambda make: classified(make, label_smoothing=0.1),
+    cross_entropy_weighted=lambda make: classified(make, weight=make(3000, grad=False)),
+    cross_entropy_of_each=lambda make: classified(make, reduction="none"),
+    cross_entropy_of_shares=lambda make: F.cross_entropy(*pair(make, *ROWS)),
+    cross_entropy_of_images=lambda make: F.cross_entropy(make(8, 21, 128, 128), make.indices(8, 128, 128)),
+    nll_loss=lambda make: F.nll_loss(make(*ROWS), make.indices(200)),
+    binary_cross_entropy=lambda make: F.binary_cross_entropy(make(*ROWS).sigmoid(), make(*ROWS, grad=False)),
+    binary_cross_entropy_of_each=lambda make: F.binary_cross_entropy(
+        make(*ROWS).sigmoid(), make(*ROWS, grad=False), reduction="none"
+    ),
+    logits=with_logits,
+    logits_of_each=lambda make: with_logits(make, reduction="none"),
+    logits_weighted=lambda make: with_logits(make, weight=make(*ROWS, grad=False)),
+    logits_with_positives=lambda make: with_logits(make, pos_weight=make(3000, grad=False)),
+    logits_with_both=lambda make: with_logits(
+        make, weight=make(*ROWS, grad=False), pos_weight=make(3000, grad=False), reduction="sum"
+    ),
+    kl_div=lambda make: F.kl_div(make(*ROWS).log_softmax(-1), make(*ROWS, grad=False), reduction="batchmean"),
+    kl_div_of_logarithms=lambda make: F.kl_div(
+        make(*ROWS).log_softmax(-1), make(*ROWS, grad=False), log_target=True, reduction="sum"
+    ),
+    cosine_embedding_loss=lambda make: F.cosine_embedding_loss(make(*ROWS), make(*ROWS), make(200, grad=False)),
+    cosine_similarity=lambda make: F.cosine_similarity(make(*ROWS), make(*ROWS)),
+    pairwise_distance=lambda make: F.pairwise_distance(make(*ROWS), make(*ROWS)),
+    triplet_margin_loss=lambda make: F.triplet_margin_loss(make(*ROWS), make(*ROWS), make(*ROWS)),
+    margin_ranking_loss=lambda make: F.margin_ranking_loss(make(200_000), make(200_000), make(200_000, grad=False)),
+    hinge_embedding_loss=lambda make: F.hinge_embedding_loss(*pair(make, *ROWS)),
+    multilabel_soft_margin_loss=lambda make: F.multilabel_soft_margin_loss(*pair(make, *ROWS)),
+    poisson_nll_loss=lambda make: F.poisson_nll_loss(*pair(make, *ROWS)),
+)
+
+# --- products ---
+
+add(
+    linear=lambda make: F.linear(make(200, 300), make.weight(400, 300), make.weight(400)),
+    linear_of_sequences=lambda make: F.linear(make(20, 100, 300), make.weight(400, 300), make.weight(400)),
+    linear_without_bias=lambda make: F.linear(make(20, 100, 300), make.weight(400, 300)),
+    matmul=lambda make: make(200, 300) @ make(300, 400),
+    matmul_broadcast=lambda make: make(8, 200, 300) @ make(300, 400),
+    matmul_of_heads=lambda make: make(8, 4, 200, 64) @ make(8, 4, 200, 64).transpose(-1, -2),
+    bmm=lambda make: torch.bmm(make(8, 200, 300), make(8, 300, 400)),
+    baddbmm=lambda make: torch.baddbmm(make(8, 200, 400), make(8, 200, 300), make(8, 300, 400)),
+    addmm=lambda make: torch.addmm(make(200, 400), make(200, 300), make(300, 400)),
+    addmm_of_a_bias=lambda make: torch.addmm(make(400), make(200, 300), make(300, 400)),
+    mv=lambda make: make(200, 300) @ make(300),
+    dot=lambda make: make(300_000) @ make(300_000),
+    outer=lambda make: torch.outer(make(300), make(400)),
+    einsum_of_heads=lambda make: torch.einsum("bqhd,bkhd->bhqk", make(4, 100, 8, 64), make(4, 100, 8, 64)),
+    einsum_of_three=lambda make: torch.einsum("bi,ij,bj->b", make(100, 200), make(200, 200), make(100, 200)),
+    tensordot=lambda make: torch.tensordot(make(8, 200, 300), make(300, 400), 1),
+    kron=lambda make: torch.kron(make(20, 20), make(20, 20)),
+    cross=lambda make: torch.linalg.cross(make(20_000, 3), make(20_000, 3)),
+    cdist=lambda make: torch.cdist(make(200, 64), make(300, 64)),
+    cdist_of_batches=lambda make: torch.cdist(make(8, 128, 3), make(8, 128, 3)),
+    cdist_of_few=lambda make: torch.cdist(make(20, 64), make(20, 64)),
+    cdist_of_absolutes=lambda make: torch.cdist(make(200, 64), make(300, 64), p=1),
+)
+
+# --- images ---
+
+
+def convolved(weight, *shape, bias=True, **options):
+    def case(make):
+        of = (F.conv1d, F.conv2d, F.conv3d)[len(shape) - 3]
+        return of(make(*shape), make.weight(*weight), make.weight(weight[0]) if bias else None, **options)
+
+    return case
+
+
+def transposed(weight, *shape):
+    def case(make):
+        of = (F.conv_transpose1d, F.conv_transpose2d)[len(shape) - 3]
+        return of(make(*shape), make.weight(*weight), make.weight(weight[1]), stride=2, padding=1)
+
+    return case
+
+
+def resized(mode, *shape, **options):
+    return lambda make: F.interpolate(make(*shape), **{"scale_factor": 2} | options, mode=mode)
+
+
+def padded(mode, *shape):
+    return lambda make: F.pad(make(*shape), (1, 1) * (len(shape) - 2), mode=mode)
+
+
+def permuted(make):
+    """Return what a convolution computes as tokens: its gradient has channels last."""
+    return convolved((64, 32, 3, 3), *CHANNELS, padding=1)(make).permute(0, 2, 3, 1).reshape(8, -1, 64) * 2
+
+
+CHANNELS = (8, 32, 56, 56)
+VOLUMES = (2, 16, 16, 28, 28)
+add(
+    conv1d=convolved((128, 64, 3), 16, 64, 1000, padding=1),
+    conv1d_depthwise=convolved((64, 1, 15), 16, 64, 1000, padding=7, groups=64),
+    conv1d_depthwise_of_tokens=lambda make: F.conv1d(
+        make(16, 1000, 64).transpose(1, 2), make.weight(64, 1, 15), padding=7, groups=64
+    ).transpose(1, 2),
+    conv1d_of_tokens=lambda make: F.conv1d(
+        make(16, 1000, 64).transpose(1, 2), make.weight(64, 64, 15), padding=7
+    ).transpose(1, 2),
+    conv2d=convolved((64, 32, 3, 3), *CHANNELS, padding=1),
+    conv2d_without_bias=convolved((64, 32, 3, 3), *CHANNELS, bias=False, padding=1),
+    conv2d_strided=convolved((64, 32, 3, 3), *CHANNELS, stride=2, padding=1),
+    conv2d_of_points=convolved((64, 32, 1, 1), *CHANNELS),
+    conv2d_depthwise=convolved((32, 1, 3, 3), *CHANNELS, padding=1, groups=32),
+    conv2d_grouped=convolved((64, 8, 3, 3), *CHANNELS, padding=1, groups=4),
+    conv2d_dilated=convolved((64, 32, 3, 3), *CHANNELS, padding=2, dilation=2),
+    conv2d_to_tokens=permuted,
+    conv2d_to_some_tokens=lambda make: permuted(make)[:, :100] * 2,
+    conv2d_to_contiguous=lambda make: convolved((64, 32, 3, 3), *CHANNELS, padding=1)(make).contiguous() * 2,
+    conv2d_same=convolved((64, 32, 4, 4), *CHANNELS, padding="same"),
+    conv3d=convolved((32, 16, 3, 3, 3), *VOLUMES, padding=1),
+    conv_transpose1d=transposed((32, 16, 4), 8, 32, 280),
+    conv_transpose2d=transposed((32, 16, 4, 4), 8, 32, 28, 28),
+    max_pool1d=lambda make: F.max_pool1d(make(8, 64, 560), 2),
+    max_pool2d=lambda make: F.max_pool2d(make(*IMAGES), 2),
+    max_pool3d=lambda make: F.max_pool3d(make(*VOLUMES), 2),
+    avg_pool1d=lambda make: F.avg_pool1d(make(8, 64, 560), 2),
+    avg_pool2d=lambda make: F.avg_pool2d(make(*IMAGES), 2),
+    avg_pool3d=lambda make: F.avg_pool3d(make(*VOLUMES), 2),
+    adaptive_avg_pool1d=lambda make: F.adaptive_avg_pool1d(make(8, 64, 560), 7),
+    adaptive_avg_pool2d=lambda make: F.adaptive_avg_pool2d(make(*IMAGES), 7),
+    adaptive_avg_pool2d_to_one=lambda make: F.adaptive_avg_pool2d(make(*IMAGES), 1),
+    adaptive_avg_pool3d=lambda make: F.adaptive_avg_pool3d(make(*VOLUMES), 2),
+    adaptive_max_pool2d=lambda make: F.adaptive_max_pool2d(make(*IMAGES), 7),
+    lp_pool2d=lambda make: F.lp_pool2d(make(*IMAGES), 2, 2),
+    bilinear=resized("bilinear", *SMALL_IMAGES),
+    bilinear_antialiased=resized("bilinear", *SMALL_IMAGES, antialias=True),
+    nearest=resized("nearest", *SMALL_IMAGES),
+    bicubic=resized("bicubic", *SMALL_IMAGES),
+    area=resized("area", *SMALL_IMAGES, scale_factor=0.5),
+    linear_resized=resized("linear", 8, 64, 280),
+    nearest_of_sequences=resized("nearest", 8, 64, 280),
+    trilinear=resized("trilinear", 2, 8, 8, 28, 28),
+    nearest_of_volumes=resized("nearest", 2, 8, 8, 28, 28),
+    grid_sample=lambda make: F.grid_sample(make(*SMALL_IMAGES), make(8, 30, 30, 2), align_corners=False),
+    pad=padded("constant", *SMALL_IMAGES),
+    pad_by_reflection=padded("reflect", *SMALL_IMAGES),
+    pad_by_replication=padded("replicate", *SMALL_IMAGES),
+    pad_circularly=padded("circular", *SMALL_IMAGES),
+    pad_sequences_by_reflection=padded("reflect", 8, 64, 280),
+    pixel_shuffle=lambda make: F.pixel_shuffle(make(*SMALL_IMAGES), 2),
+    pixel_unshuffle=lambda make: F.pixel_unshuffle(make(*SMALL_IMAGES), 2),
+    unfold=lambda make: F.unfold(make(8, 16, 28, 28), 3),
+    fold=lambda make: F.fold(make(8, 144, 676), (28, 28), 3),
+    unfold_a_tensor=lambda make: make(8, 2800).unfold(1, 10, 5),
+    to_channels_last=lambda make: make(*IMAGES).to(memory_format=torch.channels_last),
+)
+
+# --- indices ---
+
+
+def assigned(make):
+    rows = make(5000, 100) * 1
+    rows[make.indices(200)] = make(200, 100)
+    return rows
+
+
+def sliced(make):
+    rows = make(5000, 100) * 1
+    rows[:200] = make(200, 100)
+    return rows
+
+
+add(
+    embedding=lambda make: F.embedding(make.indices(2000), make.weight(5000, 100)),
+    embedding_of_many=lambda make: F.embedding(make.indices(100_000), make.weight(5000, 100)),
+    embedding_of_sentences=lambda make: F.embedding(make.indices(40, 100), make.weight(5000, 100)),
+    embedding_of_a_slice=lambda make: F.embedding(make.indices(40, 100)[:, :-1], make.weight(5000, 100)),
+    embedding_with_padding=lambda make: F.embedding(make.indices(100_000), make.weight(5000, 100), padding_idx=0),
+    embedding_of_32_bits=lambda make: F.embedding(make.indices(100_000, dtype=torch.int32), make.weight(5000, 100)),
+    embedding_bag=lambda make: F.embedding_bag(make.indices(1000, 20), make.weight(5000, 100)),
+    embedding_bag_summed=lambda make: F.embedding_bag(
+        make.indices(20_000), make.weight(5000, 100), make.indices(1000), mode="sum"
+    ),
+    embedding_bag_of_largest=lambda make: F.embedding_bag(make.indices(1000, 20), make.weight(5000, 100), mode="max"),
+    index_select=lambda make: make(5000, 100).index_select(0, make.indices(20_000)),
+    rows=lambda make: make(5000, 100)[make.indices(20_000)],
+    rows_of_32_bits=lambda make: make(5000, 100)[make.indices(20_000, dtype=torch.int32)],
+    many_rows=lambda make: make(5000, 100)[make.indices(200_000)],
+    columns=lambda make: make(5000, 100)[:, make.indices(50)],
+    elements=lambda make: make(500, 500)[make.indices(20_000), make.indices(20_000)],
+    elements_broadcast=lambda make: make(50, 50, 64)[make.indices(200, 1), make.indices(1, 100)],
+    gather=lambda make: make(*ROWS).gather(1, make.indices(200, 10)),
+    take=lambda make: make(*ROWS).take(make.indices(200, 10)),
+    take_along_dim=lambda make: torch.take_along_dim(make(*ROWS), make.indices(200, 10), 1),
+    scatter=lambda make: make(*ROWS).scatter(1, make.indices(200, 10), make(200, 10)),
+    scatter_a_number=lambda make: make(*ROWS).scatter(1, make.indices(200, 10), 1.0),
+    scatter_add=lambda make: make(*ROWS).scatter_add(1, make.indices(200, 10), make(200, 10)),
+    scatter_largest=lambda make: make(*ROWS).scatter_reduce(1, make.indices(200, 10), make(200, 10), "amax"),
+    scatter_mean=lambda make: make(*ROWS).scatter_reduce(1, make.indices(200, 10), make(200, 10), "mean"),
+    index_add=lambda make: make(5000, 100).index_add(0, make.indices(20_000), make(20_000, 100)),
+    index_copy=lambda make: make(5000, 100).index_copy(0, make.indices(200), make(200, 100)),
+    index_fill=lambda make: make(5000, 100).index_fill(0, make.indices(200), 1.0),
+    index_put=lambda make: make(5000, 100).index_put((make.indices(200),), make(200, 100)),
+    assigned_rows=assigned,
+    assigned_slice=sliced,
+    repeat_interleave=lambda make: make(500, 100).repeat_interleave(4, 0),
+    one_hot=lambda make: F.one_hot(make.indices(2000), 100),
+    bucketize=lambda make: torch.bucketize(make(*ROWS), make(100, grad=False)),
+    searchsorted=lambda make: torch.searchsorted(make(200, 100, grad=False), make(*ROWS, grad=False)),
+)
+
+# --- shapes and random numbers ---
+
+add(
+    roll=lambda make: make(*ROWS).roll(1, 0),
+    flip=lambda make: make(*ROWS).flip(1),
+    rot90=lambda make: make(8, 3, 64, 64).rot90(1, (2, 3)),
+    tril=lambda make: make(8, 300, 300).tril(),
+    triu=lambda make: make(300, 300).triu(1),
+    cat=lambda make: torch.cat([make(*ROWS), make(*ROWS)], 1),
+    cat_rows=lambda make: torch.cat([make(*ROWS), make(*ROWS)]),
+    cat_of_two_dtypes=lambda make: torch.cat([make(*ROWS), make(*ROWS, dtype=torch.float32)]),
+    stack=lambda make: torch.stack([make(*ROWS), make(*ROWS)], 1),
+    split=lambda make: make(*ROWS).split(1000, 1),
+    chunks=lambda make: torch.cat(make(*ROWS).chunk(3, 1)[::-1], 1),
+    unbind=lambda make: make(4, *ROWS).unbind(0),
+    expand=lambda make: make(1, 3000).expand(200, 3000) * 1,
+    repeat=lambda make: make(50, 300).repeat(4, 2),
+    permute=lambda make: make(*IMAGES).permute(0, 2, 3, 1).contiguous(),
+    flatten=lambda make: make(*IMAGES).flatten(1),
+    diagonal=lambda make: make(300, 300).diagonal(),
+    diag_embed=lambda make: make(20, 300).diag_embed(),
+    select=lambda make: make(20, 300, 30)[:, 3],
+    every_second=lambda make: make(20, 300, 30)[:, ::2],
+    meshgrid=lambda make: torch.meshgrid(make(300), make(200), indexing="ij")[0] * 1,
+    resize=lambda make: make(16, grad=False).resize_(2**20),
+    shrink=lambda make: make(2**20, grad=False).resize_(16),
+    as_strided=lambda make: make(20_000).as_strided((100, 50), (60, 1)) * 1,
+    randn=lambda make: torch.randn(*ROWS, device="cuda", dtype=make.dtype),
+    randn_like=lambda make: make(*ROWS) + torch.randn_like(make(*ROWS)),
+    rand=lambda make: torch.rand(*ROWS, device="cuda", dtype=make.dtype),
+    randint=lambda make: torch.randint(0, 10, ROWS, device="cuda"),
+    randperm=lambda make: torch.randperm(200_000, device="cuda"),
+    randperm_of_few=lambda make: torch.randperm(2000, device="cuda"),
+    bernoulli=lambda make: torch.bernoulli(make(*ROWS, grad=False)),
+    normal=lambda make: torch.normal(make(*ROWS, grad=False), 1.0),
+    multinomial=lambda make: torch.multinomial(torch.ones(200, 3000, device="cuda"), 1),
+    multinomial_of_many=lambda make: torch.multinomial(torch.ones(200, 3000, device="cuda"), 20, replacement=True),
+    arange=lambda make: torch.arange(300_000, device="cuda"),
+    linspace=lambda make: torch.linspace(0, 1, 300_000, device="cuda"),
+    full=lambda make: torch.full(ROWS, 1.0, device="cuda"),
+    eye=lambda make: torch.eye(300, device="cuda"),
+    complex=lambda make: torch.view_as_real(
+        torch.view_as_complex(make(20, 100, 32, 2)) * torch.polar(make(100, 32, grad=False), make(100, 32, grad=False))
+    ),
+)
+
+# --- attention ---
+
+
+def attended(*, width=64, mask=None, dropout=0.0, causal=False, length=200, keys=None):
+    def case(make):
+        query = make(4, 8, length, width)
+        key, value = (make(4, 8, keys or length, width) for _ in range(2))
+        bias = None
+        if mask == "booleans":
+            bias = torch.ones(length, keys or length, device="cuda", dtype=torch.bool)
+        elif mask is not None:
+            bias = make(4, 8 if mask == "trained" else 1, length, keys or length, grad=mask == "trained")
+        return F.scaled_dot_product_attention(query, key, value, bias, dropout, causal)
+
+    return case
+
+
+def attended_by_groups(make):
+    query, key, value = make(4, 8, 200, 64), make(4, 2, 200, 64), make(4, 2, 200, 64)
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
+
+
+def attended_by_tokens(make):
+    query, key, value = (make(4, 200, 8, 64).transpose(1, 2) for _ in range(3))
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(4, 200, 512)
+
+
+def attended_at_once(make):
+    query, key, value = make(4, 200, 3, 8, 64).permute(2, 0, 3, 1, 4).unbind(0)
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).reshape(4, 200, 512)
+
+
+def multihead(make, **options):
+    layer = nn.MultiheadAttention(64, 4, batch_first=True, device="cuda", dtype=make.dtype)
+    tokens = make(8, 100, 64)
+    return layer(tokens, tokens, tokens, **options)[0]
+
+
+add(
+    "attention: ",
+    plain=attended(),
+    causal=attended(causal=True),
+    dropout=attended(dropout=0.1),
+    booleans=attended(mask="booleans"),
+    mask=attended(mask="numbers"),
+    trained_mask=attended(mask="trained"),
+    groups=attended_by_groups,
+    width_80=attended(width=80),
+    width_65=attended(width=65),
+    width_160=attended(width=160),
+    width_256=attended(width=256),
+    other_keys=attended(keys=77),
+    odd_length=attended(length=197, mask="booleans"),
+    one_token=attended(length=1, keys=100),
+    tokens_first=attended_by_tokens,
+    queries_keys_and_values_at_once=attended_at_once,
+    multihead=multihead,
+    multihead_without_weights=lambda make: multihead(make, need_weights=False),
+)
+add(checkpointed=lambda make: torch.utils.checkpoint.checkpoint(
+    lambda tensor: tensor.relu().exp(), make(*ROWS), use_reentrant=False
+))  # fmt: skip
+
+# --- sizes around which kernels change ---
+
+LONG_ROWS = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
+
+
+def normed_rows(rows):
+    return lambda make: F.layer_norm(make(rows, 64), (64,), make(64), make(64))
+
+
+def embedded(count):
+    return lambda make: F.embedding(make.indices(count), make.weight(500, 64))
+
+
+def decoded(batch, length, keys):
+    def case(make):
+        query, key, value = make(batch, 4, length, 64), make(batch, 4, keys, 64), make(batch, 4, keys, 64)
+        return F.scaled_dot_product_attention(query, key, value)
+
+    return case
+
+
+for most_rows, long in LONG_ROWS:
+    for rows in (most_rows, most_rows + 1):
+        for length in (long - 1, long):
+            CASES[f"topk of {rows} x {length}"] = lambda make, shape=(rows, length): make(*shape, grad=False).topk(3)
+for rows in (1, 2, 127, 128):
+    for length in (4096, 4097):
+        CASES[f"sort of {rows} x {length}"] = lambda make, shape=(rows, length): make(*shape, grad=False).sort(-1)
+for count in (3072, 3073):
+    CASES[f"embedding of {count}"] = embedded(count)
+for rows in (65_536, 65_537):
+    CASES[f"layer norm of {rows} rows"] = normed_rows(rows)
+for count in (2304, 2305):
+    CASES[f"permutation of {count}"] = lambda make, count=count: torch.randperm(count, device="cuda")
+for rows in (1792, 1793, 30_000):
+    CASES[f"batch norm of {rows} rows"] = lambda make, rows=rows: batch_norm(make, rows, 96)
+for shape in ((1, 1, 512), (2, 1, 512), (4, 1000, 8000), (1, 4096, 4096)):
+    CASES[f"attention of {shape}"] = decoded(*shape)
+
+# --- optimizers ---
+
+
+def parameters(make):
+    return [nn.Parameter(make(*shape, grad=False)) for shape in ((300, 200), (300,), (20, 3, 3, 3))]
+
+
+def optimized(make_optimizer):
+    @building
+    def build(make):
+        weights = parameters(make)
+        optimizer = make_optimizer(weights)
+
+        def step(_):
+            for _ in range(2):
+                for weight in weights:
+                    weight.grad = torch.zeros_like(weight)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return step
+
+    return build
+
+
+@building
+def clipped(make):
+    weights = parameters(make)
+
+    def step(_):
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        nn.utils.clip_grad_norm_(weights, 1.0)
+        nn.utils.clip_grad_value_(weights, 1.0)
+
+    return step
+
+
+OPTIMIZERS = "SGD Adam AdamW Adagrad Adadelta RMSprop NAdam RAdam Adamax Rprop Adafactor"
+for name in OPTIMIZERS.split():
+    if hasattr(torch.optim, name):
+        make_optimizer = getattr(torch.optim, name)
+        CASES[name] = optimized(partial(make_optimizer, lr=0.1))
+        CASES[f"{name}, one by one"] = optimized(partial(make_optimizer, lr=0.1, foreach=False))
+for name in ("SGD", "Adam", "AdamW", "Adagrad"):
+    CASES[f"{name}, fused"] = optimized(partial(getattr(torch.optim, name), lr=0.1, fused=True))
+add(
+    momentum=optimized(lambda weights: torch.optim.SGD(weights, 0.1, 0.9, weight_decay=0.1, nesterov=True)),
+    capturable=optimized(lambda weights: torch.optim.Adam(weights, capturable=True)),
+    amsgrad=optimized(lambda weights: torch.optim.Adam(weights, amsgrad=True)),
+    centered=optimized(lambda weights: torch.optim.RMSprop(weights, centered=True, momentum=0.9)),
+    clipped=clipped,
+)
+
+# By case: variants that differ, and why.
+LAYOUT = ("bf16 gaps",), "a product with an expanded number of bfloat16: fakes lose the gaps of the other factor"
+WIDENED = ("bf16 gaps",), "torch's own kernel, which takes bfloat16, copies what has gaps to float32"
+LAST = ("fp32 last", "bf16 last"), "channels last is made contiguous in several tensors"
+EXCEPTIONS = {
+    "nansum": LAYOUT,
+    "l1_loss, sum": LAYOUT,
+    "cross_entropy_of_shares": LAYOUT,
+    "kl_div_of_logarithms": LAYOUT,
+    "cosine_embedding_loss": LAYOUT,
+    "cosine_similarity": LAYOUT,
+    "batch_norm": WIDENED,
+    "batch_norm_evaluated": (
+        ("bf16 gaps", "fp32 last", "bf16 last"),
+        "torch's own backward pass follows one of cuDNN forward",
+    ),
+    "batch_norm_of_vectors": WIDENED,
+    "batch_norm_of_many_vectors": WIDENED,
+    "batch_norm_of_sequences": WIDENED,
+    "batch norm of 1792 rows": WIDENED,
+    "batch norm of 1793 rows": WIDENED,
+    "batch norm of 30000 rows": WIDENED,
+    "attention of (1, 1, 512)": (("fp32 last", "bf16 last"), "one token is contiguous in any format"),
+    "adaptive_max_pool2d": LAST,
+    "bilinear_antialiased": LAST,
+    "instance_norm": (
+        ("fp32 gaps", "bf16 gaps", "amp fp16 gaps"),
+        "keeps a contiguous copy of which fakes make a view",
+    ),
+    "number_to_a_power": (("fp32 gaps", "bf16 gaps", "amp fp16 gaps"), "fakes lose the gaps of the exponent"),
+    "attention: groups": (
+        ("fp32", "fp32 gaps", "fp32 last", "fp32 sum", "bf16 gaps", "bf16 last", "amp fp16 gaps"),
+        "efficient attention takes groups itself",
+    ),
+}
