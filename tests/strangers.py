@@ -1,0 +1,492 @@
+"""Training loops as other projects write them, for answers on a simulated card against torch's allocator: one of each kind."""
+
+import copy
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+CUDA = "cuda"
+
+
+def draw(*shape):
+    return torch.randn(*shape, device=CUDA)
+
+
+def labels(*shape):
+    return torch.zeros(*shape, dtype=torch.long, device=CUDA)
+
+
+class Residual(nn.Module):
+    def __init__(self, width, stride=1, inside=None):
+        super().__init__()
+        inside = inside or width
+        self.first = nn.Conv2d(inside, width, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
+        self.short = nn.Identity()
+        if stride > 1:
+            self.short = nn.Sequential(nn.Conv2d(inside, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x):
+        hidden = F.relu(self.norms[0](self.first(x)), inplace=True)
+        return F.relu(self.norms[1](self.second(hidden)) + self.short(x), inplace=True)
+
+
+def resnet_scaled():
+    """Images in float16 with a scaler, channels last, as torchvision's reference trains."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 32, 3, 1, 1), Residual(32), Residual(64, 2, 32), Residual(128, 2, 64), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(128, 100),
+    ).to(CUDA, memory_format=torch.channels_last)  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
+    scaler, criterion = torch.amp.GradScaler(CUDA), nn.CrossEntropyLoss(label_smoothing=0.1)
+
+    def step(model, batch_size):
+        images = draw(batch_size, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+        with torch.autocast(CUDA, torch.float16):
+            loss = criterion(model(images), labels(batch_size))
+        optimizer.zero_grad(set_to_none=True)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return model, step
+
+
+class Attention(nn.Module):
+    """Attention with rotated queries and keys, of which several share a head, as in LLaMA."""
+
+    def __init__(self, width, heads, groups):
+        super().__init__()
+        self.heads, self.groups, self.each = heads, groups, width // heads
+        self.queries = nn.Linear(width, width, bias=False)
+        self.keys = nn.Linear(width, groups * self.each, bias=False)
+        self.values = nn.Linear(width, groups * self.each, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x, cos, sin):
+        batch, length, _ = x.shape
+        query, key, value = (
+            of(x).view(batch, length, -1, self.each).transpose(1, 2) for of in (self.queries, self.keys, self.values)
+        )
+        query, key = (tensor * cos + rotated(tensor) * sin for tensor in (query, key))
+        times = self.heads // self.groups
+        key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+
+
+def rotated(tensor):
+    first, second = tensor.chunk(2, -1)
+    return torch.cat((-second, first), -1)
+
+
+class Llama(nn.Module):
+    def __init__(self, vocabulary=4000, width=256, layers=3):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({
+                "norm": nn.RMSNorm(width), "attention": Attention(width, 8, 2), "second_norm": nn.RMSNorm(width),
+                "gate": nn.Linear(width, 704, bias=False), "up": nn.Linear(width, 704, bias=False),
+                "down": nn.Linear(704, width, bias=False),
+            }) for _ in range(layers)
+        )  # fmt: skip
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
+        angles = torch.outer(torch.arange(512).float(), torch.arange(0, 32, 2).float() / 32)
+        self.register_buffer("cos", angles.cos().repeat(1, 2))
+        self.register_buffer("sin", angles.sin().repeat(1, 2))
+
+    def forward(self, ids):
+        x, length = self.tokens(ids), ids.shape[1]
+        cos, sin = self.cos[:length].to(x.dtype), self.sin[:length].to(x.dtype)
+        for layer in self.layers:
+            x = x + layer["attention"](layer["norm"](x), cos, sin)
+            hidden = layer["second_norm"](x)
+            x = x + layer["down"](F.silu(layer["gate"](hidden)) * layer["up"](hidden))
+        return self.head(self.norm(x))
+
+
+def llama(*, fused=True, dtype=torch.bfloat16):
+    model = Llama().to(CUDA, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+
+    def step(model, batch_size):
+        ids = labels(batch_size, 128)
+        logits = model(ids)[:, :-1].float()
+        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids[:, 1:].reshape(-1))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+class UNet(nn.Module):
+    """A denoiser: group norms, SiLU, a time embedding, skips, transposed convolutions."""
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.time = nn.Sequential(nn.Linear(1, 128), nn.SiLU(), nn.Linear(128, 2 * width))
+        self.into = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.Conv2d(width, 2 * width, 4, 2, 1)
+        self.norms = nn.ModuleList([nn.GroupNorm(8, width), nn.GroupNorm(8, 2 * width), nn.GroupNorm(8, 2 * width)])
+        self.middle = nn.Conv2d(2 * width, 2 * width, 3, padding=1)
+        self.up = nn.ConvTranspose2d(2 * width, width, 4, 2, 1)
+        self.out = nn.Conv2d(2 * width, 3, 3, padding=1)
+
+    def forward(self, x, time):
+        first = F.silu(self.norms[0](self.into(x)))
+        second = F.silu(self.norms[1](self.down(first))) + self.time(time)[:, :, None, None]
+        second = second + self.middle(F.silu(self.norms[2](second)))
+        return self.out(torch.cat([first, self.up(second)], 1))
+
+
+def diffusion():
+    model = UNet().to(CUDA)
+    average = copy.deepcopy(model).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+
+    def step(model, batch_size):
+        images, noise, time = (
+            draw(batch_size, 3, 32, 32),
+            draw(batch_size, 3, 32, 32),
+            torch.rand(batch_size, 1, device=CUDA),
+        )
+        share = time[:, :, None, None]
+        loss = F.mse_loss(model(images * (1 - share) + noise * share, time), noise)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for kept, new in zip(average.parameters(), model.parameters(), strict=True):
+                kept.lerp_(new, 0.01)
+
+    return model, step
+
+
+def translation():
+    """nn.Transformer with masks and tied embeddings, losses of padded tokens ignored."""
+    model = nn.Transformer(128, 4, 2, 2, 512, batch_first=True).to(CUDA)
+    model.tokens = nn.Embedding(3000, 128, padding_idx=0).to(CUDA)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4, betas=(0.9, 0.98), eps=1e-9)
+
+    def step(model, batch_size):
+        source, target = labels(batch_size, 60), labels(batch_size, 50)
+        causal = nn.Transformer.generate_square_subsequent_mask(49, device=CUDA)
+        out = model(
+            model.tokens(source) * 11.3, model.tokens(target[:, :-1]) * 11.3, tgt_mask=causal,
+            src_key_padding_mask=source == 5, tgt_key_padding_mask=target[:, :-1] == 5,
+        )  # fmt: skip
+        logits = out @ model.tokens.weight.t()
+        loss = F.cross_entropy(logits.reshape(-1, 3000), target[:, 1:].reshape(-1), ignore_index=0, label_smoothing=0.1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+def speech():
+    """Convolutions over samples, batch norms of transposed tokens, an encoder, a masked loss."""
+
+    class Speech(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.features = nn.Sequential(
+                nn.Conv1d(1, 64, 10, 5), nn.GELU(), nn.Conv1d(64, 128, 8, 4), nn.GELU(), nn.Conv1d(128, 128, 4, 2)
+            )
+            self.norm, self.mix = nn.LayerNorm(128), nn.Conv1d(128, 128, 15, padding=7, groups=128)
+            self.batch_norm = nn.BatchNorm1d(128)
+            self.encoder = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
+            self.head = nn.Linear(128, 64)
+
+        def forward(self, samples):
+            x = self.norm(self.features(samples[:, None]).transpose(1, 2))
+            mixed = F.silu(self.batch_norm(self.mix(x.transpose(1, 2)))).transpose(1, 2)
+            return self.head(self.encoder(x + mixed))
+
+    model = Speech().to(CUDA)
+    optimizer = torch.optim.RAdam(model.parameters(), 1e-4)
+
+    def step(model, batch_size):
+        logits = model(draw(batch_size, 4000))
+        loss = F.binary_cross_entropy_with_logits(
+            logits, torch.zeros_like(logits), pos_weight=torch.ones(64, device=CUDA)
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+def graphs():
+    """Messages between nodes of a graph, summed where they arrive."""
+    layers = nn.ModuleList([nn.Linear(128, 64), nn.Linear(128, 64), nn.Linear(64, 10)]).to(CUDA)
+    embedding = nn.Embedding(100, 64).to(CUDA)
+    layers.embedding = embedding
+    optimizer = torch.optim.Adam(layers.parameters(), 1e-3)
+
+    def step(model, batch_size):
+        source, arrival = labels(batch_size * 160), labels(batch_size * 160)
+        x = model.embedding(labels(batch_size * 40))
+        for layer in model[:2]:
+            messages = F.relu(layer(torch.cat([x[source], x[arrival]], 1)))
+            x = torch.zeros_like(x).index_add_(0, arrival, messages) + x
+        pooled = torch.zeros(batch_size, 64, device=CUDA).index_add_(0, labels(batch_size * 40), x)
+        loss = F.cross_entropy(model[2](pooled), labels(batch_size))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return layers, step
+
+
+def recommendation():
+    """Bags of features, their products, a click to predict."""
+
+    class Clicks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bags = nn.ModuleList(nn.EmbeddingBag(20_000, 32, mode="sum") for _ in range(4))
+            self.dense = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU())
+            self.top = nn.Sequential(nn.Linear(32 + 10, 64), nn.ReLU(), nn.Linear(64, 1))
+            self.register_buffer("pairs", torch.tril_indices(5, 5, -1))
+
+        def forward(self, dense, indices):
+            first = self.dense(dense)
+            features = torch.stack([first, *(bag(index) for bag, index in zip(self.bags, indices, strict=True))], 1)
+            products = torch.bmm(features, features.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+            return self.top(torch.cat([first, products], 1)).squeeze(1)
+
+    model = Clicks().to(CUDA)
+    optimizer = torch.optim.Adagrad(model.parameters(), 0.01)
+
+    def step(model, batch_size):
+        found = model(draw(batch_size, 13), [labels(batch_size, 20) for _ in range(4)])
+        loss = F.binary_cross_entropy_with_logits(found, torch.zeros(batch_size, device=CUDA))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+def policy():
+    """Proximal policy optimization: a distribution of actions, advantages normalized, a clipped ratio, minibatches."""
+    model = nn.ModuleDict({
+        "body": nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh()),
+        "policy": nn.Linear(256, 18), "value": nn.Linear(256, 1),
+    }).to(CUDA)  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), 2.5e-4, eps=1e-5)
+
+    def step(model, batch_size):
+        states, actions = draw(batch_size, 128), labels(batch_size)
+        before, advantages, returns = draw(batch_size), draw(batch_size), draw(batch_size)
+        for chosen in torch.arange(batch_size, device=CUDA).chunk(2):
+            hidden = model["body"](states[chosen])
+            logits = F.log_softmax(model["policy"](hidden), -1)
+            ratio = (logits.gather(1, actions[chosen][:, None]).squeeze(1) - before[chosen]).exp()
+            gained = advantages[chosen]
+            gained = (gained - gained.mean()) / (gained.std() + 1e-8)
+            loss = torch.max(-gained * ratio, -gained * ratio.clamp(0.8, 1.2)).mean()
+            value = model["value"](hidden).view(-1)
+            loss = (
+                loss + 0.5 * (value - returns[chosen]).square().mean() + 0.01 * (logits.exp() * logits).sum(-1).mean()
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+
+    return model, step
+
+
+def detection():
+    """A pyramid of features, focal and smooth losses, suppressed scores."""
+
+    class Pyramid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.SiLU())
+            self.levels = nn.ModuleList([
+                nn.Sequential(nn.Conv2d(32 * 2**i, 64 * 2**i, 3, 2, 1, bias=False), nn.BatchNorm2d(64 * 2**i), nn.SiLU())
+                for i in range(2)
+            ])  # fmt: skip
+            self.lateral = nn.ModuleList([nn.Conv2d(64, 64, 1), nn.Conv2d(128, 64, 1)])
+            self.scores, self.boxes = nn.Conv2d(64, 20, 3, padding=1), nn.Conv2d(64, 4, 3, padding=1)
+
+        def forward(self, images):
+            first = self.levels[0](self.stem(images))
+            second = self.lateral[1](self.levels[1](first))
+            first = self.lateral[0](first) + F.interpolate(second, scale_factor=2)
+            found = [
+                (of(level).flatten(2).transpose(1, 2)) for of in (self.scores, self.boxes) for level in (first, second)
+            ]
+            return torch.cat(found[:2], 1), torch.cat(found[2:], 1)
+
+    model = Pyramid().to(CUDA)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.937, nesterov=True)
+
+    def step(model, batch_size):
+        scores, boxes = model(draw(batch_size, 3, 64, 64))
+        wanted = torch.zeros_like(scores)
+        shares = scores.sigmoid()
+        losses = F.binary_cross_entropy_with_logits(scores, wanted, reduction="none")
+        sure = shares * wanted + (1 - shares) * (1 - wanted)
+        loss = (losses * (1 - sure) ** 2).sum() / batch_size + F.smooth_l1_loss(boxes, torch.zeros_like(boxes))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+def adversarial():
+    """A generator and a critic with optimizers of their own."""
+    generator = nn.Sequential(
+        nn.ConvTranspose2d(64, 64, 4, 1, 0, bias=False), nn.BatchNorm2d(64), nn.ReLU(True),
+        nn.ConvTranspose2d(64, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(True),
+        nn.ConvTranspose2d(32, 3, 4, 2, 1, bias=False), nn.Tanh(),
+    ).to(CUDA)  # fmt: skip
+    critic = nn.Sequential(
+        nn.Conv2d(3, 32, 4, 2, 1, bias=False), nn.LeakyReLU(0.2, True), nn.Conv2d(32, 64, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(64), nn.LeakyReLU(0.2, True), nn.Conv2d(64, 1, 4, 1, 0, bias=False), nn.Flatten(0),
+    ).to(CUDA)  # fmt: skip
+    model = nn.ModuleList([generator, critic])
+    of_generator = torch.optim.Adam(generator.parameters(), 2e-4, betas=(0.5, 0.999))
+    of_critic = torch.optim.Adam(critic.parameters(), 2e-4, betas=(0.5, 0.999))
+
+    def step(model, batch_size):
+        real, ones = draw(batch_size, 3, 16, 16), torch.ones(batch_size, device=CUDA)
+        fake = generator(draw(batch_size, 64, 1, 1))
+        of_critic.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(critic(real), ones)
+        (loss + F.binary_cross_entropy_with_logits(critic(fake.detach()), 0 * ones)).backward()
+        of_critic.step()
+        of_generator.zero_grad()
+        F.binary_cross_entropy_with_logits(critic(fake), ones).backward()
+        of_generator.step()
+
+    return model, step
+
+
+def contrast():
+    """Two views, normalized embeddings, a queue of negatives, a momentum encoder."""
+    encoder = nn.Sequential(nn.Linear(256, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 128)).to(CUDA)
+    slow = copy.deepcopy(encoder).requires_grad_(False)
+    queue = F.normalize(draw(128, 4096), dim=0)
+    optimizer = torch.optim.SGD(encoder.parameters(), 0.03, momentum=0.9)
+
+    def step(model, batch_size):
+        with torch.no_grad():
+            for kept, new in zip(slow.parameters(), model.parameters(), strict=True):
+                kept.mul_(0.999).add_(new, alpha=0.001)
+            keys = F.normalize(slow(draw(batch_size, 256)), dim=1)
+        queries = F.normalize(model(draw(batch_size, 256)), dim=1)
+        positive = torch.einsum("nc,nc->n", queries, keys).unsqueeze(-1)
+        negative = torch.einsum("nc,ck->nk", queries, queue.clone().detach())
+        loss = F.cross_entropy(torch.cat([positive, negative], 1) / 0.07, labels(batch_size))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return encoder, step
+
+
+def points():
+    """Neighbours of points by distance, features of the nearest, batch norms, a maximum."""
+    model = nn.ModuleList(
+        [
+            nn.Conv2d(6, 64, 1, bias=False),
+            nn.BatchNorm2d(64),
+            nn.Conv1d(64, 128, 1),
+            nn.BatchNorm1d(128),
+            nn.Linear(128, 40),
+        ]
+    ).to(CUDA)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+
+    def step(model, batch_size):
+        cloud = draw(batch_size, 128, 3)
+        nearest = torch.cdist(cloud, cloud).topk(8, largest=False)[1]
+        others = cloud.gather(1, nearest.reshape(batch_size, -1, 1).expand(-1, -1, 3)).view(batch_size, 128, 8, 3)
+        edges = torch.cat([others - cloud[:, :, None], cloud[:, :, None].expand_as(others)], -1).permute(0, 3, 1, 2)
+        features = F.leaky_relu(model[1](model[0](edges)), 0.2).max(-1)[0]
+        pooled = F.leaky_relu(model[3](model[2](features)), 0.2).amax(-1)
+        loss = F.cross_entropy(model[4](pooled), labels(batch_size))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+def super_resolution():
+    """Pixels shuffled, an absolute loss, a schedule, accumulated gradients."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.PReLU(), *(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.PReLU()) for _ in range(3)),
+        nn.Conv2d(64, 12, 3, padding=1), nn.PixelShuffle(2),
+    ).to(CUDA)  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+
+    def step(model, batch_size):
+        for _ in range(2):
+            small = draw(batch_size, 3, 24, 24)
+            (F.l1_loss(model(small), F.interpolate(small, scale_factor=2, mode="bicubic")) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+    return model, step
+
+
+def experts():
+    """Tokens sent to two of eight experts, a balancing loss, LayerScale, float16 weights."""
+    gate, experts = (
+        nn.Linear(128, 8),
+        nn.ModuleList(nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(8)),
+    )
+    model = nn.ModuleDict({"gate": gate, "experts": experts, "norm": nn.LayerNorm(128)}).to(CUDA)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, foreach=True)
+
+    def step(model, batch_size):
+        tokens = model["norm"](draw(batch_size * 64, 128))
+        shares = model["gate"](tokens).softmax(-1)
+        weights, chosen = shares.topk(2)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(model["experts"]):
+            weight = (weights * (chosen == number)).sum(-1, keepdim=True)
+            out = out + expert(tokens) * weight
+        loss = F.mse_loss(out, tokens.detach()) + 0.01 * (shares.mean(0) * shares.mean(0)).sum() * 8
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+STRANGERS = {
+    "resnet, scaled": resnet_scaled,
+    "llama": llama,
+    "llama in float32": partial(llama, fused=False, dtype=torch.float32),
+    "diffusion": diffusion,
+    "translation": translation,
+    "speech": speech,
+    "graphs": graphs,
+    "recommendation": recommendation,
+    "policy": policy,
+    "detection": detection,
+    "adversarial": adversarial,
+    "contrast": contrast,
+    "points": points,
+    "super-resolution": super_resolution,
+    "experts": experts,
+}
