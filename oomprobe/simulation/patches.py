@@ -111,14 +111,23 @@ def _patches(card_mode: CardMode) -> Iterator[tuple[Any, str, Any]]:
 
 @contextmanager
 def _without_inference_mode() -> Iterator[None]:
-    """Leave inference mode, and let code inside turn off only what follows from it instead of entering it."""
-    gradients = torch.is_grad_enabled()
-    with (
-        torch.inference_mode(False),
-        torch.set_grad_enabled(gradients),
-        patch.object(torch.inference_mode, "__enter__", _imitate_inference_mode),
-    ):
-        yield
+    """Leave inference mode, and let code inside turn off only what follows from it instead of entering it.
+
+    Autocast that the code has entered for good stays on: the end of the guard would turn it off.
+    """
+    gradients, casts = torch.is_grad_enabled(), False
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(gradients),
+            patch.object(torch.inference_mode, "__enter__", _imitate_inference_mode),
+        ):
+            try:
+                yield
+            finally:
+                casts = torch.is_autocast_enabled("cpu")
+    finally:
+        torch.set_autocast_enabled("cpu", casts)
 
 
 def _imitate_inference_mode(guard: Any) -> None:

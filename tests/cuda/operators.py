@@ -460,6 +460,8 @@ add(
     randperm_of_few=lambda make: torch.randperm(2000, device="cuda"),
     bernoulli=lambda make: torch.bernoulli(make(*ROWS, grad=False)),
     normal=lambda make: torch.normal(make(*ROWS, grad=False), 1.0),
+    normal_of_deviations=lambda make: torch.normal(0.0, make(*ROWS, grad=False)),
+    normal_of_tensors=lambda make: torch.normal(make(*ROWS, grad=False), make(*ROWS, grad=False)),
     multinomial=lambda make: torch.multinomial(torch.ones(200, 3000, device="cuda"), 1),
     multinomial_of_many=lambda make: torch.multinomial(torch.ones(200, 3000, device="cuda"), 20, replacement=True),
     arange=lambda make: torch.arange(300_000, device="cuda"),

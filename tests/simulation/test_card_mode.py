@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import functools
 import gc
@@ -652,3 +653,17 @@ def test_inference_mode_allocates_as_without_gradients(outside):
     found = allocated(torch.inference_mode)
     assert found == allocated(torch.no_grad)
     assert found[0] == 5  # the arguments, a copy of the values, cuBLAS's workspace, and the result
+
+
+def test_autocast_that_building_enters_for_good_holds_for_the_steps():
+    entered = contextlib.ExitStack()
+    device = oomprobe.SimulatedDevice("1GiB")
+    with device.building():
+        model = nn.Linear(8, 8).cuda()
+        entered.enter_context(torch.autocast("cuda", torch.bfloat16))
+    device.start_trial()
+    with entered:
+        for _ in range(2):
+            with device.session():
+                assert model(torch.zeros(4, 8, device="cuda")).dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")

@@ -156,7 +156,7 @@ def test_a_view_is_what_the_class_of_fakes_makes():
             one = FakeTensor(mode, meta.view(shape), device)
         assert vars(made) == vars(one)
         assert described(made, [made]) == described(one, [one])
-        assert torch._C._dispatch_keys(made) == torch._C._dispatch_keys(one)
+        assert str(torch._C._dispatch_keys(made)) == str(torch._C._dispatch_keys(one))
         for fake in (made, one):
             with pytest.raises(RuntimeError, match="data pointer"):
                 fake.data_ptr()

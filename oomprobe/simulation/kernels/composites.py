@@ -121,6 +121,24 @@ def _multinomial(probabilities: _Tensor, count: int, replacement: bool = False, 
     return _aten.topk.default(divided, count)[1]
 
 
+def _normal(mean: _Tensor | float, deviations: _Tensor, *, generator: Any = None) -> Any:
+    """DistributionTemplates.h: deviations are checked twice."""
+    _check_positive(deviations)
+    result = deviations
+    if isinstance(mean, _Tensor):
+        result = _aten.expand.default(result, torch.broadcast_shapes(mean.shape, result.shape))  # type: ignore[no-untyped-call]
+    result = _aten.empty_like.default(result)
+    _check_positive(deviations)
+    if not isinstance(mean, _Tensor):
+        _aten.new_empty.default(deviations, [])
+    return result
+
+
+def _check_positive(deviations: _Tensor) -> None:
+    least = _aten.min.default(deviations)
+    _aten.ge.Scalar(least, 0)
+
+
 # By operator: what its host code does.
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten.logsumexp.default: _logsumexp,
@@ -129,6 +147,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten._embedding_bag.default: _embedding_bag,
     _aten._embedding_bag_forward_only.default: _embedding_bag,
     _aten.multinomial.default: _multinomial,
+    **dict.fromkeys((_aten.normal.float_Tensor, _aten.normal.Tensor_Tensor), _normal),
     _aten._euclidean_dist.default: _euclidean_distances,
     _aten.count_nonzero.dim_IntList: _count_nonzero,
     _aten.count_nonzero.default: lambda tensor, dim=None: _count_nonzero(tensor, [] if dim is None else [dim]),

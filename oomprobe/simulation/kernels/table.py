@@ -49,8 +49,10 @@ def _copying(*, before: Sequence[int] = (), after: Sequence[int] = (), keeps_las
     def rule(op: Operator) -> Launch | None:
         copies = []
         for positions in (before, after):
-            tensors = [op.args[position] for position in positions]
-            copies.append([nbytes for tensor in tensors for nbytes in _copy(tensor, keeps_last)])
+            sizes: list[int] = []
+            for position in positions:
+                sizes += _copy(op.args[position], keeps_last)
+            copies.append(sizes)
         if not any(copies):
             return None
         return launch(around, (len(copies[0]),), (*copies[0], *copies[1]))
@@ -58,10 +60,12 @@ def _copying(*, before: Sequence[int] = (), after: Sequence[int] = (), keeps_las
     return rule
 
 
-def _copy(tensor: torch.Tensor, keeps_last: bool) -> tuple[int, ...]:
-    if keeps_last and tensor.dim() == 4 and has_only_format(tensor, torch.channels_last):
+def _copy(value: Any, keeps_last: bool) -> tuple[int, ...]:
+    if not isinstance(value, torch.Tensor):  # a number
         return ()
-    return copied(tensor)
+    if keeps_last and value.dim() == 4 and has_only_format(value, torch.channels_last):
+        return ()
+    return copied(value)
 
 
 def _matrix_product(op: Operator) -> Launch | None:
@@ -126,11 +130,10 @@ def _unfold_backward(op: Operator) -> Launch:
 
 
 def _normal(op: Operator) -> Launch | None:
-    shapes = [value.shape for value in op.args[:2] if isinstance(value, torch.Tensor)]
-    if not shapes:
+    mean = op.args[0]
+    if not isinstance(mean, torch.Tensor):
         return None
-    nbytes = prod(torch.broadcast_shapes(*shapes)) * op.args[0].element_size()  # type: ignore[no-untyped-call]
-    return launch(afterwards, (), (nbytes,))
+    return launch(afterwards, (), (mean.numel() * mean.element_size(),))
 
 
 def _power(op: Operator) -> Launch | None:
