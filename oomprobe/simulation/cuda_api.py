@@ -1,22 +1,50 @@
-"""Replacements for functions of ``torch.cuda`` while a step is simulated."""
+"""Replacements for the names of ``torch.cuda`` and ``torch.accelerator`` while a step is simulated.
+
+Each public name that needs CUDA is answered here, or refused in a sentence (tests/simulation/test_cuda_api.py).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
 
+from oomprobe.errors import SimulationError
+from oomprobe.ground.frames import user_line
 from oomprobe.simulation.fakes import SEEN_CARD
 from oomprobe.simulation.memory import CardMemory
 
 _WITHOUT_EFFECT = (
     "set_device", "set_device_index", "init", "_lazy_init", "synchronize", "set_stream", "manual_seed", "manual_seed_all",
-    "set_rng_state",
+    "set_rng_state", "set_rng_state_all", "set_device_idx", "set_sync_debug_mode", "ipc_collect", "empty_host_cache",
+    "reset_peak_host_memory_stats", "reset_accumulated_host_memory_stats", "caching_allocator_enable", "check_error",
 )  # fmt: skip
+_MEASURED = (
+    "utilization",
+    "memory_usage",
+    "temperature",
+    "power_draw",
+    "clock_rate",
+    "get_sync_debug_mode",
+)  # answered with 0
+_REFUSED = {
+    "takes memory past the simulated allocator: make a tensor": (
+        "caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator", "CUDAPluggableAllocator", "MemPool", "MemPoolContext",
+        "use_mem_pool",
+    ),
+    "captures kernels, and none run: leave CUDA graphs out of the step": (
+        "CUDAGraph", "Graph", "graph", "graph_pool_handle", "make_graphed_callables",
+    ),
+    "is for C code, which a simulated card cannot run: leave it out, or probe on a real device": (
+        "current_blas_handle", "current_solver_handle", "get_stream_from_external", "ExternalStream", "GreenContext", "cudart",
+    ),
+    "tells blocks by their addresses, and a simulated card has none: use memory_stats()": ("memory_snapshot",),
+}  # fmt: skip
+REFUSAL = "torch.cuda.{name} at {line} {why}"
 
 
 class CompletedStream:
@@ -74,6 +102,35 @@ class OneStream:
     def __exit__(self, *_: object) -> None: ...
 
 
+def _refused(name: str, why: str) -> type:
+    """Return a class that stands for a class or a function, and refuses to be called."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise SimulationError(REFUSAL.format(name=name, line=user_line(), why=why))
+
+    return type(name, (), {"__new__": refuse})
+
+
+def _refusals() -> dict[str, type]:
+    refusals = {}
+    for why, names in _REFUSED.items():
+        for name in names:
+            refusals[name] = _refused(name, why)
+    return refusals
+
+
+def _nested(stats: dict[str, int]) -> dict[str, Any]:
+    """Return statistics as `memory_stats_as_nested_dict` does."""
+    nested: dict[str, Any] = {}
+    for name, number in stats.items():
+        *groups, last = name.split(".")
+        inside = nested
+        for group in groups:
+            inside = inside.setdefault(group, {})
+        inside[last] = number
+    return nested
+
+
 def replacements(memory: CardMemory) -> dict[str, Any]:
     """Return replacements by their names in ``torch.cuda`` and ``torch.accelerator``."""
     card = memory.card
@@ -90,10 +147,20 @@ def replacements(memory: CardMemory) -> dict[str, Any]:
         return card.available_bytes - memory.allocator.reserved_bytes, card.total_bytes
 
     return {
+        **_refusals(),
         **dict.fromkeys(_WITHOUT_EFFECT, constant(None)),
+        **dict.fromkeys(_MEASURED, constant(0)),
+        **dict.fromkeys(("host_memory_stats", "host_memory_stats_as_nested_dict"), constant({})),
         **dict.fromkeys(("is_available", "is_initialized"), constant(True)),
         **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), constant(major >= 8)),
-        **dict.fromkeys(("current_device", "current_device_index"), constant(0)),
+        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), constant(0)),
+        **dict.fromkeys(("seed", "seed_all"), lambda: torch.default_generator.seed()),
+        "initial_seed": lambda: torch.default_generator.initial_seed(),
+        "default_generators": (torch.default_generator,),
+        "get_allocator_backend": constant("native"),
+        "get_arch_list": constant([f"sm_{major}{minor}"]),
+        "can_device_access_peer": constant(False),
+        "list_gpu_processes": constant(""),
         **dict.fromkeys(("current_stream", "default_stream"), constant(CompletedStream())),
         **dict.fromkeys(("stream", "StreamContext"), OneStream),
         **dict.fromkeys(("Stream", "Event"), CompletedStream),
@@ -109,10 +176,14 @@ def replacements(memory: CardMemory) -> dict[str, Any]:
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "empty_cache": lambda: memory.empty_cache(by_step=True),
         "memory_allocated": lambda *_, **__: memory.allocator.allocated_bytes,
-        "memory_reserved": lambda *_, **__: memory.allocator.reserved_bytes,
         "max_memory_allocated": lambda *_, **__: memory.allocator.peak_allocated_bytes,
-        "max_memory_reserved": lambda *_, **__: memory.allocator.peak_reserved_bytes,
+        **dict.fromkeys(("memory_reserved", "memory_cached"), lambda *_, **__: memory.allocator.reserved_bytes),
+        **dict.fromkeys(
+            ("max_memory_reserved", "max_memory_cached"), lambda *_, **__: memory.allocator.peak_reserved_bytes
+        ),
         "memory_stats": lambda *_, **__: memory.allocator.stats(),
+        "memory_stats_as_nested_dict": lambda *_, **__: _nested(memory.allocator.stats()),
+        "device_memory_used": lambda *_, **__: memory.allocator.reserved_bytes,
         "memory_summary": lambda *_, **__: str(memory.allocator.stats()),
         "get_per_process_memory_fraction": lambda *_, **__: memory.fraction,
         "set_per_process_memory_fraction": lambda fraction, *_, **__: memory.set_fraction(fraction),

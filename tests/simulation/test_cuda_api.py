@@ -11,6 +11,12 @@ from torch.cuda import empty_cache, max_memory_allocated, synchronize
 from zoo import numbered, training_step
 
 import oomprobe
+from oomprobe.devices.simulated import SimulatedDevice
+from oomprobe.errors import SimulationError
+from oomprobe.ground.torch_versions import VERSION
+from oomprobe.simulation.cuda_api import replacements
+from oomprobe.simulation.memory import CardMemory
+from oomprobe.simulation.settings import AllocatorSettings
 
 WIDTH = 256
 
@@ -102,3 +108,66 @@ def test_functions_take_what_torchs_take(name):
     oomprobe.check(nn.Linear(8, 8).eval(), step, 4, device="sim:1GiB", progress="off")
     if name in CONTEXTS:
         assert set(entered) == {(None, name.startswith("cuda.device"))}
+
+
+# Names that need no CUDA, or call only what is replaced.
+UNCHANGED = {
+    "CudaError", "DeferredCudaCallError", "caching_allocator_disabled", "cudaStatus", "device_index", "get_gencode_flags",
+    "get_rng_state_all", "reset_accumulated_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
+    "reset_peak_memory_stats",
+}  # fmt: skip
+
+
+def public(module):
+    """Yield the names of functions and classes of a module; the classes of tensors and storages are torch's oldest interface."""
+    for name in module.__all__:
+        is_old = name.endswith(("Tensor", "Storage"))
+        if callable(getattr(module, name)) and not is_old:
+            yield name
+
+
+def test_every_public_name_is_answered_refused_or_needs_no_cuda():
+    replaced = {*replacements(CardMemory(SimulatedDevice("1GiB").card, AllocatorSettings()))}
+    names = {*public(torch.cuda), *public(torch.accelerator)}
+    assert names - replaced - UNCHANGED == set()
+
+
+REFUSED = [
+    "CUDAGraph",
+    "graph",
+    "MemPool",
+    "caching_allocator_alloc",
+    "current_blas_handle",
+    "memory_snapshot",
+    "ExternalStream",
+]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_simulated_card_cannot_do_is_refused_in_a_sentence(name):
+    refused = getattr(torch.cuda, name)
+
+    def step(model, batch_size):
+        assert not isinstance(model, torch.cuda.CUDAGraph)
+        getattr(torch.cuda, name)(64)
+
+    with pytest.raises(SimulationError, match=rf"torch\.cuda\.{name} at test_cuda_api\.py:\d+ .*: "):
+        oomprobe.check(nn.Linear(8, 8), step, 4, device="sim:1GiB", progress="off")
+    assert getattr(torch.cuda, name) is refused
+
+
+@pytest.mark.skipif(VERSION < (2, 10), reason="some of these functions are newer")
+def test_what_a_simulated_card_answers():
+    answers = Log()
+
+    def step(model, batch_size):
+        kept = model(torch.zeros(batch_size, 8, device="cuda"))
+        answers.append((
+            torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"] == torch.cuda.memory_allocated(),
+            torch.cuda.memory_cached() == torch.cuda.memory_reserved() == torch.cuda.device_memory_used(),
+            torch.cuda.get_allocator_backend(), torch.cuda.get_arch_list(), torch.cuda.initial_seed() == torch.initial_seed(),
+            torch.cuda.utilization(), torch.cuda.host_memory_stats(), len(torch.cuda.default_generators), kept.is_cuda,
+        ))  # fmt: skip
+
+    oomprobe.check(nn.Linear(8, 8).eval(), step, 4, device="sim:RTX-4090", progress="off")
+    assert answers[0] == (True, True, "native", ["sm_89"], True, 0, {}, 1, True)
