@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 
-from oomprobe.simulation import card_mode
+from oomprobe.simulation import formulas
 
 _softmax, _gelu = torch.nn.functional.softmax, torch.nn.functional.gelu
 _BACKWARD = {False: torch.ops.aten._softmax_backward_data, True: torch.ops.aten._log_softmax_backward_data}
@@ -72,7 +72,7 @@ def autograd():
     """
     with (
         mock.patch.object(torch.nn.functional, "relu", _relu_keeping_input),
-        mock.patch.object(card_mode, "_adds_in_place", _never),
+        mock.patch.object(formulas, "_adds_in_place", _never),
     ):
         yield
 
