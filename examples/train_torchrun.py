@@ -1,6 +1,8 @@
 """A training script that knows nothing of oomprobe. oomprobe runs its command as it is, with one size after another.
 
 oomprobe run --start-batch 8 -- torchrun --nproc-per-node gpu examples/train_torchrun.py --batch-size {batch} --output-dir {dir}
+Without a GPU, on two simulated cards:
+oomprobe run --device sim:24GiB -- torchrun --nproc-per-node 2 examples/train_torchrun.py --batch-size {batch} --output-dir {dir}
 """
 
 import argparse

@@ -61,9 +61,10 @@ ONLY_FOR_COMMANDS = "--passes-after is for commands: a target's steps are counte
 NO_FORMAT = "--plot {name}: let the name end in .png, .svg or .pdf"
 CONTAMINATED = "no number printed: other processes kept changing the device's memory; see the notes above"
 NOT_FOR_COMMANDS = (
-    "{options} cannot be given for a command: it runs as it is, in processes of its own and on the devices that it chooses "
-    "(CUDA_VISIBLE_DEVICES narrows them). For {options}, write a target: oomprobe run path/to/train.py:build"
+    "{options} cannot be given for a command: it runs as it is, in processes of its own. For {options}, write a target: "
+    "oomprobe run path/to/train.py:build"
 )
+ONE_CARD = "a command is simulated on one card: name one, such as --device sim:RTX-4090"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -475,9 +476,17 @@ def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str |
         return ONLY_FOR_COMMANDS if "passes_after_s" in given else None
     if arguments.target is not None:
         return TWO_TARGETS.format(target=arguments.target)
-    of_targets = ("device", "breakdown", "isolate", "nproc_per_node", "over")
+    of_targets = ("breakdown", "isolate", "nproc_per_node", "over")
     options = _flags([name for name in of_targets if hasattr(arguments, name)])
-    return NOT_FOR_COMMANDS.format(options=options) if options else None
+    if options:
+        return NOT_FOR_COMMANDS.format(options=options)
+    if _cards(arguments):
+        return ONE_CARD
+    if "device" in given:
+        from oomprobe.devices import simulated_for_command  # imports torch
+
+        simulated_for_command(given["device"])  # raises
+    return None
 
 
 def _about_table(arguments: argparse.Namespace, given: dict[str, Any]) -> str | None:

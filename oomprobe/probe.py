@@ -346,8 +346,9 @@ def probe_command(
             is removed after the trial. The environment variable OOMPROBE_BATCH holds the size too.
         passes_after_s: For commands whose processes cannot report: a trial passes once it has run this many seconds, whatever
             it has done. None: such a trial passes when the command exits with 0.
-        **options: Those of `find_max_batch`, except `device`, `preserve` and `breakdown`. `resolution` is 1/64 by default, and
-            the plan for `global_batch` is printed but not run.
+        **options: Those of `find_max_batch`, except `preserve` and `breakdown`. `device` is None, for the devices that the command
+            chooses, or a simulated card for each of its processes that trains, such as ``"sim:24GiB"``. `resolution` is 1/64 by
+            default, and the plan for `global_batch` is printed but not run.
 
     Returns:
         The answer and all the evidence for it.
@@ -356,6 +357,7 @@ def probe_command(
         InvalidArgumentError: the program cannot be run, or does not use the batch size; nothing was run.
         StepFailedError: the command failed with an error that is not about memory.
         UnreliableError: it ignores the batch size, ended before enough steps, or could not be held to the margin.
+        SimulationError: it needs what a simulated card does not have, or did not use it.
         OomProbeError: as for `find_max_batch`.
 
     Examples:
@@ -389,11 +391,8 @@ def check_command(
 
 def _refuse_for_commands(options: Mapping[str, object]) -> None:
     """Raise InvalidArgumentError for options that would need the command's processes to be ours."""
-    if refused := [name for name in ("device", "preserve", "isolate") if name in options]:
-        raise InvalidArgumentError(
-            f"{', '.join(refused)} cannot be given for a command: it runs as it is, on the devices that it chooses "
-            "(CUDA_VISIBLE_DEVICES narrows them)"
-        )
+    if refused := [name for name in ("preserve", "isolate") if name in options]:
+        raise InvalidArgumentError(f"{', '.join(refused)} cannot be given for a command, whose state is its own")
 
 
 def _axis(over: object, require: int | None) -> Axis:

@@ -267,7 +267,7 @@ WRONG = [
     (["run", "x:y", "--nproc-per-node", "all"], "argument --nproc-per-node: must be an integer of at least 1, not all"),
     (["run", "x:y", "--nproc-per-node", "2", "--world-size", "4"], "so --world-size cannot be given too"),
     (["run", "--nproc-per-node", "2", "--", "python", "{batch}"], "--nproc-per-node cannot be given for a command"),
-    (["run", "--device", "sim:T4,sim:L4", "--", "python", "{batch}"], "--device cannot be given for a command"),
+    (["run", "--device", "sim:T4,sim:L4", "--", "python", "{batch}"], "a command is simulated on one card: name one"),
     (["run", "x:y", "--device", "sim:T4,sim:L4", "--over", "length=1"], "--over and several devices make a table each"),
     (["compare", "a.json", "b.json", "--tolerance", "2"], "a tolerance is a share of the memory, such as 2% or 0.02"),
 ]

@@ -9,6 +9,7 @@ from oomprobe.devices.choose import (
     list_devices,
     names_simulated,
     opened_if_simulated,
+    simulated_for_command,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "list_devices",
     "names_simulated",
     "opened_if_simulated",
+    "simulated_for_command",
 ]

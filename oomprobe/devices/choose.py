@@ -20,6 +20,10 @@ ON_THE_CPU = (
     "the model is on the CPU, and this machine has a device of the kind {kind}: call model.to({kind!r}) before you make its optimizer; "
     "or pass device='cpu' to probe host memory, or device='sim:24GiB' to simulate a card"
 )
+FOR_COMMANDS = (
+    "device={device!r} cannot be given for a command: it runs on the devices that it chooses (CUDA_VISIBLE_DEVICES narrows them), or on a "
+    "simulated card, such as 'sim:24GiB'"
+)
 
 
 def choose_device(device: object, model: torch.nn.Module) -> Device:
@@ -65,6 +69,23 @@ def opened_if_simulated(device: Any, world_size: int = 1) -> Any:
     from oomprobe.devices.simulated import SimulatedDevice  # takes a second to import
 
     return SimulatedDevice(device.partition(":")[2], world_size=world_size)
+
+
+def simulated_for_command(device: object) -> str | None:
+    """Return the simulated card on which the processes of a command are to run; None for the devices that it chooses itself.
+
+    Raises:
+        InvalidArgumentError: the device is not ``"sim:..."``.
+        NoDeviceError: the catalogue has no such card.
+    """
+    if device is None:
+        return None
+    if not isinstance(device, str) or not names_simulated(device):
+        raise InvalidArgumentError(FOR_COMMANDS.format(device=device))
+    from oomprobe.simulation.catalogue import card_of
+
+    card_of(device)  # raises
+    return device
 
 
 def is_host(device: Device) -> bool:

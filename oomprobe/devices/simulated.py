@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from oomprobe.devices.base import Counters, Device, History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
-from oomprobe.ground.units import format_bytes, parse_bytes
-from oomprobe.records.trials import Call, Outcome, Request, Trial, Verdict
+from oomprobe.ground.units import format_bytes
+from oomprobe.records.trials import UNSIMULATED, Call, Outcome, Request, Trial, Verdict
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.card_mode import CardMode
-from oomprobe.simulation.cards import Card, generic_card
-from oomprobe.simulation.catalogue import find_card
+from oomprobe.simulation.cards import Card
+from oomprobe.simulation.catalogue import card_of
 from oomprobe.simulation.cuda_api import called_by_torch
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import building, simulated
@@ -28,13 +28,14 @@ from oomprobe.simulation.prediction import Predictor
 from oomprobe.simulation.ranks import first_of, with_nccl
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import LiveBlocks, RecordedCall, replay_trial
-from oomprobe.simulation.unknown import refuse_address, refuse_array, wants_data
+from oomprobe.simulation.unknown import refuse_address, wants_data
 
 TOO_LARGE = (
     "the model alone (parameters, buffers, and gradients and optimizer state where they exist) takes {needed}, and {card} has "
     "{size} for the allocator: {missing} too little, even before the first step. Use a larger card or a smaller dtype, or shard "
     "the model"
 )
+COUNTS_VALUES = "what it allocates depends on values of the batch"
 REFUSED = (
     "building the model ran out of memory at {line}, although what it leaves fits: {card} has {size} for the allocator. Build "
     "in host memory, in the dtype that you train in, and move the result to the card"
@@ -70,16 +71,12 @@ class SimulatedDevice(Device):
     """
 
     counts_bytes = replays = True
-    not_covered = (
-        "workspaces of cuDNN, including its attention: only the card knows them (the upper end of the peak includes those "
-        "of convolutions)",
-        "kernels that CUDA loads later, other processes on the card, NCCL",
-    )
+    not_covered = UNSIMULATED
 
     def __init__(
         self, card: str | int | Card, *, settings: AllocatorSettings | None = None, world_size: int = 1
     ) -> None:
-        self.card = _card(card)
+        self.card = card_of(card)
         self.world_size = world_size
         self.torch_device = torch.device("cpu")  # where the model stays
         self.name = f"simulated {self.card.full_name}"
@@ -110,7 +107,6 @@ class SimulatedDevice(Device):
             except RuntimeError as error:
                 if wants_data(error):  # in a kernel that torch does not dispatch
                     refuse_address(error)
-                refuse_array(error)
                 raise
             gc.collect(0)  # free this call's cycles now, not during the next call
         self._calls.append(self._memory.tape.finish())
@@ -135,7 +131,7 @@ class SimulatedDevice(Device):
         return first_of(self.world_size, variables, self._assumed)
 
     def begin_probe(self, poll: Callable[[], None]) -> None:
-        self._card_mode.poll, self._card_mode.notes = poll, {}
+        self._card_mode.poll, self._card_mode.notes, self._card_mode.counts_values = poll, {}, False
         self._predictor = Predictor()
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -185,6 +181,7 @@ class SimulatedDevice(Device):
 
     def start_trial(self) -> None:
         self._memory.start_trial()
+        self._card_mode.start_trial()
         self._cold = None
         self._calls, self._trial_calls = [], []
 
@@ -282,6 +279,8 @@ class SimulatedDevice(Device):
         if not trial.passed:
             return request.confirms
         self._predictor.workspace_bytes[trial.batch_size] = self._memory.largest_workspace_bytes
+        if self._card_mode.counts_values:
+            return not self._predictor.give_up(COUNTS_VALUES)
         names = [record.step for record in outcome.records]
         return not self._predictor.learn(trial.batch_size, names, self._trial_calls[: len(names)])
 
@@ -339,18 +338,3 @@ class SimulatedDevice(Device):
     def _upper_bytes(self, reserved_bytes: int, workspace_bytes: int, cap_bytes: int | None) -> int:
         """Return the peak reserved if a convolution takes the workspace that it may want, as far as the cap allows."""
         return max(reserved_bytes, min(reserved_bytes + workspace_bytes, self._memory.allowed(cap_bytes)))
-
-
-def _card(card: str | int | Card) -> Card:
-    if isinstance(card, Card):
-        return card
-    if isinstance(card, int):
-        return generic_card(card)
-    text = card.removeprefix("sim:").strip()
-    if text.isdecimal():  # "4090" is a card, not a size
-        return find_card(text)
-    try:
-        stated_bytes = parse_bytes(text)
-    except InvalidArgumentError:
-        return find_card(text)
-    return generic_card(stated_bytes)

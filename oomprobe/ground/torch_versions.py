@@ -14,7 +14,7 @@ import torch
 
 LT_BYTES = 2**20  # cuBLASLt's own workspace
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
-NEWEST_TESTED = (2, 15)
+OLDEST, NEWEST_TESTED = (2, 6), (2, 15)
 UNTESTED = (
     "torch {version} is newer than {newest}, the newest that this oomprobe was tested with: what a probe measures does not "
     "depend on it, but what a simulated card allocates may"

@@ -20,6 +20,7 @@ from oomprobe.devices import (
     is_host,
     is_simulated,
     opened_if_simulated,
+    simulated_for_command,
 )
 from oomprobe.errors import (
     DeviceLostError,
@@ -236,7 +237,8 @@ def open_command(order: Order, command: Sequence[str], passes_after_s: float | N
     if order.options.breakdown:
         raise InvalidArgumentError(NO_BREAKDOWN)
     with _framed(order) as frame:
-        runner = CommandRunner(words, order.options, frame.interrupts, passes_after_s, frame.clock.patience)
+        card = simulated_for_command(order.device)
+        runner = CommandRunner(words, order.options, frame.interrupts, passes_after_s, frame.clock.patience, card)
         yield frame.session(runner, shlex.join(words))
 
 

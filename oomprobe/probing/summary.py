@@ -20,7 +20,7 @@ from oomprobe.ground.words import count, shortened
 from oomprobe.probing.session import Session
 from oomprobe.records.fit import estimates, fit_line
 from oomprobe.records.notes import Note, NoteKind, remark, warning
-from oomprobe.records.trials import Phase, Trial, Verdict, last_of
+from oomprobe.records.trials import SIMULATED, Phase, Trial, Verdict, last_of
 from oomprobe.results.result import ProbeResult
 from oomprobe.rules.diagnosis import is_pressed
 from oomprobe.rules.search import Found
@@ -177,7 +177,7 @@ def _environment(session: Session) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "model": session.runner.facts.model,
-        "device": "simulated" if session.device.replays else session.device.torch_device,
+        "device": _device(session),
         "device_name": session.device.name,
         "device_total_bytes": session.device.total_bytes,
         "threads": session.runner.facts.threads,
@@ -188,6 +188,12 @@ def _environment(session: Session) -> dict[str, Any]:
     if session.as_built.needs_emptying:
         environment["after"] = session.device.emptying
     return {**environment, **session.runner.facts.environment}
+
+
+def _device(session: Session) -> str:
+    if session.device.replays:
+        return SIMULATED
+    return str(session.runner.facts.environment.get("device", session.device.torch_device))
 
 
 def _first_failing(session: Session, largest: Found, limit: int) -> int | None:
@@ -220,7 +226,7 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
     if largest.unconfirmed:
         sizes = ", ".join(map(str, largest.unconfirmed))
         yield remark(f"passed a trial but failed confirmation: batch {sizes}", *largest.unconfirmed)
-    if session.device.replays:
+    if _device(session) == SIMULATED:
         yield _simulation_note(session, answer)
         yield from _of_prediction(session)
     yield from _leaks(session, answer)

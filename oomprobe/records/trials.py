@@ -175,6 +175,13 @@ def last_of(trials: Sequence[Trial], batch_size: int, *, passed: bool = True) ->
 
 # --- between a session and a runner ---
 
+SIMULATED = "simulated"  # the device of a result's environment
+# What a simulated card leaves out.
+UNSIMULATED = (
+    "workspaces of cuDNN, including its attention: only the card knows them (the upper end of the peak includes those of convolutions)",
+    "kernels that CUDA loads later, other processes on the card, NCCL",
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceInfo:

@@ -17,7 +17,7 @@ from oomprobe.records.fit import LinearFit
 from oomprobe.records.notes import Note, NoteKind
 from oomprobe.records.plain import from_plain, reading
 from oomprobe.records.plan import PlanEntry, plan
-from oomprobe.records.trials import Phase, Trial, Verdict
+from oomprobe.records.trials import SIMULATED, Phase, Trial, Verdict
 from oomprobe.report import facts
 from oomprobe.report.blocks import NOTES, VERDICT_WIDTH, Block, Fact, Facts, Report
 from oomprobe.report.breakdown import breakdown_blocks
@@ -404,6 +404,8 @@ def _holds_for(result: ProbeResult) -> Fact:
     environment = result.environment
     is_of_ranks = result.world_size > 1
     where = f"{result.world_size} fresh processes" if is_of_ranks else "a fresh process"
+    if "command" in environment and environment.get("device") == SIMULATED:
+        where += " on a simulated card"
     if "after" in environment:
         where += f" after {environment['after']}"
     if is_of_ranks:

@@ -265,6 +265,8 @@ class CachingAllocator:
                 if block.origin < 0 and not block.is_whole_segment:
                     split_bytes += block.size
         return {
+            "allocation.all.allocated": self.served,
+            "requested_bytes.all.allocated": self.served_bytes,
             "allocated_bytes.all.current": self.allocated_bytes,
             "allocated_bytes.all.peak": self.peak_allocated_bytes,
             "active_bytes.all.current": self.allocated_bytes,

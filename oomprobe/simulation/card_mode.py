@@ -30,10 +30,10 @@ from oomprobe.ground import torch_versions
 from oomprobe.ground.frames import user_line
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes, Results, Views
-from oomprobe.simulation.formulas import Formulas, in_backward
+from oomprobe.simulation.formulas import DeviceThread, Formulas, in_backward
 from oomprobe.simulation.kernels import convolutions, table
 from oomprobe.simulation.kernels.composites import COMPOSITES
-from oomprobe.simulation.memory import CardMemory
+from oomprobe.simulation.memory import CardMemory, no_workspace
 from oomprobe.simulation.unknown import (
     KnownBools,
     lacks_cpu_kernel,
@@ -44,9 +44,20 @@ from oomprobe.simulation.unknown import (
     refuse_operator,
     wants_data,
 )
+from oomprobe.simulation.values import (
+    ALL_CHOSEN,
+    COUNTED,
+    MASKING,
+    is_constant,
+    is_random,
+    most_elements,
+    of_geometry,
+    with_positions,
+)
 
 # Host tensors up to these sizes are created for real, because steps read indices but not images.
 MAX_REAL_NUMEL = {True: 2**16, False: 2**22}  # key: whether the dtype is floating point
+MAX_REAL_BYTES = 2**30  # of a tensor that a whole program makes there: its data sets
 _aten = torch.ops.aten
 _COMPARISONS = {_aten.equal.default, _aten.allclose.default}
 _READING = {*_COMPARISONS, _aten._local_scalar_dense.default}
@@ -60,6 +71,7 @@ _LINEAR_ALGEBRA = {
         "mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addmv", "mv", "dot", "addbmm", "_scaled_mm", "_int_mm",
     )
 }  # fmt: skip
+_META = torch.device("meta")
 _ADDMM = {_aten.addmm.default, _aten._addmm_activation.default}
 _RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
 
@@ -81,13 +93,21 @@ class CardMode(TorchDispatchMode):
         self._results = Results(self.fake_mode, views)
         self._known_bools: KnownBools = weakref.WeakKeyDictionary()
         self._formulas = Formulas()
+        self.device_thread = DeviceThread()
+        self.counts_values = False  # whether a size has depended on values
         self._was_on_card = False  # whether the last operator was
-        self.is_building = False
+        self.is_building = self.whole_program = False
+        self.host_is_card = False  # for floating-point tensors without a device
         self.refused_building: str | None = None  # where building first asked for more than the card has
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # later versions of torch ask
         return False  # dynamo is off already, and turning it off at each dispatch takes long
+
+    def start_trial(self) -> None:
+        """Begin as a fresh process does, with the values that real tensors have now."""
+        self.device_thread = DeviceThread()
+        self.fakes.values.start_trial()
 
     def start_call(self) -> None:
         """Reset what a failed call may have left."""
@@ -112,7 +132,7 @@ class CardMode(TorchDispatchMode):
 
     def has_values(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a real one in host memory."""
-        return not isinstance(tensor, FakeTensor) and not self.is_on_card(tensor)
+        return self.fakes.has_values(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -187,22 +207,32 @@ class CardMode(TorchDispatchMode):
             return self._scalar(args[0])
         if func is _aten.scalar_tensor.default and kwargs.get("device") == HOST and self._was_on_card:
             kwargs = {**kwargs, "device": CARD}  # torch makes it beside the tensor that it is about to use
+        if self.host_is_card and getattr(kwargs.get("dtype"), "is_floating_point", False):
+            kwargs = {**kwargs, "device": CARD}
         self._was_on_card = operands.on_card
         if not operands.are_simulated:
-            if kwargs.get("device", HOST) in (None, HOST):
+            if kwargs.get("device", HOST) in (None, HOST, _META):
                 return self._run_on_host(func, args, kwargs, has_tensors=operands.any)
-        elif func in _COMPARISONS:
-            return args[0].shape == args[1].shape  # simulated values are all equal
+        elif func in _COMPARISONS or (func is _aten._to_copy.default and kwargs.get("device") == HOST):
+            if operands.known:
+                return self.fakes.values.compute(func, args, kwargs)
+            if func in _COMPARISONS:
+                return args[0].shape == args[1].shape  # simulated values are all equal
+        known = operands.determine(func)
         if not operands.on_card:
-            return self._simulate(func, args, kwargs, on_card=False)
-        return self._run_on_card(func, args, kwargs, operands.on_host)
+            return self._simulate(func, args, kwargs, on_card=False, known=known)
+        return self._run_on_card(func, args, kwargs, operands.on_host, known=known)
 
-    def _run_on_card(self, func: Any, args: Any, kwargs: dict[str, Any], on_host: list[torch.Tensor]) -> Any:
+    def _run_on_card(
+        self, func: Any, args: Any, kwargs: dict[str, Any], on_host: list[torch.Tensor], *, known: bool
+    ) -> Any:
         """Simulate an operator with tensors on the card, and perhaps others in host memory."""
         if _only_writes_lists(func):
             return None
-        if func is _aten.copy_.default and on_host and on_host[0] is args[1]:
-            return args[0]  # from the host into an existing tensor on the card
+        if func is _aten.copy_.default and on_host and self._is_transfer(args[0], on_host):
+            with self.memory.running(table.find_launch(self._processors, func, self._faked(args), kwargs)):
+                self._keep_values(func, args, kwargs, args[0], known=known)
+            return args[0]
         if func is _aten.histc.default:  # CUDA accepts integers, the CPU does not
             (bins,) = args[1:2] or (100,)
             func, args, kwargs = _aten.new_empty.default, (args[0], [bins]), {}
@@ -211,19 +241,41 @@ class CardMode(TorchDispatchMode):
         if func in COMPOSITES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)
-        return self._simulate(func, args, kwargs, on_card=True)
+        if func.overloadpacket in MASKING and not self.is_building:
+            with self:
+                positioned = with_positions(func, args)
+                if positioned is not None:
+                    func, args = positioned
+                    return func(*args, **kwargs)
+        return self._simulate(func, args, kwargs, on_card=True, known=known)
 
-    def _simulate(self, func: Any, args: Any, kwargs: dict[str, Any], *, on_card: bool) -> Any:
+    def _is_transfer(self, target: torch.Tensor, on_host: list[torch.Tensor]) -> bool:
+        """Whether a copy leaves both tensors where they are: a step may mean a card's by its target, as DDP does by its buckets."""
+        if on_host[0] is not target:
+            return True
+        return self.whole_program and not in_backward()
+
+    def _keep_values(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, *, known: bool) -> None:
+        if known and not self.is_building and func not in _RESIZING:
+            self.fakes.values.keep(func, args, kwargs, result)
+        else:
+            self.fakes.values.forget(func, args, kwargs)
+
+    def _simulate(self, func: Any, args: Any, kwargs: dict[str, Any], *, on_card: bool, known: bool) -> Any:
         """Run an operator on fakes, and take from the card what its kernel takes."""
+        given = args, kwargs
         in_place = self._formulas.run_in_place(func, args)  # before anything else refers to the arguments
         to_card = on_card and kwargs.get("device") != HOST
         args = self._faked(args)
         kwargs = {name: self._faked(value) for name, value in kwargs.items()}
         launch = None
-        if to_card or kwargs.get("device") == CARD:
+        if on_card or kwargs.get("device") == CARD:
             launch = table.find_launch(self._processors, func, args, kwargs)
-        with self.memory.running(launch) as before_result:
-            result = self._results.run(func, args, kwargs)
+        use_workspace = no_workspace
+        if to_card and func in _LINEAR_ALGEBRA:
+            use_workspace = self._workspace_user(func, args, kwargs)
+        with self.memory.running(launch, use_workspace) as before_result:
+            result = self._result(func, args, kwargs, known=known, to_card=to_card)
             self._formulas.ran(func, result)
             propagate_bool(self._known_bools, func, args, result)
             if in_place and self.memory.holds(args[0].untyped_storage()):
@@ -233,29 +285,61 @@ class CardMode(TorchDispatchMode):
                 self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
             result_bytes = None if launch is None else launch.result_bytes
             self._track(func, result, args, result_bytes, before_result, to_card=to_card)
-            if to_card and convolutions.is_convolution(func):
-                self._tune(func, args)
+            self._keep_values(func, *given, result, known=known)
+            if to_card and torch.backends.cudnn.benchmark and convolutions.is_convolution(func):
+                self.memory.tune(convolutions.problem(func, args))
             if to_card:
                 self.memory.uncompared.ran(func, self.memory.allocator.allocated_bytes, (args, result))
-            if func in _LINEAR_ALGEBRA:
-                is_lt = func in _ADDMM and torch_versions.uses_lt(args[0], args[1], args[2], kwargs.get("beta", 1))
-                self.memory.use_workspace(is_lt=is_lt, in_backward=in_backward())
         return result
+
+    def _workspace_user(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], None]:
+        """Return what provides a matrix product with its workspace."""
+        is_lt = func in _ADDMM and torch_versions.uses_lt(args[0], args[1], args[2], kwargs.get("beta", 1))
+        return functools.partial(self.memory.use_workspace, is_lt=is_lt, in_backward=in_backward())
+
+    def _result(self, func: Any, args: Any, kwargs: dict[str, Any], *, known: bool, to_card: bool) -> Any:
+        """Return what an operator returns for fakes, if it chooses elements: as many as it would, or as it could at most."""
+        try:
+            return self._results.run(func, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            if self.is_building:
+                raise
+            note, chosen = ALL_CHOSEN, most_elements(func, args)
+            if known:
+                self.counts_values, note = True, COUNTED
+                chosen = of_geometry(self.fakes.values.compute(func, args, kwargs))
+            if chosen is None:
+                raise
+            self.notes[note.format(line=user_line())] = None
+            device = CARD if to_card else HOST
+            with self.fake_mode:
+                made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in chosen]
+            return made[0] if len(func._schema.returns) == 1 else tuple(made)
 
     def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any], *, has_tensors: bool) -> Any:
         """Run an operator for real, unless it creates a large tensor, which has no values."""
-        if not has_tensors:
+        if not has_tensors and kwargs.get("device") != _META:
             with self.fake_mode:
                 fake = func(*args, **kwargs)
-            if isinstance(fake, torch.Tensor) and fake.numel() > MAX_REAL_NUMEL[fake.is_floating_point()]:
+            if isinstance(fake, torch.Tensor) and self._stays_fake(func, fake):
                 return fake
         with torch._C._DisableTorchDispatch():
             return func(*args, **kwargs)
 
+    def _stays_fake(self, func: Any, fake: torch.Tensor) -> bool:
+        if self.whole_program and "empty" not in func.__name__:  # which makes weights, before they are initialised
+            return fake.numel() * fake.element_size() > MAX_REAL_BYTES
+        return fake.numel() > MAX_REAL_NUMEL[fake.is_floating_point()]
+
     def _scalar(self, tensor: torch.Tensor) -> Any:
-        if self.has_values(tensor):
+        values = self.fakes.values.of(tensor)
+        if values is not None:
             with torch._C._DisableTorchDispatch():
-                return _aten._local_scalar_dense.default(tensor)
+                return _aten._local_scalar_dense.default(values)
+        return self.invented_value(tensor)
+
+    def invented_value(self, tensor: torch.Tensor) -> Any:
+        """Return the value that stands for all those of a tensor whose own are unknown."""
         if tensor.untyped_storage() in self._known_bools:
             return self._known_bools[tensor.untyped_storage()]
         return read_value(tensor, self.notes)
@@ -285,23 +369,6 @@ class CardMode(TorchDispatchMode):
             if not memory.holds(value.untyped_storage()):
                 before_result()
                 memory.allocate(value.untyped_storage(), result_bytes)
-
-    def _tune(self, func: Any, args: Any) -> None:
-        """Empty the cache, as torch does once cuDNN has tried its kernels on a new convolution.
-
-        Source: aten/src/ATen/native/cudnn/Conv_v8.cpp (run_single_conv).
-        """
-        if not torch.backends.cudnn.benchmark:
-            return
-        key = [func]
-        for value in args:
-            if isinstance(value, torch.Tensor):
-                key += (value.shape, value.dtype)
-            else:
-                key.append(str(value))
-        if tuple(key) not in self.memory.tuned:
-            self.memory.tuned.add(tuple(key))
-            self.memory.empty_cache(by_step=True)
 
     def _faked(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -344,6 +411,7 @@ class _Operands:
 
     Attributes:
         any: Whether there are any.
+        known: Whether all are of integers or booleans whose values are known.
         are_simulated: Whether one is a fake or on the card.
         on_card: Whether one is on the card.
         on_host: Those in host memory, without tensors of one number, which CUDA's kernels take from there.
@@ -351,10 +419,15 @@ class _Operands:
 
     def __init__(self, card_mode: CardMode, args: Any, kwargs: dict[str, Any]) -> None:
         self._card_mode = card_mode
+        self.known = True
         self.any = self.are_simulated = self.on_card = False
         self.on_host: list[torch.Tensor] = []
         self._add(args)
         self._add(kwargs.values())
+
+    def determine(self, func: Any) -> bool:
+        """Whether the values of an operator's results are known."""
+        return is_constant(func) or (self.known and self.any and not is_random(func))
 
     def _add(self, values: Any) -> None:
         for value in values:
@@ -362,6 +435,8 @@ class _Operands:
                 self._add(value)
             elif isinstance(value, torch.Tensor):
                 self.any = True
+                if self.known and not self._card_mode.fakes.values.knows(value):
+                    self.known = False
                 if isinstance(value, FakeTensor):
                     self.are_simulated = True
                 if self._card_mode.is_on_card(value):

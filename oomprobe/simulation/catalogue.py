@@ -20,9 +20,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from oomprobe.errors import NoDeviceError
+from oomprobe.errors import InvalidArgumentError, NoDeviceError
+from oomprobe.ground.units import parse_bytes
 from oomprobe.ground.words import nearest
-from oomprobe.simulation.cards import Card
+from oomprobe.simulation.cards import Card, generic_card
 
 _MIB = 2**20
 LARGEST_GB = 300  # a number below it is rather a size without a unit than the name of a card
@@ -157,6 +158,30 @@ def each_name(devices: Iterable[object]) -> list[object]:
     for device in devices:
         names += every if device == ALL else [device]
     return names
+
+
+def card_of(device: str | int | Card) -> Card:
+    """Return the card that a device names: one of the catalogue, or one of so many bytes.
+
+    Raises:
+        NoDeviceError: the catalogue has no such card.
+
+    Example:
+        >>> card_of("sim:24GiB").available_bytes, card_of("sim:4090").name
+        (25769803776, 'RTX-4090')
+    """
+    if isinstance(device, Card):
+        return device
+    if isinstance(device, int):
+        return generic_card(device)
+    text = device.removeprefix("sim:").strip()
+    if text.isdecimal():  # "4090" is a card, not a size
+        return find_card(text)
+    try:
+        stated_bytes = parse_bytes(text)
+    except InvalidArgumentError:
+        return find_card(text)
+    return generic_card(stated_bytes)
 
 
 def find_card(name: str) -> Card:

@@ -5,6 +5,7 @@ Each public name that needs CUDA is answered here, or refused in a sentence (tes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -15,22 +16,16 @@ import torch
 
 from oomprobe.errors import SimulationError
 from oomprobe.ground.frames import user_line
-from oomprobe.simulation.fakes import SEEN_CARD
+from oomprobe.simulation.fakes import SEEN, requested_device
 from oomprobe.simulation.memory import CardMemory
 
 _WITHOUT_EFFECT = (
-    "set_device", "set_device_index", "init", "_lazy_init", "synchronize", "set_stream", "manual_seed", "manual_seed_all",
-    "set_rng_state", "set_rng_state_all", "set_device_idx", "set_sync_debug_mode", "ipc_collect", "empty_host_cache",
+    "init", "_lazy_init", "synchronize", "set_stream", "manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all",
+    "set_sync_debug_mode", "ipc_collect", "empty_host_cache",
     "reset_peak_host_memory_stats", "reset_accumulated_host_memory_stats", "caching_allocator_enable", "check_error",
 )  # fmt: skip
-_MEASURED = (
-    "utilization",
-    "memory_usage",
-    "temperature",
-    "power_draw",
-    "clock_rate",
-    "get_sync_debug_mode",
-)  # answered with 0
+# Answered with 0.
+_MEASURED = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate", "get_sync_debug_mode")
 _REFUSED = {
     "takes memory past the simulated allocator: make a tensor": (
         "caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator", "CUDAPluggableAllocator", "MemPool", "MemPoolContext",
@@ -44,13 +39,19 @@ _REFUSED = {
     ),
     "tells blocks by their addresses, and a simulated card has none: use memory_stats()": ("memory_snapshot",),
 }  # fmt: skip
+LEGACY_TYPES = {
+    "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16, "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8, "CharTensor": torch.int8, "ShortTensor": torch.int16, "IntTensor": torch.int32,
+    "LongTensor": torch.int64, "BoolTensor": torch.bool,
+}  # fmt: skip
 REFUSAL = "torch.cuda.{name} at {line} {why}"
 
 
 class CompletedStream:
     """A stream or an event: there is only one stream, and its work is always done."""
 
-    device, device_index, cuda_stream, stream_id = SEEN_CARD, 0, 0, 0
+    device_index, cuda_stream, stream_id = 0, 0, 0
+    device = property(lambda _: SEEN.device)
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def __enter__(self) -> CompletedStream:
@@ -102,6 +103,39 @@ class OneStream:
     def __exit__(self, *_: object) -> None: ...
 
 
+class _OfLegacyType(type):
+    dtype: torch.dtype
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.device.type == "cuda" and value.dtype is cls.dtype
+
+
+def _legacy(name: str, dtype: torch.dtype) -> type:
+    """Return what stands for a type such as ``torch.cuda.FloatTensor``, which makes tensors of sizes or of data."""
+
+    def make(_: type, *args: Any) -> torch.Tensor:
+        if len(args) == 1 and not isinstance(args[0], int | torch.Size):
+            return torch.as_tensor(args[0], dtype=dtype, device="cuda")
+        return torch.empty(*args or (0,), dtype=dtype, device="cuda")
+
+    return _OfLegacyType(name, (), {"__new__": make, "__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})
+
+
+def legacy_type(dtype: torch.dtype, *, on_card: bool) -> str:
+    """Return the name that ``tensor.type()`` gives."""
+    for name, known in LEGACY_TYPES.items():
+        if known is dtype:
+            return f"torch.cuda.{name}" if on_card else f"torch.{name}"
+    return f"torch.{dtype}"
+
+
+def set_default_tensor_type(kind: Any) -> None:
+    """Answer ``torch.set_default_tensor_type``."""
+    name = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
+    torch.set_default_dtype(LEGACY_TYPES[name.rpartition(".")[2]])
+    torch.set_default_device("cuda" if name.startswith("torch.cuda.") else None)
+
+
 def _refused(name: str, why: str) -> type:
     """Return a class that stands for a class or a function, and refuses to be called."""
 
@@ -135,25 +169,30 @@ def replacements(memory: CardMemory) -> dict[str, Any]:
     """Return replacements by their names in ``torch.cuda`` and ``torch.accelerator``."""
     card = memory.card
     major, minor = card.compute_capability
-    properties = SimpleNamespace(
-        name=card.full_name, major=major, minor=minor, total_memory=card.total_bytes,
-        multi_processor_count=card.multi_processor_count,
-    )  # fmt: skip
+    local_cards = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
+
+    def properties(*_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=card.full_name, major=major, minor=minor, total_memory=card.total_bytes, uuid=f"sim-{SEEN.device.index}",
+            multi_processor_count=card.multi_processor_count,
+        )  # fmt: skip
 
     def constant(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value
 
     def mem_get_info(*_: Any, **__: Any) -> tuple[int, int]:
-        return card.available_bytes - memory.allocator.reserved_bytes, card.total_bytes
+        return memory.card.available_bytes - memory.allocator.reserved_bytes, card.total_bytes
 
     return {
         **_refusals(),
+        **{name: _legacy(name, dtype) for name, dtype in LEGACY_TYPES.items()},
         **dict.fromkeys(_WITHOUT_EFFECT, constant(None)),
         **dict.fromkeys(_MEASURED, constant(0)),
         **dict.fromkeys(("host_memory_stats", "host_memory_stats_as_nested_dict"), constant({})),
         **dict.fromkeys(("is_available", "is_initialized"), constant(True)),
         **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), constant(major >= 8)),
-        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), constant(0)),
+        **dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), requested_device),
+        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), lambda: SEEN.device.index),
         **dict.fromkeys(("seed", "seed_all"), lambda: torch.default_generator.seed()),
         "initial_seed": lambda: torch.default_generator.initial_seed(),
         "default_generators": (torch.default_generator,),
@@ -169,10 +208,10 @@ def replacements(memory: CardMemory) -> dict[str, Any]:
         "device_of": OneDeviceOf,
         "current_accelerator": constant(torch.device("cuda")),
         "is_current_stream_capturing": constant(False),
-        "device_count": constant(1),
+        "device_count": constant(local_cards),
         "get_device_name": constant(card.full_name),
         "get_device_capability": constant((major, minor)),
-        "get_device_properties": constant(properties),
+        "get_device_properties": properties,
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
         "empty_cache": lambda: memory.empty_cache(by_step=True),
         "memory_allocated": lambda *_, **__: memory.allocator.allocated_bytes,

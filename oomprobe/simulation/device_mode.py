@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from oomprobe.ground.frames import user_line
 from oomprobe.simulation.card_mode import CardMode
-from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, SEEN_CARD, requested_device
+from oomprobe.simulation.cuda_api import LEGACY_TYPES, legacy_type
+from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, SEEN, requested_device
 from oomprobe.simulation.unknown import refuse_address
 
 _T = torch.Tensor
@@ -24,6 +25,10 @@ RECURRENT = (
 )
 NOT_A_LEAF = "{line}: only leaf tensors can be copied by copy.deepcopy; copy tensor.detach() instead"
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+class Ones(np.ndarray[Any, Any]):
+    """An array that stands for values of a simulated tensor, as do those computed of it."""
 
 
 class DeviceMode(TorchFunctionMode):
@@ -39,9 +44,10 @@ class DeviceMode(TorchFunctionMode):
             _T.cuda: lambda tensor, *_, memory_format=None, **__: self._move(tensor, CARD, memory_format=memory_format),
             _T.cpu: lambda tensor, memory_format=None: self._move(tensor, EXPLICIT_HOST, memory_format=memory_format),
             _T.numpy: self._numpy,
+            _T.__array__: self._as_array,
             _T.tolist: self.to_list,
             _T.pin_memory: lambda tensor, *_, **__: tensor,
-            _T.get_device: lambda tensor: 0 if card_mode.is_on_card(tensor) else -1,
+            _T.get_device: lambda tensor: SEEN.device.index if card_mode.is_on_card(tensor) else -1,
             _T.backward: self._backward,
             _T.__format__: self._format,
             _T.type: self._type,
@@ -76,11 +82,13 @@ class DeviceMode(TorchFunctionMode):
             return getter(tensor)
         on_card = self._card_mode.is_on_card(tensor)
         if name == "device":
-            return SEEN_CARD if on_card else HOST
+            return SEEN.device if on_card else HOST
         return on_card is (name == "is_cuda")
 
     def _set_data(self, setter: Any, tensor: torch.Tensor, value: torch.Tensor) -> None:
         before = tensor.untyped_storage()
+        if isinstance(tensor, FakeTensor):
+            value = self._card_mode.fakes.fake(value)
         setter(tensor, value)
         if not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata != before._cdata:
             self._card_mode.fakes.take_off_card(before)
@@ -92,7 +100,7 @@ class DeviceMode(TorchFunctionMode):
             kwargs["other"], args = args[0], args[1:]
         target = kwargs.pop("other", None)
         if target is not None:
-            device = SEEN_CARD if self._card_mode.is_on_card(target) else HOST
+            device = SEEN.device if self._card_mode.is_on_card(target) else HOST
             return self._to(tensor, device, target.dtype, *args, **kwargs)
         copy = bool(kwargs.pop("copy", False))
         device, dtype, _, memory_format = _parse_to(*args, **kwargs)
@@ -108,18 +116,23 @@ class DeviceMode(TorchFunctionMode):
         moved: torch.Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, device=device, memory_format=memory_format)
         return moved
 
-    def _type(self, tensor: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(dtype, torch.dtype):
-            return self._move(tensor, None, dtype)
-        return tensor.type(dtype, *args, **kwargs)
+    def _type(self, tensor: torch.Tensor, dtype: Any = None, *_: Any, **__: Any) -> Any:
+        device = CARD if self._card_mode.is_on_card(tensor) else EXPLICIT_HOST
+        if dtype is None:
+            return legacy_type(tensor.dtype, on_card=device == CARD)
+        if not isinstance(dtype, torch.dtype):  # such as torch.cuda.FloatTensor, or its name
+            name = dtype if isinstance(dtype, str) else f"{dtype.__module__}.{dtype.__name__}"
+            device = CARD if name.startswith("torch.cuda.") else EXPLICIT_HOST
+            dtype = LEGACY_TYPES[name.rpartition(".")[2]]
+        return self._move(tensor, device, dtype)
 
-    def _from_data(self, data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        device = requested_device(kwargs.pop("device", None))
+    def _from_data(self, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if isinstance(data, torch.Tensor):
-            created = self._move(data, device, kwargs.get("dtype"))
+            created = self._move(data, requested_device(device), dtype)
         else:
-            dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}
-            created = self._move(torch.as_tensor(data, *args, **dtype), device)
+            device = torch.get_default_device() if device is None else _parse_to(device)[0]
+            place = HOST if device.type != "meta" else device
+            created = self._move(torch.as_tensor(data, dtype=dtype, device=place), requested_device(device))
         if kwargs.get("requires_grad"):
             created.requires_grad_()
         return created
@@ -136,20 +149,28 @@ class DeviceMode(TorchFunctionMode):
         return format(tensor.item() if is_number else str(tensor), spec)
 
     def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
-        return tensor.numpy(**kwargs) if self._has_values(tensor) else self._array(tensor)
+        values = self._values_of(tensor)
+        return self._array(tensor) if values is None else values.numpy(**kwargs)
+
+    def _as_array(self, tensor: torch.Tensor, dtype: Any = None) -> Any:
+        return np.asarray(self._numpy(tensor), dtype=dtype)
 
     def to_list(self, tensor: torch.Tensor) -> Any:
         """Answer `tolist`; for a fake, torch would read one value at a time."""
-        return tensor.tolist() if self._has_values(tensor) else self._array(tensor).tolist()
+        values = self._values_of(tensor)
+        return self._array(tensor).tolist() if values is None else values.tolist()
 
     def _has_values(self, tensor: torch.Tensor) -> bool:
         return self._card_mode.has_values(tensor)
 
+    def _values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return self._card_mode.fakes.values.of(tensor)
+
     def _array(self, tensor: torch.Tensor) -> Any:
-        value = self._card_mode._scalar(torch.empty((), dtype=tensor.dtype, device="meta"))
+        value = self._card_mode.invented_value(tensor)
         dtype = torch.float32 if tensor.dtype is torch.bfloat16 else tensor.dtype
         numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
-        return np.broadcast_to(numpy_dtype.type(value), tuple(tensor.shape))  # any size, no memory
+        return np.broadcast_to(numpy_dtype.type(value), tuple(tensor.shape)).view(Ones)  # any size, no memory
 
     def _deepcopy(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
         """Copy a tensor with its whole storage, once for all its views, as torch does; it would read the address of the data."""
@@ -171,7 +192,8 @@ class DeviceMode(TorchFunctionMode):
                 copied = torch.nn.Parameter(copied, tensor.requires_grad)
             copied.requires_grad_(tensor.requires_grad)
             memo[id(tensor)] = copied
-            copied.__dict__ = copy.deepcopy(vars(tensor), memo)
+            added = {name: value for name, value in vars(tensor).items() if name not in vars(copied)}  # by the user
+            vars(copied).update(copy.deepcopy(added, memo))
             if tensor.grad is not None:
                 copied.grad = copy.deepcopy(tensor.grad, memo)
         return copied
@@ -189,16 +211,22 @@ class DeviceMode(TorchFunctionMode):
 def _parse_to(*args: Any, **kwargs: Any) -> Any:
     """Parse the arguments of ``.to``, of which a number is the card: torch refuses numbers on a machine without one."""
     if isinstance(kwargs.get("device"), int):
-        kwargs["device"] = SEEN_CARD
+        kwargs["device"] = _numbered(kwargs["device"])
     if args and isinstance(args[0], int):
-        args = (SEEN_CARD, *args[1:])
+        args = (_numbered(args[0]), *args[1:])
     return torch._C._nn._parse_to(*args, **kwargs)
 
 
 def _device(*args: Any, **kwargs: Any) -> torch.device:
     if args and isinstance(args[0], int):
-        return SEEN_CARD
+        return _numbered(args[0])
     return torch.device(*args, **kwargs)
+
+
+def _numbered(index: int) -> torch.device:
+    """Return the card, which is named by its index alone."""
+    SEEN.claim(index)
+    return SEEN.device
 
 
 class BuildingMode(DeviceMode):
@@ -217,6 +245,9 @@ class BuildingMode(DeviceMode):
 
     def _has_values(self, tensor: torch.Tensor) -> bool:
         return True
+
+    def _values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        return tensor
 
     def _set_data(self, setter: Any, tensor: torch.Tensor, value: torch.Tensor) -> None:
         setter(tensor, value)

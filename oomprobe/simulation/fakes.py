@@ -16,17 +16,42 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from oomprobe.errors import SimulationError
+from oomprobe.ground.frames import user_line
 from oomprobe.simulation.cuda_kernels import as_on_cuda
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.unknown import refuse_layout
+from oomprobe.simulation.values import Values
 
 CARD = torch.device("cpu", 0)
 HOST = torch.device("cpu")
 EXPLICIT_HOST = torch.device("cpu", 1)  # the step named "cpu"; a plain "cpu" may be torch's default
-SEEN_CARD = torch.device("cuda", 0)
 MOST_RESULTS = 2**16  # to remember: a number that differs at each call, such as Adam's, makes them many
 _PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _UntypedStorage: Any = torch.UntypedStorage
+OTHER_CARD = (
+    "{line} uses cuda:{other}, and this process is on cuda:{index}: one simulated card stands for each process. Start a process for each "
+    "card (torchrun), or probe on real devices"
+)
+
+
+class SeenCard:
+    """The device that the card is called."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        # Whether a program has named its index; None: in a step, each index names the card.
+        self.is_claimed: bool | None = None
+
+    def claim(self, index: int) -> None:
+        """Take the first index that a program names; refuse others."""
+        if self.is_claimed is False:
+            self.device, self.is_claimed = torch.device("cuda", index), True
+        elif self.is_claimed and index != self.device.index:
+            raise SimulationError(OTHER_CARD.format(line=user_line(), other=index, index=self.device.index))
+
+
+SEEN = SeenCard()
 
 
 def requested_device(device: Any) -> torch.device | None:
@@ -34,10 +59,12 @@ def requested_device(device: Any) -> torch.device | None:
     if device is None:
         return None
     if isinstance(device, int):
-        return CARD
+        device = f"cuda:{device}"
     if isinstance(device, str):
         device = torch.device(device)
     if device.type == "cuda":
+        if device.index is not None:
+            SEEN.claim(device.index)
         return CARD
     if device.type == "cpu" and device.index != 0:
         return EXPLICIT_HOST
@@ -82,6 +109,7 @@ class Fakes:
         self._storages: WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = WeakKeyDictionary()
         self._views: WeakKeyDictionary[torch.UntypedStorage, dict[tuple[Any, ...], FakeTensor]] = WeakKeyDictionary()
         self._copies: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}  # card copies of views, by id of the view
+        self.values = Values(self.has_values, self.fake)
         self.keeps_parameters = False  # whether parameters in host memory stay there
 
     def on_card(self, tensor: torch.Tensor) -> bool:
@@ -95,6 +123,10 @@ class Fakes:
             return False
         self.put_on_card(tensor)  # a step that uses a card trains no parameter on the host
         return True
+
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a real one in host memory."""
+        return not isinstance(tensor, FakeTensor) and not self.on_card(tensor)
 
     def block_of(self, tensor: torch.Tensor) -> int | None:
         """Return the allocator's handle of a real or fake tensor's block; None if it is not on the card."""
@@ -128,6 +160,7 @@ class Fakes:
             return
         with self._mode:
             copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CARD)
+        self.values.learn(copy, tensor)
         self._memory.allocate(copy.untyped_storage())
         key = id(tensor)
         self._copies[key] = (weakref.ref(tensor, lambda _: self._copies.pop(key, None)), copy)
@@ -165,6 +198,7 @@ class Fakes:
             return real
         if real not in self._storages:
             self._storages[real] = _UntypedStorage(real.nbytes(), device="meta")
+            self.values.stands_for(self._storages[real], real)
         return self._storages[real]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _ZEROS = {_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default
 # What formulas compute into zeros that they have just made, to scatter gradients into them.
 _INTO_ZEROS = {
     _aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default, _aten.index_put.default, _aten.index_add.default,
-    _aten.put.default,
+    _aten.put.default, _aten.masked_scatter.default,
 }  # fmt: skip
 # What they compute into another of their results, by the node that autograd runs.
 _MASKED = frozenset((_aten.masked_fill.Scalar,))
@@ -65,6 +65,59 @@ class Formulas:
         if not in_backward() or func not in _IN_PLACE_IN_NODE.get(_node_name(), ()):
             return False
         return any(result() is args[0] for result in self._recent)
+
+
+class DeviceThread:
+    """The thread in which CUDA runs a backward pass.
+
+    Autograd runs those nodes first that have the highest numbers, and each thread counts the nodes that it makes: those that a backward
+    pass makes with ``create_graph=True`` mostly run after those of the forward pass. On the host, one thread makes and counts them all.
+    Sources: ATen/SequenceNumber.cpp, torch/csrc/autograd/engine.cpp (thread_init).
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._begun = _next_number()
+
+    def wrap(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Make what runs a backward pass give the nodes that it makes the numbers of this thread."""
+
+        def run_backward(outputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+            first = _next_number()
+            gradients = run(outputs, *args, **kwargs)
+            if _next_number() > first:
+                self._renumber(first, [*(gradients or ()), *_gradients_of_leaves(outputs)])
+                self._count += _next_number() - first
+            return gradients
+
+        return run_backward
+
+    def _renumber(self, first: int, gradients: list[torch.Tensor | None]) -> None:
+        mine = self._begun + 2 * self._count  # twice: the main thread's numbers include these nodes
+        for node in _nodes(gradients, first):
+            node._set_sequence_nr(mine + node._sequence_nr() - first)
+
+
+def _next_number() -> int:
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _gradients_of_leaves(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor | None]:
+    for node in _nodes(outputs):
+        if hasattr(node, "variable"):
+            yield node.variable.grad
+
+
+def _nodes(tensors: Sequence[torch.Tensor | None], first: int = 0) -> list[Any]:
+    """Return the nodes of the graph that computed tensors, from a number on."""
+    nodes: dict[Any, None] = {}
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor is not None]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes and node._sequence_nr() >= first:
+            nodes[node] = None
+            waiting += [following for following, _ in node.next_functions]
+    return [*nodes]
 
 
 def in_backward() -> bool:

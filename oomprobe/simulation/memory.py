@@ -30,6 +30,10 @@ class _Allocation:
     on_death: weakref.ref[_Storage]
 
 
+def no_workspace() -> None:
+    """Stand for the workspace of an operator that takes none."""
+
+
 class CardMemory:
     """Memory of a simulated card: its storages and its allocator.
 
@@ -70,6 +74,12 @@ class CardMemory:
         names = self.tape.start_trial(len(self._allocations))
         for allocation, name in zip(self._allocations.values(), names, strict=True):
             allocation.name = name
+
+    def keep_back(self, card: Card) -> None:
+        """Leave less of the card to the allocator: `card` is the same one, of which something else takes more."""
+        self.card = card
+        self.allocator.capacity_bytes = card.available_bytes
+        self.set_limit(self.limit_bytes)
 
     # --- limits and peaks ---
 
@@ -187,10 +197,16 @@ class CardMemory:
         self._workspaces.clear()
 
     @contextmanager
-    def running(self, launch: Launch | None) -> Iterator[Callable[[], None]]:
-        """Give a kernel its scratch memory until the context ends; what is yielded must be called before each result is allocated."""
+    def running(
+        self, launch: Launch | None, use_workspace: Callable[[], None] = no_workspace
+    ) -> Iterator[Callable[[], None]]:
+        """Give a kernel its scratch memory until the context ends, then a workspace of cuBLAS.
+
+        What is yielded must be called before each result is allocated.
+        """
         if launch is None:
             yield lambda: None
+            use_workspace()
             return
         kernel, blocks = launch.kernel, list[int]()
         index = self.tape.launched(launch.numbers)
@@ -205,6 +221,7 @@ class CardMemory:
         try:
             yield lambda: make(islice(waiting, 1))
             make([*waiting, after])
+            use_workspace()
         finally:
             for block in blocks:
                 self.allocator.free(block)
@@ -213,6 +230,15 @@ class CardMemory:
         self.allocator.empty_cache()
         if by_step:
             self.tape.cache_released()
+
+    def tune(self, problem: tuple[object, ...]) -> None:
+        """Empty the cache, as torch does once cuDNN has tried its kernels on a new convolution.
+
+        Source: aten/src/ATen/native/cudnn/Conv_v8.cpp (run_single_conv).
+        """
+        if problem not in self.tuned:
+            self.tuned.add(problem)
+            self.empty_cache(by_step=True)
 
     def defragment(self) -> None:
         """Move everything into fresh segments, so that no segment is reserved for one small block."""

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.amp import autocast_mode
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
+from torch.optim import optimizer as optimizers
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
@@ -23,10 +24,10 @@ from torch.utils._pytree import tree_map_only
 from oomprobe.ground.frames import user_line
 from oomprobe.ground.torch_versions import INFERENCE_KEEPS_CASTS
 from oomprobe.simulation.card_mode import CardMode, zeros_of
-from oomprobe.simulation.cuda_api import replacements
+from oomprobe.simulation.cuda_api import CompletedStream, replacements, set_default_tensor_type
 from oomprobe.simulation.cuda_kernels import CudaKernels
 from oomprobe.simulation.device_mode import BuildingMode, DeviceMode
-from oomprobe.simulation.fakes import CARD, HOST, SEEN_CARD
+from oomprobe.simulation.fakes import CARD, HOST, SEEN
 
 SKIPPED_SAVE = "{line} saves to a file: nothing was written, since tensors of a simulated card have no values and the file may be a checkpoint"
 _DEVICE: Any = FakeTensor.device  # torch's own property
@@ -41,6 +42,14 @@ def simulated(card_mode: CardMode) -> Iterator[None]:
             stack.callback(gc.enable)
             gc.disable()
         stack.enter_context(patch.object(torch, "save", _wrap_save(card_mode, torch.save)))
+        stack.enter_context(without_values(card_mode))
+        yield
+
+
+@contextmanager
+def without_values(card_mode: CardMode) -> Iterator[None]:
+    """Run code inside on tensors without data, in this thread."""
+    with ExitStack() as stack:
         stack.enter_context(_on_cuda(card_mode))
         device_mode = DeviceMode(card_mode)
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: device_mode.to_list(tensor)))
@@ -102,7 +111,12 @@ def _patches(card_mode: CardMode) -> Iterator[tuple[Any, str, Any]]:
     yield torch.nn.DataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)  # one card
     yield torch.Tensor, "record_stream", lambda *_: None
     yield clip_grad, "_has_foreach_support", lambda *_, **__: True  # of plain tensors, which fakes stand for
+    yield optimizers, "_foreach_supported_types", [*optimizers._foreach_supported_types, FakeTensor]
     yield torch, "Generator", _Generator
+    yield torch, "Stream", CompletedStream
+    autograd: Any = torch.autograd
+    yield autograd, "_engine_run_backward", card_mode.device_thread.wrap(autograd._engine_run_backward)
+    yield torch, "set_default_tensor_type", set_default_tensor_type
     for name in ("range_push", "range_pop", "mark"):
         yield torch.cuda.nvtx, name, lambda *_, **__: 0
     checks = checkpoint._allowed_determinism_checks_to_fns
@@ -180,7 +194,7 @@ def _device_getter(card_mode: CardMode) -> Any:
     def device(tensor: FakeTensor) -> torch.device:
         if tensor.fake_mode is not card_mode.fake_mode or card_mode.depth or tensor.fake_mode.in_kernel_invocation:
             return _DEVICE.fget(tensor)  # type: ignore[no-any-return]
-        return SEEN_CARD if tensor.fake_device == CARD else HOST
+        return SEEN.device if tensor.fake_device == CARD else HOST
 
     return device
 
@@ -201,8 +215,10 @@ def _wrap_apply(card_mode: CardMode, apply: Any) -> Any:
         probe = fn(torch.empty(0, dtype=tensors[0].dtype))
         for tensor in tensors:
             if not _only_moves(probe, tensor, card_mode):
+                if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+                    return _apply_to_fakes(module, fn)
                 return apply(module, fn, recurse=False)  # type: ignore[no-any-return]
-        if probe.device == SEEN_CARD:
+        if probe.device == SEEN.device:
             for tensor in tensors:
                 card_mode.put_on_card(tensor)
                 if isinstance(tensor, torch.nn.Parameter) and tensor.grad is not None:
@@ -210,6 +226,19 @@ def _wrap_apply(card_mode: CardMode, apply: Any) -> Any:
         return module
 
     return _apply
+
+
+def _apply_to_fakes(module: torch.nn.Module, fn: Any) -> torch.nn.Module:
+    """Do what torch's `_apply` does, which would swap the tensors, and fakes cannot be swapped."""
+    with torch.no_grad():
+        for parameter in module._parameters.values():
+            for tensor in (parameter, None if parameter is None else parameter.grad):
+                if tensor is not None:
+                    tensor.data = fn(tensor.data)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
+    return module
 
 
 def _only_moves(probe: torch.Tensor, tensor: torch.Tensor, card_mode: CardMode) -> bool:

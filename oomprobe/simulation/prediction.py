@@ -143,7 +143,7 @@ class Predictor:
         trial = _Trial.of(batch_size, names, calls)
         changing = trial.changing_step
         if changing is not None:
-            return self._give_up(DIFFERENT_TURNS.format(name=changing))
+            return self.give_up(DIFFERENT_TURNS.format(name=changing))
         predicted = self.calls(batch_size, names)
         before, self._last = self._last, trial
         if before is None:
@@ -152,10 +152,10 @@ class Predictor:
             self._find_lines(before, trial)
         # A loop whose smaller last batch only some sizes leave makes other calls, with the same peak.
         elif abs(peak_bytes(predicted) - peak_bytes(calls)) > NUMBERS_BYTES:
-            return self._give_up(NO_LINES.format(size=before.batch_size, other_size=batch_size))
+            return self.give_up(NO_LINES.format(size=before.batch_size, other_size=batch_size))
         return True
 
-    def _give_up(self, reason: str) -> bool:
+    def give_up(self, reason: str) -> bool:
         """Predict nothing from here on; return whether nothing was predicted until now."""
         had_none = self.lines is None
         self.lines, self.reason, self._given_up = None, reason, True

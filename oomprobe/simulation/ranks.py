@@ -5,8 +5,9 @@ Under DDP this rank takes what a rank of a real group takes; FSDP2 is refused. N
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from oomprobe.errors import InvalidArgumentError
+from oomprobe.errors import InvalidArgumentError, SimulationError
 from oomprobe.ground.units import format_bytes
 from oomprobe.simulation.cards import Card
 
@@ -33,6 +34,12 @@ ONLY_DDP = (
     "a simulated card has ranks for DDP only, not for FSDP or a device mesh. Probe real cards: leave out --device sim:.... Or simulate "
     "the whole model on one card: leave out --nproc-per-node, and let build() return the model that it would shard"
 )
+ONLY_DDP_IN_COMMANDS = (
+    "a simulated card has ranks for DDP only, not for FSDP, a device mesh or tensor parallelism: probe real cards (leave out --device sim:...), "
+    "or let the script train under DDP"
+)
+RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+WORLD_SIZE = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 # Functions of torch.distributed; their operators run on tensors without data in newer versions of torch only.
 _DONE_AT_ONCE = (
@@ -57,8 +64,13 @@ def first_of(ranks: int, variables: Mapping[str, str], notes: dict[str, None]) -
         variables: Environment variables of this rank.
         notes: Receives what is left out.
     """
+    init = distributed.init_process_group
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        _join(init, 0, ranks)
+
     with patch.dict(os.environ, variables), ExitStack() as stack:
-        for patched in _patches(ranks, notes):
+        for patched in _patches(init_process_group, notes, _refuse):
             stack.enter_context(patch.object(*patched))
         had_group = distributed.is_initialized()
         try:
@@ -68,17 +80,61 @@ def first_of(ranks: int, variables: Mapping[str, str], notes: dict[str, None]) -
                 distributed.destroy_process_group()
 
 
-def _patches(ranks: int, notes: dict[str, None]) -> Iterator[tuple[Any, str, Any]]:
+def groups_of_program(
+    notes: dict[str, None],
+    has_joined: Callable[[int], None],
+    on_card: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> Iterator[tuple[Any, str, Any]]:
+    """Yield replacements that let a program be the rank that it, or its launcher, says.
+
+    Args:
+        notes: Receives what is left out.
+        has_joined: Is told of how many ranks.
+        on_card: Makes a function create its tensors on the card.
+    """
+    init = distributed.init_process_group
+    signature = inspect.signature(init)
+
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind_partial(*args, **kwargs).arguments
+        rank, world_size = given.get("rank", -1), given.get("world_size", -1)
+        if rank < 0:
+            rank = _from_environment(RANK, 0)
+        if world_size is None or world_size < 0:
+            world_size = _from_environment(WORLD_SIZE, 1)
+        _join(init, rank, world_size)
+        has_joined(world_size)
+
+    yield from _patches(init_process_group, notes, _refuse_in_commands)
+    for owner in (distributed, distributed.distributed_c10d):
+        yield owner, "is_nccl_available", lambda: True
+    reducer: Any = distributed.Reducer  # type: ignore[attr-defined]  # makes DDP's buckets
+    for name in ("__init__", "_rebuild_buckets"):
+        yield reducer, name, on_card(getattr(reducer, name))
+
+
+def _from_environment(names: Iterable[str], otherwise: int) -> int:
+    for name in names:
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return otherwise
+
+
+def _join(init: Callable[..., None], rank: int, ranks: int) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    init("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+
+def _patches(
+    init: Callable[..., None], notes: dict[str, None], refuse: Callable[..., None]
+) -> Iterator[tuple[Any, str, Any]]:
     """Yield replacements for torch's attributes, each with its owner and name."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
-    init, new_group = distributed.init_process_group, distributed.new_group
+    new_group = distributed.new_group
     make, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
-
-    def init_process_group(*_: Any, **__: Any) -> None:
-        init("fake", rank=0, world_size=ranks, store=FakeStore())
 
     def make_group(members: Any = None, *_: Any, **__: Any) -> Any:
         return new_group(members, backend="fake")
@@ -92,7 +148,7 @@ def _patches(ranks: int, notes: dict[str, None]) -> Iterator[tuple[Any, str, Any
 
     yield distributed, "_broadcast_coalesced", lambda *_: None  # of a model's buffers
     for owner in (distributed, distributed.distributed_c10d):
-        yield owner, "init_process_group", init_process_group
+        yield owner, "init_process_group", init
         yield owner, "new_group", make_group
         yield owner, "all_gather_object", _all_gather_object
         for name in _DONE_AT_ONCE:
@@ -100,8 +156,8 @@ def _patches(ranks: int, notes: dict[str, None]) -> Iterator[tuple[Any, str, Any
     yield DistributedDataParallel, "__init__", make_ddp
     # Its own operators have no fakes; it keeps what batch normalisation keeps, and a few numbers for each channel.
     yield torch.nn.SyncBatchNorm, "forward", torch.nn.BatchNorm2d.forward
-    yield DeviceMesh, "__init__", _refuse  # made by fully_shard and by tensor parallelism
-    yield FullyShardedDataParallel, "__init__", _refuse
+    for sharded in (DeviceMesh, FullyShardedDataParallel):  # fully_shard and tensor parallelism make a mesh
+        yield sharded, "__init__", refuse
     yield DistributedDataParallel, "register_comm_hook", leave_out_hook
 
 
@@ -117,6 +173,10 @@ class _Done:
 
 def _refuse(*_: Any, **__: Any) -> None:
     raise InvalidArgumentError(ONLY_DDP)
+
+
+def _refuse_in_commands(*_: Any, **__: Any) -> None:
+    raise SimulationError(ONLY_DDP_IN_COMMANDS)
 
 
 def _reduced(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:

@@ -82,14 +82,11 @@ def read_value(tensor: torch.Tensor, notes: dict[str, None]) -> Any:
 
 # --- refusals ---
 
-_INSTEAD = {
-    "aten::nonzero": "use torch.where(mask, a, b), or multiply by the mask",
-    "aten::masked_select": "multiply by the mask, or use torch.where(mask, a, b)",
-    "aten::index": "the number of rows that a boolean mask selects depends on data: multiply by the mask",
-    "aten::_unique2": "pass the number of classes instead of counting them",
-}
 _WANTS_DATA = ("no fake impl registered", "Cannot access data pointer of Tensor")
-_WANTS_ARRAY = ".numpy() is not supported for tensor subclasses"  # torch/csrc/utils/tensor_numpy.cpp
+_NEEDS_CUDA = (
+    "not compiled with CUDA", "not linked with support for cuda", "has no attribute '_cuda_", "from the 'CUDA' backend", "No CUDA GPUs",
+    "CUDA driver", "Cannot initialize CUDA", "no NCCL built in",
+)  # fmt: skip
 
 
 def wants_data(error: RuntimeError) -> bool:
@@ -97,6 +94,11 @@ def wants_data(error: RuntimeError) -> bool:
     if isinstance(error, SimulationError):
         return False
     return any(text in str(error) for text in _WANTS_DATA)
+
+
+def needs_cuda(error: BaseException) -> bool:
+    """Whether torch, or the lack of a function of its own, reports that CUDA is not there."""
+    return any(text in str(error) for text in _NEEDS_CUDA)
 
 
 def lacks_cpu_kernel(error: RuntimeError) -> bool:
@@ -107,10 +109,9 @@ def lacks_cpu_kernel(error: RuntimeError) -> bool:
 def refuse_operator(func: Any) -> NoReturn:
     """Raise for an operator whose output shape depends on values."""
     name = func.name().partition(".")[0]
-    instead = _INSTEAD.get(name, "make it from shapes, not from values")
     raise SimulationError(
-        f"{name} at {user_line()} depends on the values of a tensor, and a simulated card has none: {instead}; "
-        "or probe on a real device"
+        f"{name} at {user_line()} depends on the values of a tensor, and a simulated card has none: make its result from shapes, or probe "
+        "on a real device"
     )
 
 
@@ -120,15 +121,6 @@ def refuse_missing_kernel(func: Any, why: BaseException) -> NoReturn:
         f"{func} at {user_line()} cannot run without data ({type(why).__name__}: {why}). Register its output shapes with "
         "torch.library.register_fake, or probe on a real device"
     )
-
-
-def refuse_array(why: RuntimeError) -> None:
-    """Raise if numpy, or other code in C, asked for the values of a tensor: only a call of ``.numpy()`` by the step invents them."""
-    if _WANTS_ARRAY in str(why):
-        raise SimulationError(
-            f"numpy() at {raised_at(why) or 'the step'} depends on the values of a tensor, and a simulated card has none: call "
-            "tensor.cpu().numpy() in the step itself, which gives an array of ones here; or probe on a real device"
-        ) from why
 
 
 def refuse_address(why: BaseException | None = None) -> NoReturn:

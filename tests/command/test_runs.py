@@ -71,7 +71,11 @@ def test_what_a_command_is_given(tmp_path, monkeypatch):
         (["--steps", "3", "true", "{batch}"], {}, "options of oomprobe stand before"),
         ("true {batch}", {}, "must be a list of strings"),
         ([], {}, "must be a list of strings"),
-        (["true", "{batch}"], {"device": "cuda"}, "device cannot be given for a command"),
+        (
+            ["true", "{batch}"],
+            {"device": "cuda"},
+            "device='cuda' cannot be given for a command: .* such as 'sim:24GiB'",
+        ),
         (["true", "{batch}"], {"preserve": []}, "preserve cannot be given for a command"),
         (["true", "{batch}"], {"breakdown": True}, "breakdown records the allocations"),
         (["true", "{batch}"], {"start_batch": 8, "max_batch": 4}, "start_batch=8 is not between min_batch=1 and max_"),
@@ -80,6 +84,11 @@ def test_what_a_command_is_given(tmp_path, monkeypatch):
 def test_refused_before_anything_runs(command, options, said):
     with pytest.raises(oomprobe.InvalidArgumentError, match=said):
         oomprobe.probe_command(command, **options)
+
+
+def test_a_card_that_the_catalogue_lacks():
+    with pytest.raises(oomprobe.NoDeviceError, match="'nocard' is not in the catalogue"):
+        oomprobe.probe_command(["true", "{batch}"], device="sim:nocard")
 
 
 def test_a_file_that_reads_the_variable(tmp_path):
@@ -92,7 +101,9 @@ def test_a_file_that_reads_the_variable(tmp_path):
     [
         (["run"], "name what to probe"),
         (["run", "train.py:build", "--", "true", "{batch}"], r"a target \(train.py:build\) and a command were given"),
-        (["run", "--device", "cuda", "--breakdown", "--", "true", "{batch}"], "--device, --breakdown cannot be given"),
+        (["run", "--device", "cuda", "--breakdown", "--", "true", "{batch}"], "--breakdown cannot be given"),
+        (["run", "--device", "cuda", "--", "true", "{batch}"], "device='cuda' cannot be given for a command"),
+        (["run", "--device", "sim:T4,sim:A10", "--", "true", "{batch}"], "simulated on one card: name one"),
         (["run", "--in-process", "--", "true", "{batch}"], "--in-process cannot be given"),
         (["run", "--passes-after", "3", "train.py:build"], "--passes-after is for commands"),
         (["run", "--", "true"], "does not use the batch size"),

@@ -27,6 +27,21 @@ def building(build):
     return build
 
 
+# Cases that count elements: the bed's kernels do not, and a count is what its memory holds, 0 in a fresh process.
+COUNTING = {
+    "nonzero": lambda _: torch.zeros(200, 3000, dtype=torch.bool, device="cuda").nonzero(),
+    "nonzero_of_few": lambda _: torch.zeros(64, 64, dtype=torch.int64, device="cuda").nonzero(),
+    "nonzero_of_columns": lambda _: torch.zeros(200, 3000, dtype=torch.uint8, device="cuda")[:, ::2].nonzero(),
+    "index_by_mask": lambda make: make(200, 3000)[torch.zeros(200, 3000, dtype=torch.bool, device="cuda")],
+    "masked_select": lambda make: make(200, 3000).masked_select(torch.zeros(3000, dtype=torch.bool, device="cuda")),
+    "masked_scatter": lambda make: make(200, 3000).masked_scatter(
+        torch.zeros(200, 1, dtype=torch.bool, device="cuda"), make(200, 3000)
+    ),
+    "write_by_mask": lambda make: make(200, 3000, grad=False).index_put_(
+        [torch.zeros(200, dtype=torch.bool, device="cuda")], make(3000)
+    ),
+}
+
 # --- elementwise ---
 
 ACTIVATIONS = (
@@ -76,6 +91,14 @@ add(
     prelu_of_one=lambda make: F.prelu(make(*IMAGES), make(1)),
     both=lambda make: (make(*ROWS) > 0) & (make(*ROWS) < 1),
     whole_division=lambda make: make.indices(2000) // 3,
+    to_host=lambda make: make(*ROWS).detach().cpu(),
+    rows_to_host=lambda make: make(*ROWS, grad=False)[:, :7].cpu(),
+    picture_to_host=lambda make: make(64, 60, 3, grad=False).permute(2, 0, 1).to("cpu", torch.uint8),
+    turned_to_host=lambda make: make(*ROWS, grad=False).t().cpu(),
+    picture_from_host=lambda _: torch.ones(4, 3, 64, 64).to(memory_format=torch.channels_last).to("cuda", torch.half),
+    layout_from_host=lambda _: torch.ones(4, 3, 64, 64).to("cuda", memory_format=torch.channels_last),
+    columns_from_host=lambda make: make(*ROWS, grad=False)[:, :7].copy_(torch.ones(200, 7)),
+    columns_copied_to_host=lambda make: torch.ones(200, 7).copy_(make(*ROWS, grad=False)[:, :7]),
     to_float=lambda make: make(*ROWS).float(),
     to_half=lambda make: make(*ROWS).half(),
     clone=lambda make: make(*ROWS).clone(),
@@ -628,6 +651,35 @@ add(
     centered=optimized(lambda weights: torch.optim.RMSprop(weights, centered=True, momentum=0.9)),
     clipped=clipped,
 )
+
+
+# --- backward passes of gradients ---
+
+
+def critic(make):
+    """Return scores, in three layers, and what they are of, of a thread that has made more nodes than its backward passes."""
+    x = make(64, 384)
+    for _ in range(200):
+        x.view(64, 384)
+    hidden = F.leaky_relu(x @ make.weight(384, 512), 0.2)
+    return F.leaky_relu(hidden @ make.weight(512, 256), 0.2) @ make.weight(256, 1), x
+
+
+def gradient_penalty(make):
+    scores, x = critic(make)
+    [gradient] = torch.autograd.grad(scores.sum(), x, create_graph=True)
+    return scores.mean() + 10 * ((gradient.norm(2, dim=1) - 1) ** 2).mean()
+
+
+def curvature(make):
+    """As AdaHessian: the gradient of a gradient that is in ``.grad``."""
+    scores, x = critic(make)
+    scores.square().sum().backward(create_graph=True, inputs=[x])
+    gradient, x.grad = x.grad, None
+    return gradient
+
+
+add(gradient_penalty=gradient_penalty, curvature=curvature)
 
 # By case: variants that differ, and why.
 LAYOUT = ("bf16 gaps",), "a product with an expanded number of bfloat16: fakes lose the gaps of the other factor"

@@ -12,7 +12,7 @@ from oomprobe.simulation import card_mode
 from oomprobe.simulation.kernels.compared import COMPARED, is_compared
 
 from . import sequences
-from .operators import CASES, EXCEPTIONS
+from .operators import CASES, COUNTING, EXCEPTIONS
 from .test_simulated import A100, simulated
 
 pytestmark = pytest.mark.skipif(
@@ -22,14 +22,14 @@ GROUPS = [[*CASES][first : first + 40] for first in range(0, len(CASES), 40)]
 REFUSED = "refused"
 
 
-def in_variants(names, record):
+def in_variants(names, record, variants):
     """Return the sequence of requests of each case in each variant, or that it was refused; `record` takes what runs it."""
     found = {}
     warnings.simplefilter("ignore")
     for name in names:
-        for variant in sequences.VARIANTS:
+        for variant in variants:
             try:
-                found[name, variant] = sequences.in_order(record(CASES[name], variant))
+                found[name, variant] = sequences.in_order(record({**CASES, **COUNTING}[name], variant))
             except (RuntimeError, NotImplementedError):
                 found[name, variant] = REFUSED
     return found
@@ -42,16 +42,16 @@ def built(case, variant, context):
         return case(sequences.tensors(variant))
 
 
-def of_torch(names):
+def of_torch(names, variants=sequences.VARIANTS):
     def record(case, variant):
         step = built(case, variant, contextlib.nullcontext())
         return sequences.of_torch(sequences.runner(step, variant))
 
     torch.cuda.init()
-    return in_variants(names, record)
+    return in_variants(names, record, variants)
 
 
-def of_a_simulated_card(names):
+def of_a_simulated_card(names, variants=sequences.VARIANTS):
     device = simulated(A100, "40GiB")
     device.start_trial()
 
@@ -59,7 +59,7 @@ def of_a_simulated_card(names):
         step = built(case, variant, device.building())
         return sequences.of_a_simulated_card(device, sequences.runner(step, variant))
 
-    return in_variants(names, record)
+    return in_variants(names, record, variants)
 
 
 def excepted(name, variant):
@@ -75,6 +75,14 @@ def test_requests_are_those_of_torch_in_their_order(names):
     assert different == {key for key in wanted if excepted(*key)}
 
 
+@pytest.mark.parametrize("name", COUNTING)
+def test_requests_of_operators_that_count_are_those_of_torch(name):
+    variants = ["fp32"]
+    wanted = forked(of_torch, [name], variants, memory="40GiB", card=A100)
+    assert wanted[name, "fp32"] != REFUSED
+    assert forked(of_a_simulated_card, [name], variants) == wanted
+
+
 def dispatched():
     """Return the operators that the table dispatches on a simulated card."""
     names, run = set(), card_mode.CardMode._run
@@ -85,7 +93,7 @@ def dispatched():
         return run(mode, func, args, kwargs)
 
     card_mode.CardMode._run = noted
-    of_a_simulated_card(CASES)
+    of_a_simulated_card({**CASES, **COUNTING})
     return names
 
 

@@ -328,7 +328,7 @@ def test_a_loss_reads_as_one_and_host_tensors_keep_their_values(read, value):
 @pytest.mark.parametrize(("dtype", "value", "kind"), [(torch.int64, 1, "an integer"), (torch.bool, False, "a boolean")])
 def test_invented_values_are_noted_with_the_line(dtype, value, kind):
     bench = Bench()
-    assert bench.run(lambda: torch.zeros(4, dtype=dtype, device="cuda")[1].item()) == value
+    assert bench.run(lambda: torch.empty(4, dtype=dtype, device="cuda")[1].item()) == value
     assert re.search(rf"test_card_mode\.py:\d+ reads {kind}", bench.notes)
 
 
@@ -340,16 +340,14 @@ def twice(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("message", "act"),
     [
-        ("aten::nonzero at LINE depends on the values .* real device", lambda x: x.nonzero()),
-        ("aten::index at LINE depends .* multiply by the mask", lambda x: x[x > 0]),
-        ("aten::masked_select at LINE", lambda x: x.masked_select(x > 0)),
-        ("aten::_unique2 at LINE", lambda x: x.unique()),
+        (
+            "aten::repeat_interleave at LINE depends on the values .* real device",
+            lambda x: torch.ones_like(x).repeat_interleave(x.long()),
+        ),
         ("LINE asks for the address", lambda x: x.data_ptr()),
         ("LINE asks for the address", lambda x: x.untyped_storage().data_ptr()),  # not dispatched by torch
         ("sparse_coo tensor .* at LINE", lambda x: x.to_sparse()),
         ("oomprobe_tests.twice.* at LINE cannot run without data .*register_fake", lambda x: twice(x)),
-        (r"numpy\(\) at LINE depends on the values .*\.cpu\(\)\.numpy\(\)", lambda x: np.asarray(x.cpu())),
-        (r"numpy\(\) at LINE depends on the values", lambda x: np.array([*x.cpu()])),
         (
             "LINE asks for the address",
             lambda x: heapq.nlargest(1, [x, x], key=torch.Tensor.data_ptr),

@@ -34,6 +34,7 @@ class Memory:
     requested: tuple[tuple[int, int], ...]  # bytes and blocks, in all, by the end of each of the first steps
     fraction: float | None  # of the total that the allocator may reserve; None: unknown
     outside_bytes: int | None  # the most that was in use but not reserved by this process; None: unknown
+    workspace_bytes: int = 0  # of a simulated card: the largest that a convolution may want
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,10 @@ class ProcessReport:
     where: str | None  # the user's line that ran out of memory, or whose exception ended the process
     errors: tuple[Link, ...]  # the exception that ended the process, and its causes
     devices: tuple[Memory, ...]  # on which it has reserved memory
+    # On a simulated card:
+    notes: tuple[str, ...] = ()  # what was assumed
+    not_compared: str = ""  # what nobody has compared with torch's allocator
+    refusal: str = ""  # why the program, or a part of it, cannot be simulated
 
     @property
     def name(self) -> str:
@@ -163,6 +168,11 @@ class RunReports:
         told from none, but is rare: what makes one process silent makes all of a command silent.
         """
         return sum(bool(report.devices or report.steps) for report in self.reports) >= self.world_size
+
+    @property
+    def refusal(self) -> str:
+        """Why the command cannot be simulated; "" if nothing was refused."""
+        return next((report.refusal for report in self.reports if report.refusal), "")
 
     @property
     def caught_oom(self) -> bool:

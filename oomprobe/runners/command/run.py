@@ -64,6 +64,7 @@ class Run:
             "PYTHONUNBUFFERED": "1",  # otherwise the last lines of a killed process are lost
             BATCH_VARIABLE: str(batch_size),
             "OOMPROBE_REPORTS": str(self._reports),
+            "OOMPROBE_DIR": str(scratch),
             processes.MARK: self._mark,
             **variables,
         }

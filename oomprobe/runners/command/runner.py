@@ -14,16 +14,27 @@ from typing import Any
 
 import tenacity
 
-from oomprobe.errors import InvalidArgumentError, StepFailedError, UnreliableError
+from oomprobe.errors import InvalidArgumentError, SimulationError, StepFailedError, UnreliableError
 from oomprobe.ground.units import format_seconds
 from oomprobe.ground.waiting import Held, until
 from oomprobe.ground.words import count
-from oomprobe.records.notes import Note, remark, warning
+from oomprobe.records.notes import Note, NoteKind, remark, warning
 from oomprobe.records.options import Options
 from oomprobe.records.patience import PATIENCE, Patience
-from oomprobe.records.trials import CallRecord, DeviceInfo, Measured, Outcome, Request, RunnerInfo, Trial, Verdict
+from oomprobe.records.trials import (
+    SIMULATED,
+    UNSIMULATED,
+    CallRecord,
+    DeviceInfo,
+    Measured,
+    Outcome,
+    Request,
+    RunnerInfo,
+    Trial,
+    Verdict,
+)
 from oomprobe.runners.command.output import OUT_OF_MEMORY, PORT_IN_USE, Ending, cause_of
-from oomprobe.runners.command.reports import RunReports, are_the_same, fraction_of, limiting_rank
+from oomprobe.runners.command.reports import RunReports, UsedCard, are_the_same, fraction_of, limiting_rank
 from oomprobe.runners.command.run import BATCH, BATCH_VARIABLE, Run
 from oomprobe.runners.signals import Interrupts
 from oomprobe.verdicts import Evidence
@@ -64,6 +75,11 @@ NO_MARGIN = (
 MISSING = (
     "at batch {size}, {seen} of {all} ranks reported their steps; {missing} did not within {waited}. Ranks on other machines "
     "report to a folder that all machines see: set TMPDIR to one, such as TMPDIR=$HOME"
+)
+REFUSED = "the command cannot be simulated as it is. At batch {size}: {why}"
+NOT_SIMULATED = (
+    "at batch {size}, no process of the command used the simulated card. It may train on the CPU (--device cuda?), run Python with -I, -E or -S, "
+    "or with an emptied environment (sudo, env -i, a container)"
 )
 WEAK_EXIT = "weak: no process reported an optimizer step, so a trial passed when the command exited with 0"
 WEAK_SECONDS = (
@@ -120,10 +136,11 @@ class CommandRunner:
 
     def __init__(
         self, command: list[str], options: Options, interrupts: Interrupts, passes_after_s: float | None,
-        patience: Patience = PATIENCE,
+        patience: Patience = PATIENCE, card: str | None = None,
     ) -> None:  # fmt: skip
         self._command, self._options, self._interrupts = command, options, interrupts
         self._passes_after_s, self._patience = passes_after_s, patience
+        self._card = card  # the one that each process of the command is to be on; None: real devices
         # Fraction of the memory, by UUID of the device; by the first run that passed.
         self._available: dict[str, float] = {}
         self._measured = Measured(available_bytes=0, outside_bytes=None)  # by that run
@@ -150,7 +167,7 @@ class CommandRunner:
             confirmations=2,
             runs_plans=False,
             alone=ALONE,
-            not_covered=NOT_COVERED,
+            not_covered=NOT_COVERED if self._card is None else (*NOT_COVERED, *UNSIMULATED),
             environment=self._environment,
         )
 
@@ -188,7 +205,7 @@ class CommandRunner:
     def _fractions(self) -> dict[str, float]:
         """Return the caps as fractions of each device's memory; "" stands for devices that no run has reported yet."""
         share = self._options.memory_fraction
-        if share >= 1:
+        if share >= 1 and self._card is None:
             return {}
         known = {uuid: share * available for uuid, available in self._available.items()}
         return {"": min(known.values(), default=share), **known}
@@ -201,6 +218,8 @@ class CommandRunner:
         if not fractions:
             return {}
         variables = {"OOMPROBE_FRACTIONS": json.dumps(fractions)}
+        if self._card is not None:
+            return {**variables, "OOMPROBE_SIMULATE": self._card}
         if self._torch_version >= (2, 10):
             users = os.environ.get(ALLOCATOR_VARIABLES[0]) or os.environ.get(ALLOCATOR_VARIABLES[1])
             settings = f"per_process_memory_fraction:{min(fractions.values()):.9f}"
@@ -217,6 +236,7 @@ class CommandRunner:
         troubled, incomplete = Held(), Held()
         while not run.has_ended(TICK_S):
             seen = run.reports()
+            _check_refusal(request, seen)
             if self._has_done_enough(run, request, seen):
                 return seen, _swallowed(run, request, seen) or FITS
             most_s = patience.handling_s if seen.may_recover else patience.failed_s
@@ -245,6 +265,7 @@ class CommandRunner:
     def _ended(self, run: Run, request: Request, seen: RunReports) -> Ending:
         """Return how a command ended that ended by itself."""
         size, steps, wanted = request.batch_size, seen.steps, 1 + self._options.steps
+        _check_refusal(request, seen)
         if swallowed := _swallowed(run, request, seen):
             return swallowed
         if run.status == 0:
@@ -256,6 +277,9 @@ class CommandRunner:
                 raise UnreliableError(TOO_FEW.format(size=size, steps=made, wanted=wanted))
             return FITS
         failure = _failure(run, request, seen)
+        misses_cuda = "CUDA" in failure.error or "NVIDIA" in failure.error
+        if self._card is not None and misses_cuda and not seen.reports:
+            raise SimulationError(NOT_SIMULATED.format(size=size))
         # What fails after the steps of a trial, such as an evaluation without its data, would not have been seen.
         if steps >= wanted and failure.verdict in (Verdict.BUG, Verdict.CRASHED):
             return FITS
@@ -266,6 +290,8 @@ class CommandRunner:
     def _check_pass(self, request: Request, seen: RunReports, fractions: Mapping[str, float]) -> None:
         """Raise UnreliableError if a pass proves nothing: the size was not used, or the margin was not held."""
         size, (last_size, last) = request.batch_size, self._last_passed
+        if self._card is not None and not seen.cards:
+            raise SimulationError(NOT_SIMULATED.format(size=size))
         if fractions and (why := seen.uncapped(fractions)):
             fraction = self._options.memory_fraction
             raise UnreliableError(NO_MARGIN.format(fraction=fraction, size=size, why=why))
@@ -292,8 +318,14 @@ class CommandRunner:
         if not cards:
             return
         memory, last = cards[0].memory, seen.reports[-1]
+        name = memory.name
+        if self._card is not None:
+            name = f"simulated {name}"
+            self._environment["device"] = SIMULATED
+        if len(cards) > 1:
+            name = f"{len(cards)} x {name}"
         self._device = DeviceInfo(
-            name=memory.name if len(cards) == 1 else f"{len(cards)} x {memory.name}",
+            name=name,
             torch_device=f"cuda:{memory.index}",
             total_bytes=memory.total_bytes,
             on_host=False,
@@ -314,6 +346,8 @@ class CommandRunner:
         measured: Measured | None,
     ) -> Outcome:
         steps, step_s = seen.steps, seen.step_s
+        if self._card is not None:
+            step_s = None  # the simulation's time says nothing
         cap_bytes = request.cap_bytes
         if fractions and not cap_bytes:
             caps = [int(fraction_of(card.memory, fractions) * card.memory.total_bytes) for card in seen.cards]
@@ -329,6 +363,7 @@ class CommandRunner:
             cap_bytes=cap_bytes,
             peak_allocated_bytes=sum(memory.peak_allocated_bytes for memory in memories) or None,
             peak_reserved_bytes=fullest.peak_reserved_bytes or None,
+            peak_upper_bytes=_upper_bytes(fullest, cap_bytes) if self._card is not None else None,
             step_s=step_s,
             samples_per_s=None if step_s is None else request.batch_size / step_s,
             alloc_retries=max((memory.retries for memory in memories), default=0),
@@ -349,6 +384,10 @@ class CommandRunner:
         )
 
     def _notes(self, request: Request, trial: Trial, seen: RunReports) -> Iterator[Note]:
+        for report in seen.training:
+            yield from map(remark, report.notes)
+            if report.not_compared:
+                yield Note(text=report.not_compared, kind=NoteKind.NOT_COMPARED)
         if trial.verdict is not Verdict.FITS:
             return
         if request.confirms and 0 < trial.steps < len(request.calls):
@@ -363,6 +402,19 @@ class CommandRunner:
 
 
 FITS = Ending(verdict=Verdict.FITS, error="")
+
+
+def _upper_bytes(card: UsedCard, cap_bytes: int | None) -> int:
+    """Return the peak reserved if convolutions take the workspaces that they may want, as far as the cap allows."""
+    workspaces_bytes = sum(memory.workspace_bytes for _, memory in card.users)
+    allowed_bytes = cap_bytes or card.available_bytes if card.users else 0
+    return max(card.peak_reserved_bytes, min(card.peak_reserved_bytes + workspaces_bytes, allowed_bytes))
+
+
+def _check_refusal(request: Request, seen: RunReports) -> None:
+    """Raise SimulationError if a simulated card refused anything to the command."""
+    if seen.refusal:
+        raise SimulationError(REFUSED.format(size=request.batch_size, why=seen.refusal))
 
 
 def _swallowed(run: Run, request: Request, seen: RunReports) -> Ending | None:

@@ -6,7 +6,7 @@ For fakes, torch computes only the shapes of their results. Sources: aten/src/AT
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -99,6 +99,17 @@ def _count_nonzero(tensor: _Tensor, dims: list[int]) -> Any:
     return _aten.sum.dim_IntList(_aten.ne.Scalar(tensor, 0), dims)
 
 
+def _masked_scatter_backward(grad: _Tensor, mask: _Tensor, shape: list[int]) -> Any:
+    """TensorAdvancedIndexing.cpp: what was taken, and zeros for the rest; of unknown values, no rest."""
+    count = prod(shape)
+    taken = _aten.masked_select.default(grad, mask)
+    missing = count - taken.numel()
+    if missing > 0:
+        zeros = _aten.new_zeros.default(grad, [missing])
+        taken = _aten.cat.default([taken, zeros])
+    return _aten.view.default(taken[:count], shape)
+
+
 def _multinomial(probabilities: _Tensor, count: int, replacement: bool = False, *, generator: Any = None) -> Any:
     """Distributions.cpp: without replacement, the largest of the probabilities divided by random numbers."""
     result = _aten.new_empty.default(probabilities, [*probabilities.shape[:-1], count], dtype=torch.int64)
@@ -148,6 +159,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten._embedding_bag_forward_only.default: _embedding_bag,
     _aten.multinomial.default: _multinomial,
     **dict.fromkeys((_aten.normal.float_Tensor, _aten.normal.Tensor_Tensor), _normal),
+    _aten.masked_scatter_backward.default: _masked_scatter_backward,
     _aten._euclidean_dist.default: _euclidean_distances,
     _aten.count_nonzero.dim_IntList: _count_nonzero,
     _aten.count_nonzero.default: lambda tensor, dim=None: _count_nonzero(tensor, [] if dim is None else [dim]),

@@ -141,6 +141,17 @@ def is_convolution(func: Any) -> bool:
     return func in _CONVOLUTION_ARGUMENTS
 
 
+def problem(func: Any, args: Any) -> tuple[object, ...]:
+    """Return what tells convolutions apart for cuDNN: shapes, dtypes and the other arguments."""
+    parts = [func]
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            parts += (value.shape, value.dtype)
+        else:
+            parts.append(str(value))
+    return tuple(parts)
+
+
 def convolution_workspace(func: Any, args: Any) -> int:
     """Return what a convolution may want as its workspace; 0 for other operators.
 

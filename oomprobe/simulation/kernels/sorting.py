@@ -128,11 +128,32 @@ def index_put(op: Operator) -> Launch | None:
 
 def _index_put_steps(indices: int, converted: int, rows: int, count: int, *copies: int) -> Steps:
     """Linear indices, and what sorts them. Source: native/cuda/Indexing.cu (index_put_with_sort_kernel)."""
+    if not count:
+        return (RESULT,)
     column = count * INT64_BYTES
     steps: list[int | None] = [RESULT, *(column,) * converted, column, column, -2, *(-2,) * converted]
     for _ in range(indices - 1):
         steps += (column, column, -1, -1)
     return *steps, *copies, column, column, column, _sort_bytes(count, INT64_BYTES, INT64_BYTES, _bits(rows))
+
+
+_COUNTED_BY_ONE_BLOCK, _WAVES = 4096, 5
+_CHOSEN_PER_TILE = 4608
+
+
+def nonzero(op: Operator) -> Launch:
+    """Count the elements that are not 0, then take their positions. Source: native/cuda/Nonzero.cu, cub."""
+    tensor = op.args[0]
+    return launch(_nonzero_steps, (op.processors,), (tensor.numel(), *copied(tensor)))
+
+
+def _nonzero_steps(processors: Processors, count: int, *copies: int) -> Steps:
+    counting = 1
+    if count > _COUNTED_BY_ONE_BLOCK:
+        blocks = processors.multiprocessors * (processors.threads // 256) * _WAVES
+        counting = _aligned(blocks * 4) + 255
+    tiles = -(-count // _CHOSEN_PER_TILE)
+    return *copies, 4, counting, -1, RESULT, _aligned((tiles + 32) * 16) + 255
 
 
 # --- sorts ---
@@ -231,6 +252,7 @@ def cumulative(op: Operator) -> Launch | None:
     return launch(afterwards, (), copy) if copy else None
 
 
+_MASKED_PER_TILE = 1344
 _SCANNED_PER_TILE = {2: 3712, 4: 1920, 8: 1920}
 
 
@@ -238,6 +260,17 @@ def _vector_scanned(item_bytes: int, count: int, *copy: int) -> Steps:
     tiles = -(-count // _SCANNED_PER_TILE.get(item_bytes, 1920))
     state_bytes = INT64_BYTES if item_bytes <= FLOAT_BYTES else 3 * INT64_BYTES
     return RESULT, *copy, _aligned((tiles + 32) * state_bytes) + 2 * _SORT_ALIGNMENT - 1
+
+
+def masked_scatter(op: Operator) -> Launch:
+    """Scan the mask for where each element comes from. Source: native/cuda/IndexKernel.cpp (masked_scatter__cuda)."""
+    tensor, mask = op.args[:2]
+    return launch(_masked_scatter_steps, (), (tensor.numel(), *copied(mask.expand(tensor.shape))))
+
+
+def _masked_scatter_steps(count: int, *copies: int) -> Steps:
+    tiles = -(-count // _MASKED_PER_TILE)
+    return RESULT, count * INT64_BYTES, *copies, _aligned((tiles + 32) * 3 * INT64_BYTES) + 255
 
 
 def permutation(op: Operator) -> Launch | None:

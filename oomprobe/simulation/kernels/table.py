@@ -92,8 +92,54 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 def _where(op: Operator) -> Launch | None:
     """Copy a number, or a tensor of one number in host memory, to the card. Source: native/TensorCompare.cpp."""
-    numbers = [tensor for tensor in op.args[1:3] if tensor.dim() == 0 and tensor.device.index is None]
+    numbers = [tensor for tensor in op.args[1:3] if tensor.dim() == 0 and not _is_on_card(tensor.device)]
     return launch(throughout, tuple(tensor.element_size() for tensor in numbers), ()) if numbers else None
+
+
+def _to_other_device(op: Operator) -> Launch | None:
+    """Copy what is on the card into a layout that one transfer can read or write. Source: native/cuda/Copy.cu."""
+    source, device = op.args[0], op.kwargs.get("device")
+    if device is None or _is_on_card(device) is _is_on_card(source.device):
+        return None
+    wanted = op.kwargs.get("memory_format") or torch.preserve_format
+    if wanted is torch.preserve_format:
+        keeps_layout = _aten.is_non_overlapping_and_dense.default(source)
+        result_is_contiguous = source.is_contiguous() or not keeps_layout
+    else:
+        keeps_layout = source.is_contiguous(memory_format=wanted)
+        result_is_contiguous = wanted is torch.contiguous_format
+    return _transferred(op, source, keeps_layout, result_is_contiguous)
+
+
+def _copy_in_place(op: Operator) -> Launch | None:
+    target, source = op.args[:2]
+    if _is_on_card(target.device) is _is_on_card(source.device):
+        return None
+    keeps_layout = target.stride() == source.stride() and _aten.is_non_overlapping_and_dense.default(source)
+    source = source.expand(target.shape)
+    return _transferred(op, source, keeps_layout, target.is_contiguous(), target.dtype)
+
+
+def _transferred(
+    op: Operator, source: torch.Tensor, keeps_layout: bool, result_is_contiguous: bool, dtype: torch.dtype | None = None
+) -> Launch | None:
+    if dtype is None:
+        dtype = op.kwargs.get("dtype") or source.dtype
+    if source.numel() <= 1 or (keeps_layout and dtype == source.dtype):
+        return None
+    if _is_on_card(source.device):
+        copies = copied(source)
+        if not copies:
+            return None
+    else:
+        copies = (source.numel() * dtype.itemsize,)
+        if result_is_contiguous:
+            return None
+    return launch(afterwards, (), copies)
+
+
+def _is_on_card(device: torch.device) -> bool:
+    return device.index is not None  # of a fake; those in host memory have no index
 
 
 def _softmax_backward(op: Operator) -> Launch:
@@ -236,6 +282,8 @@ _RULES: dict[Any, Rule] = {
     _aten.embedding_dense_backward: sorting.embedding_backward,
     _aten._embedding_bag_backward: sorting.embedding_bag_backward,
     _aten.index: sorting.index,
+    _aten.nonzero: sorting.nonzero,
+    **dict.fromkeys((_aten.masked_scatter, _aten.masked_scatter_), sorting.masked_scatter),
     _aten.scatter_reduce: _scatter_mean,
     **dict.fromkeys((_aten.index_put, _aten.index_put_), sorting.index_put),
     # attention
@@ -245,6 +293,8 @@ _RULES: dict[Any, Rule] = {
     _aten._scaled_dot_product_cudnn_attention_backward: attention.cudnn_backward,
     _aten._scaled_dot_product_efficient_attention_backward: attention.efficient_backward,
     # others
+    _aten._to_copy: _to_other_device,
+    _aten.copy_: _copy_in_place,
     _aten.where: _where,
     _aten.pow: _power,
     _aten.normal: _normal,

@@ -12,6 +12,7 @@ import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
 COMPARED = 8  # steps of which two sizes are compared
 EACH_STEP = 64  # after so many steps only every 16th is reported: a report takes about 1 ms
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
@@ -20,6 +21,7 @@ RESETS = (
     "_cuda_resetPeakMemoryStats", "_cuda_resetAccumulatedMemoryStats", "_accelerator_resetPeakStats",
     "_accelerator_resetAccumulatedStats",
 )  # fmt: skip
+NOT_ENTERED = 78  # exit status of a process that could not be put on the simulated card
 MAX_LINKS, MAX_TEXT = 8, 4000  # of a chain of exceptions; characters of each
 
 
@@ -59,6 +61,7 @@ class Watch:
 
         self.pid, self.begun_s, self.steps, self.ooms, self.raised = os.getpid(), time.time(), 0, 0, 0
         self.optimizers = self.where = None
+        self.program, self.refusal = getattr(self, "program", None), ""  # on a simulated card
         self.step_s, self.outside, self.capped, self.requested, self.kept = [], {}, {}, {}, {}
 
     # --- what torch calls ---
@@ -67,7 +70,9 @@ class Watch:
         """Queue for the moment when CUDA starts in this process, and count the steps of all optimizers."""
         self.start()
         self.torch, self.has_gpu = torch, bool(torch.version.cuda or getattr(torch.version, "hip", None))
-        if self.has_gpu:
+        if os.environ.get("OOMPROBE_SIMULATE"):
+            self.simulate(os.environ["OOMPROBE_SIMULATE"])
+        elif self.has_gpu:
             torch.cuda._lazy_call(guarded(self.cuda_starts))
         guarded(self.watch_for_ooms)()
         guarded(self.watch_for_resets)()
@@ -79,8 +84,26 @@ class Watch:
         finally:
             self.write("import")
 
+    def simulate(self, card):
+        """Put this process on a simulated card; end it if that fails, because it would train on the CPU."""
+        try:
+            load_oomprobe()
+            from oomprobe.simulation.program import enter
+
+            self.program = enter(card, os.environ["OOMPROBE_DIR"], dict(os.environ))
+            self.has_gpu = self.program is not None
+            if self.program:
+                sys.meta_path[:0] = [Finder(name, imported) for name, imported in self.program.hooks().items()]
+                self.cuda_starts()
+        except Exception as error:
+            self.refusal = "%s (the command's Python is %s)" % (error or repr(error), sys.version.split()[0])
+            guarded(self.write)("import")
+            sys.stderr.write("oomprobe: the simulated card could not be entered: %s\n" % self.refusal)
+            sys.stderr.flush()
+            os._exit(NOT_ENTERED)
+
     def cuda_starts(self):
-        guarded(self.torch._C._cuda_attach_out_of_memory_observer)(guarded(self.ran_out))
+        guarded(lambda: self.torch._C._cuda_attach_out_of_memory_observer(guarded(self.ran_out)))()
         for device in self.devices_to_cap():
             guarded(self.cap)(device)
 
@@ -150,6 +173,8 @@ class Watch:
         self.optimizers.add(optimizer)
         self.steps += 1
         self.step_s = [*self.step_s[:1], time.time()]  # of the first step and the last
+        if self.program:
+            self.program.stepped()
         if self.has_cuda_started() and self.torch.cuda.is_current_stream_capturing():
             return
         if self.steps <= EACH_STEP or self.steps % 16 == 0:
@@ -193,9 +218,13 @@ class Watch:
             "steps": self.steps // optimizers, "step_s": self.step_s,
             "ooms": self.ooms, "raised_ooms": self.raised, "where": self.where, "errors": [],
             "devices": [self.device(index) for index in self.used_devices()],
+            "notes": [], "not_compared": "", "refusal": self.refusal,
         }  # fmt: skip
         if why == "exit":
             guarded(self.add_errors)(report)
+        if self.program:
+            program = self.program
+            report.update(notes=program.notes, not_compared=program.not_compared, refusal=program.refusal)
         path = os.path.join(self.folder, "%s-%d.json" % (report["host"], self.pid))
         with open(path + ".part", "w") as file:
             json.dump(report, file)
@@ -210,6 +239,8 @@ class Watch:
 
     def used_devices(self):
         """Return the devices on which this process has reserved memory; asking others for theirs would take some."""
+        if self.program:
+            return self.program.used
         if not self.has_cuda_started():
             return []
         devices = range(self.torch.cuda.device_count())
@@ -238,6 +269,8 @@ class Watch:
             "peak_allocated_bytes": stats["allocated_bytes.all.peak"], "retries": stats.get("num_alloc_retries", 0),
             "fraction": None, "outside_bytes": None,
         }  # fmt: skip
+        if self.program:
+            report["workspace_bytes"] = self.program.workspace_bytes
         if hasattr(cuda, "get_per_process_memory_fraction"):
             report["fraction"] = cuda.get_per_process_memory_fraction(index)
         else:  # torch before 2.7 does not say
@@ -263,6 +296,8 @@ class Watch:
     def add_errors(self, report):
         """Add the exception that ends the program, and its causes; the interpreter has kept it."""
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if self.program and error is not None:
+            self.program.ended_by(error)
         trace = getattr(error, "__traceback__", None)
         while trace is not None:
             place = self.place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
@@ -276,29 +311,43 @@ class Watch:
 
     def place(self, file, line):
         """Return a line of the user's code; None for one of a library."""
-        libraries = (os.path.dirname(os.__file__), "<", HERE)
+        libraries = (os.path.dirname(os.__file__), "<", PACKAGE)
         if "site-packages" in file or file.startswith(libraries):
             return None
         return "%s:%d" % (os.path.basename(file), line)
 
 
-class Finder:
-    """Waits for `import torch`, once."""
+def load_oomprobe():
+    """Import the oomprobe that probes, wherever the program's Python would find another."""
+    from importlib.util import module_from_spec, spec_from_file_location
 
-    def __init__(self, watch):
-        self.watch = watch
+    path = os.path.join(PACKAGE, "__init__.py")
+    spec = spec_from_file_location("oomprobe", path, submodule_search_locations=[PACKAGE])
+    module = sys.modules["oomprobe"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+class Finder:
+    """Waits until a module is imported, once."""
+
+    def __init__(self, name, imported):
+        self.name, self.imported, self.is_looking = name, guarded(imported), False
 
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != self.name or self.is_looking:
             return None
-        sys.meta_path.remove(self)
         from importlib.util import find_spec
 
-        spec = find_spec(name)
+        self.is_looking = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self.is_looking = False
         if spec is not None and spec.loader is not None:
-            execute, imported = spec.loader.exec_module, guarded(self.watch.torch_is_imported)
+            execute, imported = spec.loader.exec_module, self.imported
 
-            def exec_module(module):
+            def exec_module(module):  # of who looks for torch without importing it, never called
+                sys.meta_path.remove(self)
                 execute(module)
                 imported(module)
 
@@ -310,7 +359,7 @@ def begin():
     import atexit
 
     watch = Watch(os.environ["OOMPROBE_REPORTS"], os.environ.get("OOMPROBE_FRACTIONS") or "{}")
-    sys.meta_path.insert(0, Finder(watch))
+    sys.meta_path.insert(0, Finder("torch", watch.torch_is_imported))
     os.register_at_fork(after_in_child=guarded(watch.start))
     atexit.register(lambda: guarded(watch.write)("exit") if "torch" in sys.modules else None)
 

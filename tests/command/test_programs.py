@@ -1,0 +1,331 @@
+"""Whole programs on simulated cards, as users write them: what runs, what is refused, and that nothing is lost."""
+
+import json
+import os
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+
+import oomprobe
+from oomprobe.cli import main
+from oomprobe.errors import SimulationError
+from oomprobe.simulation import program
+
+from .test_sitecustomize import run
+
+NOT_ENTERED = 78
+TRAIN = """
+    import os, sys, argparse, torch
+    from torch import nn
+
+    def train(steps=5, rows=64, model=None, device="cuda"):
+        if model is None:
+            model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).to(device)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(steps):
+            x, y = torch.randn(rows, 512).to(device), torch.randint(10, (rows,)).to(device)
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return model, optimizer, loss
+"""
+
+
+def on_card(tmp_path, code, *, card="sim:1GiB", **variables):
+    """Run a program on a card, and return its exit status, its stderr and the reports."""
+    given = {"OOMPROBE_SIMULATE": card, "OOMPROBE_DIR": str(tmp_path / "dir"), "OOMPROBE_FRACTIONS": '{"": 0.9}'}
+    (tmp_path / "dir").mkdir(exist_ok=True)
+    return run(tmp_path, textwrap.dedent(TRAIN) + textwrap.dedent(code), **{**given, **variables})
+
+
+RUN = {
+    "plain": "train()",
+    "mixed precision": """
+        model, optimizer = nn.Linear(512, 10).cuda(), None
+        optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.cuda.amp.GradScaler()
+        for _ in range(5):
+            with torch.autocast("cuda"):
+                loss = model(torch.randn(64, 512, device="cuda")).float().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert model(torch.ones(1, 512, device="cuda")).device == torch.device("cuda:0")
+    """,
+    "prints and logs": """
+        model, _, loss = train()
+        print(loss, loss.item(), f"{loss:.3f}", float(loss) > 0.5, model[0].weight[:2, :2], torch.cuda.get_device_name())
+        torch.cuda.synchronize(); torch.cuda.memory_summary(); torch.cuda.mem_get_info()
+        assert (model(torch.ones(4, 512).cuda()).argmax(1).cpu().numpy() == 0).mean() >= 0
+    """,
+    "old habits": """
+        torch.set_default_tensor_type("torch.cuda.FloatTensor")
+        Tensor = torch.cuda.FloatTensor
+        x = torch.autograd.Variable(Tensor(8, 4).normal_(0, 1), requires_grad=False).type(Tensor)
+        assert x.is_cuda and isinstance(x, torch.cuda.FloatTensor) and torch.ones(2).is_cuda and x.type() == "torch.cuda.FloatTensor"
+        train(5, 64, nn.Linear(512, 10))
+    """,
+    "weights replaced": """
+        model, optimizer, _ = train()
+        model[0].weight.data = model[0].weight.data.half().float()
+        model.half().float()
+        train(5, 64, model)
+    """,
+    "data of workers": """
+        from torch.utils.data import DataLoader, TensorDataset
+        data = TensorDataset(torch.randn(300, 512), torch.arange(300) % 10)
+        model = nn.Linear(512, 10).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for method in ("fork", "spawn"):
+            for x, y in DataLoader(data, 64, num_workers=2, pin_memory=True, multiprocessing_context=method):
+                assert x.device.type == "cpu" and y.max() == y.numpy().max()
+                nn.functional.cross_entropy(model(x.cuda(non_blocking=True)), y.cuda()).backward()
+                optimizer.step()
+    """,
+    "threads that do not use the card": """
+        import threading
+        said = []
+        thread = threading.Thread(target=lambda: said.append(torch.ones(4).sum().item()))
+        thread.start(); thread.join()
+        assert said == [4]
+        train()
+    """,
+    "buffers in host memory": """
+        model, _, _ = train()
+        kept, replay = torch.zeros(64, 10), torch.zeros(100_000, 512)
+        kept.copy_(model(replay[:64].cuda()).detach())
+        replay[:64] = torch.ones(64, 512, device="cuda").cpu()
+        assert not kept.is_cuda and torch.cuda.memory_allocated() < 100 * 2**20
+    """,
+    "masks and classes": """
+        y = torch.arange(64) % 8
+        y[:16] = -100
+        y = y.to("cuda")
+        x = torch.randn(64, 512, device="cuda", requires_grad=True)
+        assert x[y != -100].shape == (48, 512) and y.unique().tolist() == [-100, *range(8)]
+        train()
+    """,
+}
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_programs_run(tmp_path, name):
+    status, stderr, reports = on_card(
+        tmp_path, f"if __name__ == '__main__':\n{textwrap.indent(textwrap.dedent(RUN[name]), '    ')}"
+    )
+    assert status == 0, stderr
+    assert "oomprobe" not in stderr.replace("oomprobe/simulation", "")  # where torch says a warning comes from
+    [report] = [report for report in reports if report.devices]
+    assert (report.refusal, report.errors) == ("", ())
+    assert report.steps >= 5
+    assert report.devices[0].peak_reserved_bytes >= 2**21
+    assert report.devices[0].total_bytes == 2**30
+
+
+REFUSED = {
+    "address": ("train()[0][0].weight.data_ptr()", "asks for the address of a tensor's data"),
+    "caught": (
+        "try: torch.randn(4, device='cuda').data_ptr()\nexcept RuntimeError: pass\ntrain()",
+        "asks for the address of a tensor's data",
+    ),
+    "graphs": ("torch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph at script.py:"),
+    "sparse": ("torch.eye(4, device='cuda').to_sparse()", "sparse"),
+    "another card": (
+        "torch.ones(1, device='cuda:0'); torch.ones(1, device='cuda:1')",
+        "one simulated card stands for each process",
+    ),
+    "another thread": (
+        "import threading\nthread = threading.Thread(target=lambda: torch.ones(4).cuda())\nthread.start(); thread.join(); train()",
+        "in another thread than the main one",
+    ),
+    "CUDA itself": ("torch._C._cuda_getCurrentRawStream(0)", "needs CUDA itself"),
+    "sharded": (
+        "from torch.distributed.fsdp import fully_shard\ntorch.distributed.init_process_group('nccl', rank=0, world_size=2)\n"
+        "fully_shard(nn.Linear(4, 4).cuda())",
+        "ranks for DDP only",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_card_lacks_is_refused_in_a_sentence(tmp_path, name):
+    code, sentence = REFUSED[name]
+    _, _, (report,) = on_card(tmp_path, code)
+    assert sentence in report.refusal
+
+
+SAVES = """
+    import numpy as np
+    where = sys.argv[1] if len(sys.argv) > 1 else os.environ["WHERE"]
+    model, optimizer, loss = train()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, f"{where}/model.pt")
+    torch.save({"epoch": 3, "order": torch.arange(8)}, f"{where}/host.pt")
+    np.save(f"{where}/predicted.npy", model(torch.ones(4, 512).cuda()).detach().cpu().numpy())
+    np.save(f"{where}/truth.npy", np.arange(4))
+    if os.path.getsize(f"{where}/model.pt") > 100:
+        loaded = torch.load(f"{where}/model.pt", map_location="cuda")
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        assert loaded["epoch"] == 3
+        train(2, 64, model)
+"""
+
+
+def test_a_checkpoint_is_never_replaced_by_an_empty_one(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for name in ("model.pt", "predicted.npy"):
+        (kept / name).write_text("precious")
+    status, stderr, (report,) = on_card(tmp_path, SAVES, WHERE=str(kept))
+    assert status == 0, stderr
+    assert {(kept / name).read_text() for name in ("model.pt", "predicted.npy")} == {"precious"}
+    assert torch.load(kept / "host.pt")["order"].tolist() == [*range(8)]  # host memory has values
+    assert np.load(kept / "truth.npy").tolist() == [0, 1, 2, 3]
+    assert sum("nothing was written, because the file may be a checkpoint" in note for note in report.notes) == 2
+
+
+def test_below_the_folder_of_the_run_files_are_written_and_read_again(tmp_path):
+    status, stderr, (report,) = on_card(tmp_path, SAVES, WHERE=str(tmp_path / "dir"))
+    assert status == 0, stderr
+    assert not [note for note in report.notes if "nothing was written" in note]
+    assert (tmp_path / "dir" / "model.pt").stat().st_size < 100_000  # no values
+
+
+def test_what_was_assumed_is_noted(tmp_path):
+    code = """
+        model = torch.compile(nn.Linear(512, 10).cuda())
+        train(5, 64, model)
+        x = torch.randn(64, 512, device="cuda")
+        x = x[x > 0]
+    """
+    status, stderr, (report,) = on_card(tmp_path, code)
+    assert status == 0, stderr
+    said = "\n".join(report.notes)
+    assert "torch.compile was left out" in said
+    assert "script.py:" in said
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"card": "sim:nocard"}, "'nocard' is not in the catalogue"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "backend"),
+    ],
+)
+def test_a_card_that_cannot_be_entered_ends_the_program_at_its_import(tmp_path, variables, said):
+    status, stderr, (report,) = on_card(tmp_path, "open('trained', 'w'); train(device='cpu')", **variables)
+    assert status == NOT_ENTERED
+    assert "oomprobe: the simulated card could not be entered: " in stderr
+    assert said in stderr
+    assert said in report.refusal
+    assert not (tmp_path / "trained").exists()
+
+
+def test_an_old_torch(monkeypatch):
+    monkeypatch.setattr(program, "VERSION", (2, 5))
+    with pytest.raises(SimulationError, match=r"a simulated card needs 2\.6 or later"):
+        program.enter("sim:T4", ".", {})
+
+
+# --- probed ---
+
+SCRIPT = textwrap.dedent(TRAIN) + textwrap.dedent("""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int)
+    parser.add_argument("--device", default="cuda")
+    options = parser.parse_args()
+    if __name__ == "__main__":
+        while True:
+            train(20, options.batch_size, device=options.device)
+""")
+
+
+def command(tmp_path, *words, python=(), script=SCRIPT):
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    return [sys.executable, *python, str(path), "--batch-size", "{batch}", *words]
+
+
+def probed(words, **options):
+    return oomprobe.probe_command(words, device="sim:64MiB", progress="off", **options)
+
+
+def test_a_command_is_probed_like_any(tmp_path):
+    result = probed(command(tmp_path), start_batch=4096, resolution=0.1)
+    assert result.limited_by == "memory"
+    assert result.environment["device"] == "simulated"
+    assert "holds for   a fresh process on a simulated card; torch" in str(result)
+    assert "simulated: no kernel ran, and tensors had no values" in result.notes
+    assert any("workspaces of cuDNN" in item for item in result.not_covered)
+    assert [trial.step_s for trial in result.trials] == [None] * len(result.trials)
+    last = [trial for trial in result.trials if trial.verdict == "fits"][-1]
+    assert 0 < last.peak_reserved_bytes <= result.budget_bytes
+    assert "samples/s" not in str(result)
+
+
+@pytest.mark.parametrize(
+    ("words", "python", "script", "said"),
+    [
+        (["--device", "cpu"], (), SCRIPT, "no process of the command used the simulated card"),
+        ([], ("-I",), SCRIPT, r"run Python with -I"),
+        ([], (), SCRIPT.replace("train(20", "torch.ones(1).cuda().data_ptr(); train(20"), "asks for the address"),
+    ],
+    ids=["on the CPU", "isolated", "refused"],
+)
+def test_a_refusal_ends_the_probe_with_its_sentence(tmp_path, words, python, script, said):
+    with pytest.raises(SimulationError, match=said):
+        oomprobe.check_command(
+            command(tmp_path, *words, python=python, script=script.replace("while True", "for _ in range(2)")),
+            64, device="sim:1GiB", progress="off",
+        )  # fmt: skip
+
+
+def test_a_script_that_ignores_its_batch_size(tmp_path):
+    with pytest.raises(oomprobe.UnreliableError, match=r"train\.py"):
+        probed(command(tmp_path, script=SCRIPT.replace("options.batch_size,", "8,")))
+
+
+def test_workspaces_of_convolutions_make_an_interval(tmp_path):
+    convolutions = (
+        "nn.Sequential(nn.Unflatten(1, (8, 8, 8)), nn.Conv2d(8, 64, 3), nn.Flatten(), nn.Linear(64 * 36, 10))"
+    )
+    script = SCRIPT.replace("nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10))", convolutions)
+    result = oomprobe.check_command(command(tmp_path, script=script), 64, device="sim:1GiB", progress="off")
+    answer = result.trials[-1]
+    assert answer.peak_upper_bytes > answer.peak_reserved_bytes
+    assert any("if convolutions take the largest workspaces they may want" in note for note in result.notes)
+
+
+def test_ranks_are_cards_of_their_own(tmp_path):
+    script = SCRIPT.replace(
+        "while True:\n",
+        textwrap.indent(
+            textwrap.dedent("""
+        torch.distributed.init_process_group("nccl")
+        rank, device = torch.distributed.get_rank(), int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(device)
+        assert torch.distributed.get_world_size() == 2 == torch.cuda.device_count() and torch.cuda.current_device() == rank
+        model = nn.parallel.DistributedDataParallel(nn.Linear(512, 10).to(device), device_ids=[device])
+        while True:
+    """),
+            "    ",
+        ).lstrip("\n")[4:],
+    ).replace("device=options.device)", "model=model)")
+    words = command(
+        tmp_path, script=script, python=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    )
+    result = oomprobe.check_command(words, 64, device="sim:8GiB", progress="off")
+    assert result.batch_size == 64
+    assert str(result.device).startswith("2 x simulated")
+
+
+def test_on_the_command_line(tmp_path, capfd):
+    at = tmp_path / "result.json"
+    words = ["run", "--device", "sim:64MiB", "--require", "64", "--quiet", "--json", str(at), "--", *command(tmp_path)]
+    assert main(words) == 0
+    assert json.loads(at.read_text())["environment"]["device"] == "simulated"
+    assert os.environ.get("OOMPROBE_SIMULATE") is None
