@@ -16,7 +16,7 @@ from oomprobe.ground.frames import user_line
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cuda_api import LEGACY_TYPES, legacy_type
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, SEEN, requested_device
-from oomprobe.simulation.unknown import refuse_address
+from oomprobe.simulation.unknown import refuse_address, refuse_quantized
 
 _T = torch.Tensor
 RECURRENT = (
@@ -53,6 +53,8 @@ class DeviceMode(TorchFunctionMode):
             _T.type: self._type,
             _T.data_ptr: self._address,
             _T.__deepcopy__: self._deepcopy,
+            torch.quantize_per_tensor: refuse_quantized,
+            torch.quantize_per_channel: refuse_quantized,
             torch.tensor: self._from_data,
             torch.as_tensor: self._from_data,
             torch.asarray: self._from_data,

@@ -84,8 +84,8 @@ def read_value(tensor: torch.Tensor, notes: dict[str, None]) -> Any:
 
 _WANTS_DATA = ("no fake impl registered", "Cannot access data pointer of Tensor")
 _NEEDS_CUDA = (
-    "not compiled with CUDA", "not linked with support for cuda", "has no attribute '_cuda_", "from the 'CUDA' backend", "No CUDA GPUs",
-    "CUDA driver", "Cannot initialize CUDA", "no NCCL built in",
+    "not compiled with CUDA", "not linked with support for cuda", "has no attribute '_cuda_", "has no attribute '_nccl_",
+    "from the 'CUDA' backend", "No CUDA GPUs", "CUDA driver", "Cannot initialize CUDA", "no NCCL built in", "active drivers",
 )  # fmt: skip
 
 
@@ -135,12 +135,18 @@ def refuse_address(why: BaseException | None = None) -> NoReturn:
 
 
 def refuse_layout(tensor: torch.Tensor) -> None:
-    """Raise if the tensor is sparse or quantised."""
-    if tensor.is_quantized or tensor.layout is not torch.strided:
-        kind = "quantised"
-        if tensor.layout is not torch.strided:
-            kind = str(tensor.layout).removeprefix("torch.")
-        raise SimulationError(
-            f"a {kind} tensor of shape {tuple(tensor.shape)} at {user_line()}: a simulated card supports dense "
-            "tensors only; probe on a real device"
-        )
+    """Raise if the tensor is sparse."""
+    if tensor.layout is not torch.strided:
+        _refuse_tensor(str(tensor.layout).removeprefix("torch."), tensor)
+
+
+def refuse_quantized(tensor: torch.Tensor, *_: object, **__: object) -> NoReturn:
+    """Raise for what quantises a tensor: torch knows no such fake."""
+    _refuse_tensor("quantised", tensor)
+
+
+def _refuse_tensor(kind: str, tensor: torch.Tensor) -> NoReturn:
+    raise SimulationError(
+        f"a {kind} tensor of shape {tuple(tensor.shape)} at {user_line()}: a simulated card supports dense tensors only; probe on a real "
+        "device"
+    )

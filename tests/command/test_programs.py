@@ -101,6 +101,14 @@ RUN = {
         replay[:64] = torch.ones(64, 512, device="cuda").cpu()
         assert not kept.is_cuda and torch.cuda.memory_allocated() < 100 * 2**20
     """,
+    "buckets of DDP": """
+        torch.distributed.init_process_group("nccl", init_method="tcp://localhost:1", rank=1, world_size=4)
+        model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
+        before, count = torch.cuda.memory_allocated(), sum(weight.numel() for weight in model.parameters())
+        model = nn.parallel.DistributedDataParallel(model)
+        assert torch.cuda.memory_allocated() - before == -(-count * 4 // 512) * 512
+        train(5, 64, model)
+    """,
     "masks and classes": """
         y = torch.arange(64) % 8
         y[:16] = -100
@@ -134,6 +142,8 @@ REFUSED = {
     ),
     "graphs": ("torch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph at script.py:"),
     "sparse": ("torch.eye(4, device='cuda').to_sparse()", "sparse"),
+    "quantized": ("torch.quantize_per_tensor(torch.ones(4).cuda(), 0.1, 0, torch.qint8)", "a quantised tensor"),
+    "NCCL": ("import torch.cuda.nccl\ntorch.cuda.nccl.all_reduce([torch.ones(4).cuda()])", "needs CUDA itself"),
     "another card": (
         "torch.ones(1, device='cuda:0'); torch.ones(1, device='cuda:1')",
         "one simulated card stands for each process",

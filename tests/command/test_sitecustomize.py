@@ -46,6 +46,12 @@ def test_steps_are_reported(tmp_path):
     assert report.begun_s <= report.step_s[0] <= report.step_s[1] <= report.at_s
 
 
+def test_a_program_that_looks_for_torch_before_it_imports_it(tmp_path):
+    looks = "    from importlib.util import find_spec\n    assert find_spec('torch') and find_spec('torch')\n"
+    status, stderr, (report,) = run(tmp_path, looks + TRAINS)
+    assert (status, stderr, report.steps) == (0, "", 5)
+
+
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_a_process_that_writes_no_report_at_its_end_has_written_one_at_its_last_step(tmp_path, end):
     _, _, (report,) = run(tmp_path, TRAINS + f"    {end}\n")

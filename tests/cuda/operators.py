@@ -98,7 +98,6 @@ add(
     picture_from_host=lambda _: torch.ones(4, 3, 64, 64).to(memory_format=torch.channels_last).to("cuda", torch.half),
     layout_from_host=lambda _: torch.ones(4, 3, 64, 64).to("cuda", memory_format=torch.channels_last),
     columns_from_host=lambda make: make(*ROWS, grad=False)[:, :7].copy_(torch.ones(200, 7)),
-    columns_copied_to_host=lambda make: torch.ones(200, 7).copy_(make(*ROWS, grad=False)[:, :7]),
     to_float=lambda make: make(*ROWS).float(),
     to_half=lambda make: make(*ROWS).half(),
     clone=lambda make: make(*ROWS).clone(),
