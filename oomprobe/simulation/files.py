@@ -6,6 +6,7 @@ import functools
 import os
 import pickle
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,11 +40,14 @@ class Files:
     def __init__(self, folder: Path, card_mode: CardMode) -> None:
         self._folder, self._card_mode = folder.resolve(), card_mode
         self._save, self._load = torch.save, torch.load
+        self._device: torch.device | None = None  # where tensors that are loaded go
 
     def patches(self) -> Iterator[tuple[Any, str, Any]]:
         """Yield replacements for attributes, each with its owner and name."""
         yield torch, "save", self.save
         yield torch, "load", self.load
+        name = "_rebuild_meta_tensor_no_storage"
+        yield torch._utils, name, self._rebuild(getattr(torch._utils, name))
         for name in ("save", "savez", "savez_compressed"):
             yield np, name, functools.partial(self.save_arrays, getattr(np, name))
 
@@ -64,20 +68,29 @@ class Files:
                 self._save(obj, f, **{**kwargs, "pickle_module": module})
 
     def load(self, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Answer `torch.load`; a tensor that was written without data has none again."""
+        """Answer `torch.load`; a tensor that was written without data has none again, and is on the card unless it is mapped elsewhere."""
+        self._device = CARD if map_location is None else None
+        if isinstance(map_location, str | int | torch.device):
+            self._device = requested_device(map_location)
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             loaded = self._load(f, "cpu", *args, **kwargs)
-        named = isinstance(map_location, str | int | torch.device)
-        device = requested_device(map_location) if named else None
-        return tree_map_only(torch.Tensor, functools.partial(self._loaded, device), loaded)
+        return loaded if map_location is None else tree_map_only(torch.Tensor, self._loaded, loaded)
 
-    def _loaded(self, device: torch.device | None, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta:
-            with self._card_mode.fake_mode:
-                tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        if device == CARD:
+    def _loaded(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._device == CARD:
             self._card_mode.put_on_card(tensor)
         return tensor
+
+    def _rebuild(self, rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Make what rebuilds a tensor without data, inside a module too, return one of the simulation."""
+
+        @functools.wraps(rebuild)  # which pickle looks for
+        def rebuild_without_data(dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> torch.Tensor:
+            with self._card_mode.fake_mode:
+                fake = torch.empty_strided(size, stride, dtype=dtype)
+            return self._loaded(fake).requires_grad_(requires_grad)
+
+        return rebuild_without_data
 
     def save_arrays(self, save: Callable[..., None], file: Any, *arrays: Any, **kwargs: Any) -> None:
         """Answer numpy's functions that save."""
@@ -128,6 +141,8 @@ def _pickler(card_mode: CardMode, simulated: list[torch.Tensor]) -> type[pickle.
             if not isinstance(value, torch.Tensor) or card_mode.has_values(value):
                 return NotImplemented
             simulated.append(value)
+            if isinstance(value, torch.nn.Parameter):
+                return torch._utils._rebuild_parameter, (value.detach(), value.requires_grad, OrderedDict())
             geometry = value.dtype, value.size(), value.stride(), value.requires_grad
             return torch._utils._rebuild_meta_tensor_no_storage, geometry
 

@@ -111,6 +111,22 @@ RUN = {
         replay[:64] = torch.ones(64, 512, device="cuda").cpu()
         assert not kept.is_cuda and torch.cuda.memory_allocated() < 100 * 2**20
     """,
+    "a whole model in a file": """
+        class Recurrent(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.rnn, self.head = nn.LSTM(512, 512), nn.Linear(512, 10)
+
+            def forward(self, x):
+                return self.head(self.rnn(x)[0])
+
+        model = Recurrent().cuda()
+        torch.save(model, os.path.join(os.environ["OOMPROBE_DIR"], "model.pt"))
+        loaded = torch.load(os.path.join(os.environ["OOMPROBE_DIR"], "model.pt"), weights_only=False)
+        loaded.rnn.flatten_parameters()
+        assert next(loaded.parameters()).is_cuda and loaded(torch.ones(3, 512).cuda()).is_cuda
+        train(5, 64, loaded)
+    """,
     "buckets of DDP": """
         torch.distributed.init_process_group("nccl", init_method="tcp://localhost:1", rank=1, world_size=4)
         model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
