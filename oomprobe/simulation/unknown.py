@@ -135,7 +135,9 @@ def refuse_address(why: BaseException | None = None) -> NoReturn:
 
 
 def refuse_layout(tensor: torch.Tensor) -> None:
-    """Raise if the tensor is sparse."""
+    """Raise if the tensor is sparse or quantised."""
+    if tensor.is_quantized:
+        refuse_quantized(tensor)
     if tensor.layout is not torch.strided:
         _refuse_tensor(str(tensor.layout).removeprefix("torch."), tensor)
 
