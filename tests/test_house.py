@@ -1,6 +1,7 @@
 """Structure of the package: few frames from the call to the step, no import cycles, device classes used in one place."""
 
 import ast
+import subprocess
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -170,3 +171,12 @@ def test_the_top_is_small():
     folders = [path for path in entries if path.is_dir()]
     assert len(folders) <= 12
     assert len(entries) - len(folders) <= 8
+
+
+def test_a_wheel_has_every_file_of_the_package():
+    """The builder leaves out what git ignores, though it may be committed."""
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        pytest.skip("not a clone")
+    words = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    assert subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout == ""
