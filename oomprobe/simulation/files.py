@@ -111,7 +111,8 @@ class Files:
     def load_tensors(self, load: Callable[..., Any], filename: Any, device: Any = "cpu") -> Any:
         """Answer ``safetensors.torch.load_file``."""
         if zipfile.is_zipfile(filename):
-            return self.load(filename, device)
+            with open(filename, "rb") as file:  # by its name, torch.load would ask safetensors
+                return self.load(file, device)
         return {name: tensor.to(device) for name, tensor in load(filename).items()}
 
     def _may_write(self, file: Any) -> bool:

@@ -245,6 +245,36 @@ def test_what_was_assumed_is_noted(tmp_path):
     assert "script.py:" in said
 
 
+def test_safetensors(tmp_path):
+    pytest.importorskip("safetensors")
+    code = """
+        from safetensors.torch import load_file, save_file
+        state = train()[0].state_dict()
+        save_file(state, os.environ["WHERE"] + "/precious.safetensors")
+        path = os.environ["OOMPROBE_DIR"] + "/model.safetensors"
+        save_file(state, path)
+        assert {name: tensor.shape for name, tensor in load_file(path, device="cuda").items()} == {
+            name: tensor.shape for name, tensor in state.items()
+        }
+    """
+    (tmp_path / "precious.safetensors").write_text("precious")
+    status, stderr, (report,) = on_card(tmp_path, code, WHERE=str(tmp_path))
+    assert status == 0, stderr
+    assert (tmp_path / "precious.safetensors").read_text() == "precious"
+    assert len([note for note in report.notes if "nothing was written" in note]) == 1
+
+
+def test_a_rank_of_slurm(tmp_path):
+    code = """
+        torch.distributed.init_process_group("nccl", init_method="env://")
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (1, 4)
+        train()
+    """
+    status, stderr, (report,) = on_card(tmp_path, code, SLURM_PROCID="1", SLURM_NTASKS="4")
+    assert status == 0, stderr
+    assert any("one rank of 4 was simulated" in note for note in report.notes)
+
+
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
