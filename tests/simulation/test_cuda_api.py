@@ -112,7 +112,8 @@ def test_functions_take_what_torchs_take(name):
 
 # Names that need no CUDA, or call only what is replaced.
 UNCHANGED = {
-    "CudaError", "DeferredCudaCallError", "caching_allocator_disabled", "cudaStatus", "device_index", "get_gencode_flags",
+    "CudaError", "DeferredCudaCallError", "caching_allocator_disabled", "cudaStatus", "device_index", "export_dot",
+    "export_graph_data", "get_gencode_flags",
     "get_rng_state_all", "reset_accumulated_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
     "reset_peak_memory_stats",
 }  # fmt: skip
