@@ -55,6 +55,10 @@ UNARY = (
 BINARY = "add mul sub div maximum minimum fmod remainder hypot eq lt logaddexp fmin fmax xlogy"
 
 
+def split_into(parts, tensor):
+    torch.split_with_sizes_copy(tensor, [part.shape[1] for part in parts], 1, out=parts)
+
+
 def of_one(of):
     return lambda make: of(make(*ROWS))
 
@@ -460,6 +464,17 @@ add(
     cat_of_two_dtypes=lambda make: torch.cat([make(*ROWS), make(*ROWS, dtype=torch.float32)]),
     stack=lambda make: torch.stack([make(*ROWS), make(*ROWS)], 1),
     split=lambda make: make(*ROWS).split(1000, 1),
+    split_copy=lambda make: split_into(
+        [make(20, size, grad=False) for size in (1000, 1500, 500)], make(20, 3000, grad=False)
+    ),
+    split_copy_of_much=lambda make: split_into([make(64, 30_000, grad=False)] * 3, make(64, 90_000, grad=False)),
+    chunk_cat=lambda make: torch._chunk_cat([make(30, 3000, grad=False), make(17, 500, grad=False)], 0, 4),
+    chunk_cat_into=lambda make: torch._chunk_cat(
+        [make(32, 3000, grad=False), make(16, 500, grad=False)], 0, 4, out=make(4, 26_000, grad=False)
+    ),
+    chunk_cat_widening=lambda make: torch._chunk_cat(
+        [make(32, 3000, grad=False)], 0, 4, out=make(4, 24_000, grad=False, dtype=torch.float32)
+    ),
     chunks=lambda make: torch.cat(make(*ROWS).chunk(3, 1)[::-1], 1),
     unbind=lambda make: make(4, *ROWS).unbind(0),
     expand=lambda make: make(1, 3000).expand(200, 3000) * 1,

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 COMPARED = frozenset((
     "_adaptive_avg_pool2d", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward",
-    "_cdist_backward", "_cdist_forward", "_embedding_bag", "_embedding_bag_backward", "_euclidean_dist",
+    "_cdist_backward", "_cdist_forward", "_chunk_cat", "_embedding_bag", "_embedding_bag_backward", "_euclidean_dist",
     "_local_scalar_dense", "_log_softmax", "_log_softmax_backward_data", "_prelu_kernel", "_prelu_kernel_backward",
     "_safe_softmax", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward", "_softmax",
@@ -43,7 +43,7 @@ COMPARED = frozenset((
     "reflection_pad2d_backward", "relu", "remainder", "repeat", "replication_pad2d", "replication_pad2d_backward",
     "resize", "roll", "rot90", "round", "rsub", "scalar_tensor", "scatter", "scatter_add", "scatter_reduce",
     "searchsorted", "select_backward", "sin", "sinh", "slice", "slice_backward", "smooth_l1_loss",
-    "smooth_l1_loss_backward", "softplus", "softplus_backward", "softshrink", "softshrink_backward", "sort", "split",
+    "smooth_l1_loss_backward", "softplus", "softplus_backward", "softshrink", "softshrink_backward", "sort", "split", "split_with_sizes_copy",
     "sqrt", "stack", "std", "sub", "sum", "take", "tan", "tanh", "threshold_backward", "topk", "tril", "triu",
     "unfold_backward", "uniform", "upsample_bicubic2d", "upsample_bicubic2d_backward", "upsample_bilinear2d",
     "upsample_bilinear2d_backward", "upsample_linear1d", "upsample_linear1d_backward", "upsample_nearest1d",
@@ -94,6 +94,8 @@ def is_compared(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload):
         return True
     if torch.Tag.pointwise in func.tags or func.is_view:
+        return True
+    if func.namespace in ("fsdp", "_c10d_functional"):  # in steps of ranks (tests/cuda/test_ranks.py)
         return True
     if func.namespace != "aten":
         return False

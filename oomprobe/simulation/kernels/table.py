@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from oomprobe.simulation.cuda_kernels import has_only_format
-from oomprobe.simulation.kernels import attention, convolutions, norms, sorting, sums
+from oomprobe.simulation.kernels import attention, convolutions, lists, norms, sorting, sums
 from oomprobe.simulation.kernels.steps import (
     FLOAT_BYTES,
     INT64_BYTES,
@@ -292,6 +292,9 @@ _RULES: dict[Any, Rule] = {
     _aten._scaled_dot_product_cudnn_attention: lambda _: launch(afterwards, (), (attention.CUDNN_BYTES,)),
     _aten._scaled_dot_product_cudnn_attention_backward: attention.cudnn_backward,
     _aten._scaled_dot_product_efficient_attention_backward: attention.efficient_backward,
+    # lists of tensors
+    _aten.split_with_sizes_copy: lists.split_copy,
+    _aten._chunk_cat: lists.chunk_cat,
     # others
     _aten._to_copy: _to_other_device,
     _aten.copy_: _copy_in_place,
