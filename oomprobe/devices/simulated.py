@@ -17,7 +17,7 @@ from oomprobe.devices.base import Counters, Device, History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.trials import UNSIMULATED, Call, Outcome, Request, Trial, Verdict
-from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, oom_message
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.catalogue import card_of
@@ -27,6 +27,7 @@ from oomprobe.simulation.patches import building, simulated
 from oomprobe.simulation.prediction import Predictor
 from oomprobe.simulation.ranks import first_of, with_nccl
 from oomprobe.simulation.settings import AllocatorSettings
+from oomprobe.simulation.sharding import Sharding
 from oomprobe.simulation.tape import LiveBlocks, RecordedCall, replay_trial
 from oomprobe.simulation.unknown import refuse_address, wants_data
 
@@ -88,6 +89,8 @@ class SimulatedDevice(Device):
         self._memory = CardMemory(self.card, AllocatorSettings.from_environment() if settings is None else settings)
         self._full = False  # whether the cap is below what is already on the card
         self._card_mode = CardMode(self._memory)
+        self._card_mode.is_rank = world_size > 1
+        self._sharding = Sharding()
         self._predictor = Predictor()
         self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # state before the trial's first call
         self._calls: list[RecordedCall] = []
@@ -96,7 +99,7 @@ class SimulatedDevice(Device):
     @contextmanager
     def session(self) -> Iterator[None]:
         if self._full:
-            raise torch.OutOfMemoryError(self._memory.oom_message())
+            raise torch.OutOfMemoryError(oom_message(self._memory.allocator, SMALL_SEGMENT))
         if self._cold is None:
             self._cold = self._memory.allocator.copy(), self._memory.live_blocks
         self._memory.tape.start()
@@ -109,7 +112,7 @@ class SimulatedDevice(Device):
                     refuse_address(error)
                 raise
             gc.collect(0)  # free this call's cycles now, not during the next call
-        self._calls.append(self._memory.tape.finish())
+        self._calls.append(self._memory.finish_call())
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -128,7 +131,7 @@ class SimulatedDevice(Device):
 
     def first_rank(self, variables: Mapping[str, str]) -> AbstractContextManager[None]:
         """Let code inside be the first of the card's ranks; `variables` are those of its environment."""
-        return first_of(self.world_size, variables, self._assumed)
+        return first_of(self.world_size, variables, self._assumed, self._sharding)
 
     def begin_probe(self, poll: Callable[[], None]) -> None:
         self._card_mode.poll, self._card_mode.notes, self._card_mode.counts_values = poll, {}, False
@@ -182,6 +185,7 @@ class SimulatedDevice(Device):
     def start_trial(self) -> None:
         self._memory.start_trial()
         self._card_mode.start_trial()
+        self._sharding.start_trial()
         self._cold = None
         self._calls, self._trial_calls = [], []
 

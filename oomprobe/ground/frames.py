@@ -41,6 +41,15 @@ def user_line() -> str:
     return _innermost(traceback.walk_stack(sys._getframe())) or "an unknown line"
 
 
+def is_in_users_code() -> bool:
+    """Return whether what oomprobe stands for was called by the user's code, or another library's, rather than by torch."""
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        path = Path(frame.f_code.co_filename)
+        if not _says_nothing(path):
+            return TORCH not in path.parents
+    return False
+
+
 def raised_at(error: BaseException) -> str | None:
     """Return file and line of the innermost frame of the user's code in a traceback."""
     return _innermost(reversed(list(traceback.walk_tb(error.__traceback__))))

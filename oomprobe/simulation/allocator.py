@@ -4,7 +4,8 @@ The allocator reserves *segments* from the driver and hands out *blocks*. It cac
 requests and merges free neighbours; only an unsplit segment goes back to the driver. Driver refusals are pure arithmetic,
 so a recorded step can be replayed against any capacity.
 
-Not modelled: multiple streams, private pools (CUDA graphs), multiple processes.
+Each stream has free blocks of its own. Streams do all their work at once, but a block that another stream has used waits until
+`synchronize`: a card may be as late. Not modelled: private pools (CUDA graphs), multiple processes.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch; constants from c10/core/AllocatorConfig.h of torch 2.13.
 """
@@ -35,7 +36,19 @@ class AllocatorOutOfMemory(MemoryError):
 class Block:
     """A piece of a segment. ``free``: mapped and in its pool; neither ``free`` nor ``mapped``: address space only."""
 
-    __slots__ = ("address", "free", "mapped", "next", "order", "origin", "pool", "prev", "requested", "size")
+    __slots__ = (
+        "address",
+        "free",
+        "is_shared",
+        "mapped",
+        "next",
+        "order",
+        "origin",
+        "pool",
+        "prev",
+        "requested",
+        "size",
+    )
 
     def __init__(self, pool: Pool, address: int, size: int, order: int) -> None:
         self.pool = pool
@@ -48,6 +61,7 @@ class Block:
         self.mapped = True
         self.origin = -1  # start of its expandable segment; -1: not in one
         self.requested = 0
+        self.is_shared = False  # whether another stream than its own has used it
 
     @property
     def is_whole_segment(self) -> bool:
@@ -93,15 +107,17 @@ class Block:
         """Return a copy for another allocator's pool, without links."""
         twin = Block(pool, self.address, self.size, self.order)
         twin.free, twin.mapped, twin.origin, twin.requested = self.free, self.mapped, self.origin, self.requested
+        twin.is_shared = self.is_shared
         return twin
 
 
 class Pool:
-    """Free blocks of the small or the large pool, sorted by size, order and address for best fit."""
+    """Free small or large blocks of a stream, sorted by size, order and address for best fit."""
 
-    __slots__ = ("free", "page", "smallest_remainder", "unmapped")
+    __slots__ = ("free", "page", "smallest_remainder", "stream", "unmapped")
 
-    def __init__(self, settings: AllocatorSettings, *, is_small: bool) -> None:
+    def __init__(self, settings: AllocatorSettings, stream: int, *, is_small: bool) -> None:
+        self.stream = stream
         expandable = settings.expandable_segments
         self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         # should_split: sizes are multiples of 512, so "more than 1 MiB" is "at least 1 MiB + 512"
@@ -166,9 +182,9 @@ class CachingAllocator:
     """
 
     __slots__ = (  # make replays a fifth faster
-        "_last_order", "_live", "_next_address", "_pools", "_settings", "alloc_retries", "allocated_bytes",
+        "_last_order", "_live", "_next_address", "_of_stream", "_pools", "_settings", "_waiting", "alloc_retries", "allocated_bytes",
         "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes", "peak_reserved_bytes", "requested_bytes",
-        "reserved_bytes", "served", "served_bytes", "total_bytes",
+        "reserved_bytes", "served", "served_bytes", "stream", "total_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -178,7 +194,9 @@ class CachingAllocator:
         self.total_bytes = capacity_bytes if total_bytes is None else total_bytes
         self.limit_bytes: int | None = None
         self._settings = settings
-        self._pools = {is_small: Pool(settings, is_small=is_small) for is_small in (True, False)}
+        self._pools: dict[int, tuple[Pool, Pool]] = {}  # of large and of small blocks, by stream
+        self.use_stream(0)
+        self._waiting: list[Block] = []  # freed, but perhaps still in use by another stream
         self._live: dict[int, Block] = {}
         self._last_order = 0
         self.served = 0  # number of blocks ever allocated; a block's handle is its number
@@ -189,13 +207,18 @@ class CachingAllocator:
         self.served_bytes = 0  # total of all requests
         self.log: list[tuple[int, int]] | None = None
 
+    def use_stream(self, stream: int) -> None:
+        """Serve later requests from the blocks of a stream; 0: the default one."""
+        if stream not in self._pools:
+            self._pools[stream] = _empty_pools(self._settings, stream)
+        self.stream, self._of_stream = stream, self._pools[stream]
+
     def malloc(self, nbytes: int) -> int:
-        """Allocate a block; return a handle for `free`, never reused; 0 for no bytes."""
+        """Allocate a block of the current stream; return a handle for `free`, never reused; 0 for no bytes."""
         if nbytes <= 0:
             return 0
         size = _rounded_up(nbytes, SMALLEST_BLOCK)  # round_size
-        is_small = size <= SMALL
-        pool = self._pools[is_small]
+        pool = self._of_stream[size <= SMALL]
         index = self._best_fit(pool, size)
         block = pool.free.pop(index)[-1] if index >= 0 else self._block_from_driver(pool, size)
         if block.size - size >= pool.smallest_remainder:
@@ -216,7 +239,7 @@ class CachingAllocator:
         return handle
 
     def free(self, handle: int) -> None:
-        """Return a block to its pool, merged with its free neighbours; ignore handle 0."""
+        """Return a block to its pool, unless another stream has used it; ignore handle 0."""
         if handle == 0:
             return
         block = self._live.pop(handle)
@@ -224,7 +247,25 @@ class CachingAllocator:
         self.requested_bytes -= block.requested
         if self.log is not None:
             self.log.append((handle, -block.requested))
-        self._return_to_pool(block)
+        if block.is_shared:
+            self._waiting.append(block)
+        else:
+            self._return_to_pool(block)
+
+    def record_stream(self, handle: int, stream: int) -> bool:
+        """Take note that a stream uses a block; return whether it is another one than the block's own."""
+        block = self._live.get(handle)
+        if block is None or block.pool.stream == stream:
+            return False
+        block.is_shared = True
+        return True
+
+    def synchronize(self) -> None:
+        """synchronize_and_free_events: return freed blocks to their pools that have waited for another stream."""
+        for block in self._waiting:
+            block.is_shared = False
+            self._return_to_pool(block)
+        self._waiting.clear()
 
     def serve(self, steps: Iterable[int], blocks: list[int]) -> None:
         """Allocate blocks of these bytes, added to those held; a step of -n frees the n-th last of them."""
@@ -236,7 +277,8 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """release_cached_blocks: return every unused cached segment, or page of one, to the driver."""
-        for pool in self._pools.values():
+        self.synchronize()
+        for pool in self._all_pools():
             for *_, block in list(pool.free):
                 if block.origin >= 0:
                     self._unmap(block)
@@ -254,13 +296,13 @@ class CachingAllocator:
     def layout(self, handles: Iterable[int]) -> object:
         """Return the places of these blocks and of free memory, and how often that was given back: these decide later requests."""
         places = [(block.address, block.size) for block in map(self._live.get, handles) if block]
-        free = [entry[:3] for pool in self._pools.values() for entry in pool.free]
-        return places, free, self.reserved_bytes, self.alloc_retries
+        free = [entry[:3] for pool in self._all_pools() for entry in pool.free]
+        return places, free, self.stream, self.reserved_bytes, self.alloc_retries
 
     def stats(self) -> dict[str, int]:
-        """Return figures by their names in ``torch.cuda.memory_stats``, for both pools together."""
+        """Return figures by their names in ``torch.cuda.memory_stats``, for all pools together."""
         split_bytes = 0
-        for pool in self._pools.values():
+        for pool in self._all_pools():
             for *_, block in pool.free:
                 if block.origin < 0 and not block.is_whole_segment:
                     split_bytes += block.size
@@ -285,29 +327,11 @@ class CachingAllocator:
 
     def copy(self) -> CachingAllocator:
         """Return an independent allocator in the same state; handles are valid in both."""
-        twin = CachingAllocator.__new__(CachingAllocator)
-        for name in CachingAllocator.__slots__:
-            setattr(twin, name, getattr(self, name))
-        twin.log = None
-        twin._pools = {is_small: Pool(self._settings, is_small=is_small) for is_small in self._pools}
-        pools = {pool: twin._pools[is_small] for is_small, pool in self._pools.items()}
-        blocks: dict[Block | None, Block] = {block: block.twin(pools[block.pool]) for block in self._blocks()}
-        for block in self._blocks():
-            copied = blocks[block]
-            copied.prev, copied.next = blocks.get(block.prev), blocks.get(block.next)
-        for pool, twin_pool in pools.items():
-            twin_pool.free = [(size, order, at, blocks[block]) for size, order, at, block in pool.free]
-            twin_pool.unmapped = [(address, blocks[block]) for address, block in pool.unmapped]
-        twin._live = {handle: blocks[block] for handle, block in self._live.items()}
-        return twin
+        return _copied(self)
 
-    def _blocks(self) -> Iterator[Block]:
-        yield from self._live.values()
-        for pool in self._pools.values():
-            for *_, block in pool.free:
-                yield block
-            for _, block in pool.unmapped:
-                yield block
+    def _all_pools(self) -> Iterator[Pool]:
+        for pools in self._pools.values():
+            yield from pools
 
     def _segment_size(self, size: int) -> int:
         """get_allocation_size: the size of a new segment."""
@@ -434,6 +458,42 @@ class CachingAllocator:
     def _release(self, block: Block) -> None:
         block.pool.discard(block)
         self.reserved_bytes -= block.size
+
+
+def _empty_pools(settings: AllocatorSettings, stream: int) -> tuple[Pool, Pool]:
+    return Pool(settings, stream, is_small=False), Pool(settings, stream, is_small=True)
+
+
+def _copied(allocator: CachingAllocator) -> CachingAllocator:
+    twin = CachingAllocator.__new__(CachingAllocator)
+    for name in CachingAllocator.__slots__:
+        setattr(twin, name, getattr(allocator, name))
+    twin.log = None
+    twin._pools = {stream: _empty_pools(allocator._settings, stream) for stream in allocator._pools}
+    twin.use_stream(allocator.stream)
+    pools = dict(zip(allocator._all_pools(), twin._all_pools(), strict=True))
+    blocks: dict[Block | None, Block] = {}
+    for block in _blocks_of(allocator):
+        blocks[block] = block.twin(pools[block.pool])
+    for block in _blocks_of(allocator):
+        copied = blocks[block]
+        copied.prev, copied.next = blocks.get(block.prev), blocks.get(block.next)
+    for pool, twin_pool in pools.items():
+        twin_pool.free = [(size, order, at, blocks[block]) for size, order, at, block in pool.free]
+        twin_pool.unmapped = [(address, blocks[block]) for address, block in pool.unmapped]
+    twin._live = {handle: blocks[block] for handle, block in allocator._live.items()}
+    twin._waiting = [blocks[block] for block in allocator._waiting]
+    return twin
+
+
+def _blocks_of(allocator: CachingAllocator) -> Iterator[Block]:
+    yield from allocator._live.values()
+    yield from allocator._waiting
+    for pool in allocator._all_pools():
+        for *_, block in pool.free:
+            yield block
+        for _, block in pool.unmapped:
+            yield block
 
 
 def oom_message(allocator: CachingAllocator, segment: int) -> str:

@@ -29,10 +29,11 @@ from oomprobe.errors import SimulationError
 from oomprobe.ground import torch_versions
 from oomprobe.ground.frames import user_line
 from oomprobe.simulation.allocator import AllocatorOutOfMemory
-from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes, Results, Views
+from oomprobe.simulation.cuda_api import replacements
+from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes, Results, Views, local
 from oomprobe.simulation.formulas import DeviceThread, Formulas, in_backward
 from oomprobe.simulation.kernels import convolutions, table
-from oomprobe.simulation.kernels.composites import COMPOSITES
+from oomprobe.simulation.kernels.composites import composite_of
 from oomprobe.simulation.memory import CardMemory, no_workspace
 from oomprobe.simulation.unknown import (
     KnownBools,
@@ -81,7 +82,7 @@ class CardMode(TorchDispatchMode):
 
     def __init__(self, memory: CardMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory = memory
+        self.memory, self.cuda_api = memory, replacements(memory, lambda text: self.notes.setdefault(text))
         self.fake_mode = FakeTensorMode()
         self.fake_mode._allow_unsafe_data_ptr_access = False  # a custom kernel would crash on address 0
         self.depth = 0  # above 0 inside torch's code, which must see the fakes' own devices
@@ -96,7 +97,7 @@ class CardMode(TorchDispatchMode):
         self.device_thread = DeviceThread()
         self.counts_values = False  # whether a size has depended on values
         self._was_on_card = False  # whether the last operator was
-        self.is_building = self.whole_program = False
+        self.is_building = self.whole_program = self.is_rank = False  # is_rank: one of several
         self.host_is_card = False  # for floating-point tensors without a device
         self.refused_building: str | None = None  # where building first asked for more than the card has
 
@@ -126,18 +127,15 @@ class CardMode(TorchDispatchMode):
 
     def is_on_card(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor, real or fake, is on the card."""
+        tensor = local(tensor)
         if isinstance(tensor, FakeTensor):
             return tensor.fake_device == CARD or self.memory.holds(tensor.untyped_storage())
         return self.fakes.on_card(tensor)
 
-    def has_values(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a real one in host memory."""
-        return self.fakes.has_values(tensor)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return HOST  # autograd checks gradients against their real parameters
-        if self.is_building and any(hasattr(kind, "__tensor_flatten__") for kind in types):
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor that wraps others makes its own operators of theirs
         if not self.depth:
             self.poll()
@@ -188,6 +186,8 @@ class CardMode(TorchDispatchMode):
                 self._refuse_building()
             except _NEEDS_VALUES:
                 needs_values = True
+        if self.is_rank and simulated is not None and _only_writes_numbers(func, args):
+            return args[0]  # weights of a shard, which nobody reads: memory that is never written takes none
         result = _run_for_real(func, args, kwargs, simulated)
         for real, fake in zip(tree_leaves(result), tree_leaves(simulated), strict=False):
             if isinstance(fake, FakeTensor):
@@ -238,9 +238,10 @@ class CardMode(TorchDispatchMode):
             func, args, kwargs = _aten.new_empty.default, (args[0], [bins]), {}
         for tensor in on_host:  # on a real card, the step would have created them there
             self.fakes.move_to_card(tensor)
-        if func in COMPOSITES:
+        composite = composite_of(func)
+        if composite is not None:
             with self:
-                return COMPOSITES[func](*args, **kwargs)
+                return composite(*args, **kwargs)
         if func.overloadpacket in MASKING and not self.is_building:
             with self:
                 positioned = with_positions(func, args)
@@ -352,7 +353,7 @@ class CardMode(TorchDispatchMode):
         memory = self.memory
         if func in _RESIZING:
             if self.is_on_card(args[0]):
-                memory.resize(args[0].untyped_storage())
+                memory.grow(args[0].untyped_storage())
             return
         workspace_bytes = convolutions.convolution_workspace(func, args)
         memory.largest_workspace_bytes = max(memory.largest_workspace_bytes, workspace_bytes)
@@ -404,6 +405,13 @@ def zeros_of(fake: FakeTensor) -> torch.Tensor:
 def _only_writes_lists(func: Any) -> bool:
     """Whether an operator only writes to lists of tensors, as optimizers do: slow to fake, without results."""
     return not func._schema.returns and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+
+
+def _only_writes_numbers(func: Any, args: Any) -> bool:
+    """Whether an operator only writes floating-point numbers to its first argument, such as ``normal_``."""
+    if not func.overloadpacket.__name__.endswith("_") or func in _RESIZING or torch.Tag.inplace_view in func.tags:
+        return False
+    return isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
 
 
 class _Operands:

@@ -6,7 +6,7 @@ Each public name that needs CUDA is answered here, or refused in a sentence (tes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -15,12 +15,13 @@ from unittest.mock import patch
 import torch
 
 from oomprobe.errors import SimulationError
-from oomprobe.ground.frames import user_line
+from oomprobe.ground.frames import is_in_users_code, user_line
+from oomprobe.records.notes import SIDE_STREAMS
 from oomprobe.simulation.fakes import SEEN, requested_device
 from oomprobe.simulation.memory import CardMemory
 
 _WITHOUT_EFFECT = (
-    "init", "_lazy_init", "synchronize", "set_stream", "manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all",
+    "init", "_lazy_init", "synchronize", "manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all",
     "set_sync_debug_mode", "ipc_collect", "empty_host_cache",
     "reset_peak_host_memory_stats", "reset_accumulated_host_memory_stats", "caching_allocator_enable", "check_error",
 )  # fmt: skip
@@ -47,32 +48,74 @@ LEGACY_TYPES = {
 REFUSAL = "torch.cuda.{name} at {line} {why}"
 
 
-class CompletedStream:
-    """A stream or an event: there is only one stream, and its work is always done."""
+class Event:
+    """An event, which has always happened."""
 
-    device_index, cuda_stream, stream_id = 0, 0, 0
     device = property(lambda _: SEEN.device)
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
-    def __enter__(self) -> CompletedStream:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
     def wait(self, *_: Any, **__: Any) -> None: ...
 
-    record = synchronize = wait_stream = wait_event = wait
+    record = synchronize = wait
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        return 1.0  # not 0: steps divide by it
+
+
+class Stream:
+    """A stream of a card, whose work is always done: it decides which free blocks serve a request.
+
+    Args:
+        device: Ignored: there is only one.
+        priority: -1 or less for urgent work.
+        stream_id: Number of an existing stream; None: another one.
+    """
+
+    memory: CardMemory  # of the card, in a class for each
+    note: Callable[[str], None]
+    device_type, device_index = 1, 0  # 1: CUDA, as torch's C++ numbers them
+    device = property(lambda _: SEEN.device)
+
+    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **_: Any) -> None:
+        self.stream_id = self.memory.stream_numbers.next(priority) if stream_id is None else stream_id
+        self.cuda_stream, self.priority = self.stream_id, priority
+        self._before: list[int] = []
+
+    def use(self) -> None:
+        """Become the current stream."""
+        if self.stream_id and is_in_users_code():
+            self.note(SIDE_STREAMS)
+        self.memory.use_stream(self.stream_id)
+
+    def __enter__(self) -> Stream:
+        self._before.append(self.memory.allocator.stream)
+        self.use()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.memory.use_stream(self._before.pop())
+
+    def __eq__(self, value: object) -> bool:
+        return isinstance(value, Stream) and value.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return hash(self.stream_id)
+
+    def wait(self, *_: Any, **__: Any) -> None: ...
+
+    synchronize = wait_stream = wait_event = wait
 
     def record_event(self, event: Any = None) -> Any:
-        return event or CompletedStream()
+        return event or Event()
 
     def query(self) -> bool:
         return True
 
     def is_capturing(self) -> bool:
         return False
-
-    def elapsed_time(self, end_event: CompletedStream) -> float:
-        return 1.0  # not 0: steps divide by it
 
 
 class OneDevice:
@@ -91,16 +134,21 @@ class OneDeviceOf(OneDevice):
     def __init__(self, obj: Any) -> None: ...
 
 
-class OneStream:
-    """Selects a stream: there is only one."""
+class StreamContext:
+    """Makes a stream the current one; None changes nothing."""
 
     idx = 0
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
 
-    def __enter__(self) -> None: ...
-    def __exit__(self, *_: object) -> None: ...
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is not None:
+            self.stream.__exit__()
 
 
 class _OfLegacyType(type):
@@ -165,11 +213,11 @@ def _nested(stats: dict[str, int]) -> dict[str, Any]:
     return nested
 
 
-def replacements(memory: CardMemory) -> dict[str, Any]:
-    """Return replacements by their names in ``torch.cuda`` and ``torch.accelerator``."""
+def replacements(memory: CardMemory, note: Callable[[str], object]) -> dict[str, Any]:
+    """Return replacements by their names in ``torch.cuda`` and ``torch.accelerator``; `note` takes what they assume."""
     card = memory.card
     major, minor = card.compute_capability
-    local_cards = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
+    stream_type = type("Stream", (Stream,), {"memory": memory, "note": staticmethod(note)})
 
     def properties(*_: Any, **__: Any) -> SimpleNamespace:
         return SimpleNamespace(
@@ -180,17 +228,27 @@ def replacements(memory: CardMemory) -> dict[str, Any]:
     def constant(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value
 
+    def constants(names: Iterable[str], value: Any) -> dict[str, Any]:
+        return {name: constant(value) for name in names}  # one for each: compilers tell functions apart
+
     def mem_get_info(*_: Any, **__: Any) -> tuple[int, int]:
         return memory.card.available_bytes - memory.allocator.reserved_bytes, card.total_bytes
+
+    def current_stream(*_: Any, **__: Any) -> Any:
+        return stream_type(stream_id=memory.allocator.stream)
+
+    def set_stream(stream: Stream | None) -> None:
+        if stream is not None:
+            stream.use()
 
     return {
         **_refusals(),
         **{name: _legacy(name, dtype) for name, dtype in LEGACY_TYPES.items()},
-        **dict.fromkeys(_WITHOUT_EFFECT, constant(None)),
-        **dict.fromkeys(_MEASURED, constant(0)),
-        **dict.fromkeys(("host_memory_stats", "host_memory_stats_as_nested_dict"), constant({})),
-        **dict.fromkeys(("is_available", "is_initialized"), constant(True)),
-        **dict.fromkeys(("is_bf16_supported", "is_tf32_supported"), constant(major >= 8)),
+        **constants(_WITHOUT_EFFECT, None),
+        **constants(_MEASURED, 0),
+        **constants(("host_memory_stats", "host_memory_stats_as_nested_dict"), {}),
+        **constants(("is_available", "is_initialized"), True),
+        **constants(("is_bf16_supported", "is_tf32_supported"), major >= 8),
         **dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), requested_device),
         **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), lambda: SEEN.device.index),
         **dict.fromkeys(("seed", "seed_all"), lambda: torch.default_generator.seed()),
@@ -200,15 +258,18 @@ def replacements(memory: CardMemory) -> dict[str, Any]:
         "get_arch_list": constant([f"sm_{major}{minor}"]),
         "can_device_access_peer": constant(False),
         "list_gpu_processes": constant(""),
-        **dict.fromkeys(("current_stream", "default_stream"), constant(CompletedStream())),
-        **dict.fromkeys(("stream", "StreamContext"), OneStream),
-        **dict.fromkeys(("Stream", "Event"), CompletedStream),
+        "current_stream": current_stream,
+        "default_stream": lambda *_, **__: stream_type(stream_id=0),
+        "set_stream": set_stream,
+        **dict.fromkeys(("stream", "StreamContext"), StreamContext),
+        "Stream": stream_type,
+        "Event": Event,
         **dict.fromkeys(("mem_get_info", "get_memory_info"), mem_get_info),
         "device": OneDevice,
         "device_of": OneDeviceOf,
         "current_accelerator": constant(torch.device("cuda")),
         "is_current_stream_capturing": constant(False),
-        "device_count": constant(local_cards),
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # torchrun's
         "get_device_name": constant(card.full_name),
         "get_device_capability": constant((major, minor)),
         "get_device_properties": properties,

@@ -163,7 +163,7 @@ class DeviceMode(TorchFunctionMode):
         return self._array(tensor).tolist() if values is None else values.tolist()
 
     def _has_values(self, tensor: torch.Tensor) -> bool:
-        return self._card_mode.has_values(tensor)
+        return self._card_mode.fakes.has_values(tensor)
 
     def _values_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return self._card_mode.fakes.values.of(tensor)
@@ -176,7 +176,7 @@ class DeviceMode(TorchFunctionMode):
 
     def _deepcopy(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
         """Copy a tensor with its whole storage, once for all its views, as torch does; it would read the address of the data."""
-        if self._card_mode.has_values(tensor):
+        if self._card_mode.fakes.has_values(tensor):
             return tensor.__deepcopy__(memo)  # type: ignore[no-untyped-call]
         if id(tensor) in memo:
             return memo[id(tensor)]

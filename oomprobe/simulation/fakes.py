@@ -71,6 +71,13 @@ def requested_device(device: Any) -> torch.device | None:
     return None
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor; another tensor is returned as it is."""
+    if hasattr(type(tensor), "_local_tensor"):
+        return tensor._local_tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor
+
+
 class Views:
     """Makes fakes: views of storages on the meta device."""
 
@@ -116,8 +123,7 @@ class Fakes:
         """Whether a real tensor is on the card; one without a plain storage never is."""
         if tensor.layout is not torch.strided:
             return False
-        storage = tensor.untyped_storage()
-        if self._memory.holds(self._storages.get(storage, storage)):
+        if self._memory.holds(self._simulated(tensor)):
             return True
         if self.keeps_parameters or not isinstance(tensor, torch.nn.Parameter):
             return False
@@ -130,8 +136,15 @@ class Fakes:
 
     def block_of(self, tensor: torch.Tensor) -> int | None:
         """Return the allocator's handle of a real or fake tensor's block; None if it is not on the card."""
+        return self._memory.block_of(self._simulated(tensor))
+
+    def record_stream(self, tensor: torch.Tensor, stream: int) -> bool:
+        """Let a stream use a real or fake tensor; return whether its block will wait for that once it is free."""
+        return self._memory.record_stream(self._simulated(tensor), stream)
+
+    def _simulated(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         storage = tensor.untyped_storage()
-        return self._memory.block_of(self._storages.get(storage, storage))
+        return self._storages.get(storage, storage)
 
     def bind(self, tensor: torch.Tensor, fake: FakeTensor) -> None:
         """Let a new real tensor stand for a fake that an operator has put on the card."""
@@ -141,6 +154,9 @@ class Fakes:
 
     def put_on_card(self, tensor: torch.Tensor) -> None:
         """Put a real tensor on the card, with its whole storage."""
+        tensor = local(tensor)
+        if isinstance(tensor, FakeTensor):
+            return
         refuse_layout(tensor)
         self._memory.allocate(self._storage_of(tensor))
 

@@ -139,7 +139,7 @@ def _pickler(card_mode: CardMode, simulated: list[torch.Tensor]) -> type[pickle.
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or card_mode.has_values(value):
+            if not isinstance(value, torch.Tensor) or card_mode.fakes.has_values(value):
                 return NotImplemented
             simulated.append(value)
             if isinstance(value, torch.nn.Parameter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from oomprobe.ground.torch_versions import LT_BYTES, LtWorkspace, workspaces
-from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, oom_message
+from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.kernels.compared import Uncompared
 from oomprobe.simulation.kernels.steps import Kernel, Launch, afterwards, parts_of
@@ -26,12 +27,33 @@ class _Allocation:
 
     nbytes: int
     block: int
+    stream: int
     name: tuple[int, int]
     on_death: weakref.ref[_Storage]
 
 
 def no_workspace() -> None:
     """Stand for the workspace of an operator that takes none."""
+
+
+class StreamNumbers:
+    """Numbers for new streams, as torch gives them out: 32 in turn for each priority. Each trial begins after those of building."""
+
+    def __init__(self) -> None:
+        self._made = Counter[int]()  # by priority
+        self._built: Counter[int] | None = None
+
+    def start_trial(self) -> None:
+        """Begin as a fresh process does once it has built the model."""
+        if self._built is None:
+            self._built = self._made
+        self._made = Counter(self._built)
+
+    def next(self, priority: int) -> int:
+        """Return the number of a new stream; priorities are 0 or less."""
+        made = self._made[priority]
+        self._made[priority] += 1
+        return 1 - 32 * priority + made % 32
 
 
 class CardMemory:
@@ -60,8 +82,9 @@ class CardMemory:
         self._allocations: dict[int, _Allocation] = {}
         self._policy = workspaces()
         self._cublas_bytes = card.cublas_workspace_bytes
-        # Those kept, of cuBLAS and of cuBLASLt, each by the main thread and by the backward thread.
-        self._workspaces: dict[tuple[bool, bool], int] = {}
+        # Those kept, of cuBLAS and of cuBLASLt, each by the main thread and by the backward thread, and for each stream.
+        self._workspaces: dict[tuple[bool, bool, int], int] = {}
+        self.stream_numbers = StreamNumbers()
 
     def start_trial(self) -> None:
         """Reset peaks, counters and the names of existing blocks."""
@@ -71,6 +94,7 @@ class CardMemory:
         self.largest_workspace_bytes = 0
         self.tuned.clear()
         self.uncompared.start_trial()
+        self.stream_numbers.start_trial()
         names = self.tape.start_trial(len(self._allocations))
         for allocation, name in zip(self._allocations.values(), names, strict=True):
             allocation.name = name
@@ -143,7 +167,9 @@ class CardMemory:
         nbytes = storage.nbytes() if nbytes is None else nbytes
         block = self.allocator.malloc(nbytes)
         on_death = weakref.ref(storage, self._death_callback(key))
-        self._allocations[key] = _Allocation(nbytes, block, self.tape.allocated(nbytes), on_death)
+        self._allocations[key] = _Allocation(
+            nbytes, block, self.allocator.stream, self.tape.allocated(nbytes), on_death
+        )
 
     def transfer(self, storage: _Storage, to: _Storage) -> None:
         """Move a block to another storage: the operator was faked out of place, but runs in place on the card."""
@@ -155,12 +181,15 @@ class CardMemory:
         """Take a storage off the card before it dies."""
         self._free(storage._cdata)
 
+    def grow(self, storage: _Storage) -> None:
+        """Give a storage a new block, if it has outgrown its old one."""
+        allocation = self._allocations.get(storage._cdata)
+        if allocation is None or allocation.nbytes < storage.nbytes():
+            self.resize(storage)
+
     def resize(self, storage: _Storage) -> None:
-        """Give a storage that has grown a new block, before it gives back its old one."""
-        old = self._allocations.get(storage._cdata)
-        if old is not None and old.nbytes >= storage.nbytes():
-            return
-        self._allocations.pop(storage._cdata, None)
+        """Give a resized storage a new block, before it gives back its old one."""
+        old = self._allocations.pop(storage._cdata, None)
         self.allocate(storage)
         if old is not None:
             self.allocator.free(old.block)
@@ -180,8 +209,9 @@ class CardMemory:
 
     def _keep_workspace(self, is_lt: bool, in_backward: bool) -> None:
         nbytes = self._workspace_bytes(is_lt)
-        if nbytes and (is_lt, in_backward) not in self._workspaces:
-            self._workspaces[is_lt, in_backward] = self.allocator.malloc(nbytes)
+        key = is_lt, in_backward, self.allocator.stream
+        if nbytes and key not in self._workspaces:
+            self._workspaces[key] = self.allocator.malloc(nbytes)
             self.tape.allocated(nbytes)
 
     def _workspace_bytes(self, is_lt: bool) -> int:
@@ -226,6 +256,25 @@ class CardMemory:
             for block in blocks:
                 self.allocator.free(block)
 
+    def use_stream(self, stream: int) -> None:
+        """Serve later requests from the blocks of a stream; 0: the default one."""
+        if stream != self.allocator.stream:
+            self.allocator.use_stream(stream)
+            self.tape.switched(stream)
+
+    def record_stream(self, storage: _Storage, stream: int) -> bool:
+        """Answer ``record_stream``; return whether the block will now wait, once it is free, until the call ends."""
+        allocation = self._allocations.get(storage._cdata)
+        if allocation is None or not self.allocator.record_stream(allocation.block, stream):
+            return False
+        self.tape.shared(allocation.name, stream)
+        return True
+
+    def finish_call(self) -> RecordedCall:
+        """Let all streams end their work, and return what the call did."""
+        self.allocator.synchronize()
+        return self.tape.finish()
+
     def empty_cache(self, *, by_step: bool = False) -> None:
         self.allocator.empty_cache()
         if by_step:
@@ -242,14 +291,16 @@ class CardMemory:
 
     def defragment(self) -> None:
         """Move everything into fresh segments, so that no segment is reserved for one small block."""
+        current = self.allocator.stream
         self.allocator = self.allocator.empty_copy()
-        self._workspaces = {key: self.allocator.malloc(self._workspace_bytes(key[0])) for key in self._workspaces}
+        for key in self._workspaces:
+            is_lt, _, stream = key
+            self.allocator.use_stream(stream)
+            self._workspaces[key] = self.allocator.malloc(self._workspace_bytes(is_lt))
         for allocation in self._allocations.values():
+            self.allocator.use_stream(allocation.stream)
             allocation.block = self.allocator.malloc(allocation.nbytes)
-
-    def oom_message(self) -> str:
-        """Return torch's message for refusing the smallest request now."""
-        return oom_message(self.allocator, SMALL_SEGMENT)
+        self.allocator.use_stream(current)
 
     # --- replay ---
 

@@ -24,12 +24,14 @@ from torch.utils._pytree import tree_map_only
 from oomprobe.ground.frames import user_line
 from oomprobe.ground.torch_versions import INFERENCE_KEEPS_CASTS
 from oomprobe.simulation.card_mode import CardMode, zeros_of
-from oomprobe.simulation.cuda_api import CompletedStream, replacements, set_default_tensor_type
+from oomprobe.simulation.cuda_api import set_default_tensor_type
 from oomprobe.simulation.cuda_kernels import CudaKernels
 from oomprobe.simulation.device_mode import BuildingMode, DeviceMode
 from oomprobe.simulation.fakes import CARD, HOST, SEEN
+from oomprobe.simulation.memory import CardMemory
 
 SKIPPED_SAVE = "{line} saves to a file: nothing was written, since tensors of a simulated card have no values and the file may be a checkpoint"
+HELD = "memory for which record_stream was called was held until the end of the step: a card may give it back earlier"
 _DEVICE: Any = FakeTensor.device  # torch's own property
 
 
@@ -97,7 +99,7 @@ def _on_cuda(card_mode: CardMode) -> Iterator[None]:
 
 def _patches(card_mode: CardMode) -> Iterator[tuple[Any, str, Any]]:
     """Yield replacements for torch's attributes, each with its owner and name."""
-    for name, function in replacements(card_mode.memory).items():
+    for name, function in card_mode.cuda_api.items():
         for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator):
             if hasattr(owner, name):
                 yield owner, name, function
@@ -109,11 +111,14 @@ def _patches(card_mode: CardMode) -> Iterator[tuple[Any, str, Any]]:
         yield torch, name, _query_cpu(getattr(torch, name))
     yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")
     yield torch.nn.DataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)  # one card
-    yield torch.Tensor, "record_stream", lambda *_: None
+    yield torch.Tensor, "record_stream", _record_stream(card_mode)
     yield clip_grad, "_has_foreach_support", lambda *_, **__: True  # of plain tensors, which fakes stand for
     yield optimizers, "_foreach_supported_types", [*optimizers._foreach_supported_types, FakeTensor]
+    yield torch.UntypedStorage, "resize_", _resize_on_card(card_mode.memory, torch.UntypedStorage.resize_)
+    yield torch.UntypedStorage, "data_ptr", _address_of(card_mode, torch.UntypedStorage.data_ptr)
     yield torch, "Generator", _Generator
-    yield torch, "Stream", CompletedStream
+    for name in ("Stream", "Event"):
+        yield torch, name, card_mode.cuda_api[name]
     autograd: Any = torch.autograd
     yield autograd, "_engine_run_backward", card_mode.device_thread.wrap(autograd._engine_run_backward)
     yield torch, "set_default_tensor_type", set_default_tensor_type
@@ -164,6 +169,35 @@ def _wrap_save(card_mode: CardMode, save: Any) -> Any:
             save(tree_map_only(FakeTensor, zeros_of, value), f, *args, **kwargs)
 
     return wrapped
+
+
+def _resize_on_card(memory: CardMemory, resize: Any) -> Any:
+    """Give a resized storage another block, of which no mode learns: so FSDP2 frees whole parameters, and gathers them again."""
+
+    def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        result = resize(storage, nbytes)
+        if memory.holds(storage):
+            memory.resize(storage)
+        return result
+
+    return resize_
+
+
+def _address_of(card_mode: CardMode, data_ptr: Any) -> Any:
+    """While a model is built, give storages on the meta device the address that torch gives them."""
+
+    def address(storage: torch.UntypedStorage) -> Any:
+        return 0 if card_mode.is_building and storage.device.type == "meta" else data_ptr(storage)
+
+    return address
+
+
+def _record_stream(card_mode: CardMode) -> Any:
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        if card_mode.fakes.record_stream(tensor, stream.stream_id):
+            card_mode.notes[HELD] = None
+
+    return record_stream
 
 
 def _is_file(f: Any) -> bool:

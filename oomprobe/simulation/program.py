@@ -152,6 +152,7 @@ class Program:
 
     def stepped(self) -> None:
         """Forget what the tape has recorded: nothing replays."""
+        self._memory.finish_call()
         self._memory.tape.start()
 
     def ended_by(self, error: BaseException) -> None:

@@ -1,6 +1,7 @@
 """One rank of several on a simulated card: torch's own fake process group, whose collectives return at once.
 
-Under DDP this rank takes what a rank of a real group takes; FSDP2 is refused. NCCL's own memory is kept back from the card.
+Under DDP, FSDP2 and tensor parallelism by DTensor this rank takes what a rank of a real group takes. NCCL's own memory is kept back
+from the card.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from oomprobe.errors import InvalidArgumentError, SimulationError
 from oomprobe.ground.units import format_bytes
 from oomprobe.simulation.cards import Card
+from oomprobe.simulation.sharding import Sharding
+from oomprobe.simulation.unknown import check_split
 
 # For one communicator: 0.5 GB between 2 cards, 0.7 GB between 4 (NVIDIA/nccl issue 964, A100s), 1.1 GB and more between 8
 # (issue 1685, H100s).
@@ -30,21 +32,15 @@ NCCL = (
     "which takes 0.5 to 1.6 GB for each communicator, by figures that others published"
 )
 HOOK = "DDP's communication hooks are not simulated: compressed copies of gradients are left out"
-ONLY_DDP = (
-    "a simulated card has ranks for DDP only, not for FSDP or a device mesh. Probe real cards: leave out --device sim:.... Or simulate "
-    "the whole model on one card: leave out --nproc-per-node, and let build() return the model that it would shard"
-)
-ONLY_DDP_IN_COMMANDS = (
-    "a simulated card has ranks for DDP only, not for FSDP, a device mesh or tensor parallelism: probe real cards (leave out --device sim:...), "
-    "or let the script train under DDP"
-)
 RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 WORLD_SIZE = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
+_Patch = tuple[Any, str, Any]
 # Functions of torch.distributed; their operators run on tensors without data in newer versions of torch only.
 _DONE_AT_ONCE = (
-    "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast",
-    "broadcast_object_list", "gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single", "barrier",
+    "broadcast", "broadcast_object_list", "gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
 
 
@@ -56,13 +52,14 @@ def with_nccl(card: Card, ranks: int) -> tuple[Card, str]:
 
 
 @contextmanager
-def first_of(ranks: int, variables: Mapping[str, str], notes: dict[str, None]) -> Iterator[None]:
+def first_of(ranks: int, variables: Mapping[str, str], notes: dict[str, None], sharding: Sharding) -> Iterator[None]:
     """Let code inside be the first of several ranks, whatever process group it asks for.
 
     Args:
         ranks: Ranks of the group.
         variables: Environment variables of this rank.
         notes: Receives what is left out.
+        sharding: Learns what code inside shards.
     """
     init = distributed.init_process_group
 
@@ -70,7 +67,7 @@ def first_of(ranks: int, variables: Mapping[str, str], notes: dict[str, None]) -
         _join(init, 0, ranks)
 
     with patch.dict(os.environ, variables), ExitStack() as stack:
-        for patched in _patches(init_process_group, notes, _refuse):
+        for patched in _patches(init_process_group, notes, sharding):
             stack.enter_context(patch.object(*patched))
         had_group = distributed.is_initialized()
         try:
@@ -84,7 +81,7 @@ def groups_of_program(
     notes: dict[str, None],
     has_joined: Callable[[int], None],
     on_card: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Iterator[tuple[Any, str, Any]]:
+) -> Iterator[_Patch]:
     """Yield replacements that let a program be the rank that it, or its launcher, says.
 
     Args:
@@ -105,7 +102,7 @@ def groups_of_program(
         _join(init, rank, world_size)
         has_joined(world_size)
 
-    yield from _patches(init_process_group, notes, _refuse_in_commands)
+    yield from _patches(init_process_group, notes, Sharding())
     for owner in (distributed, distributed.distributed_c10d):
         yield owner, "is_nccl_available", lambda: True
     reducer: Any = distributed.Reducer  # type: ignore[attr-defined]  # makes DDP's buckets
@@ -126,13 +123,8 @@ def _join(init: Callable[..., None], rank: int, ranks: int) -> None:
     init("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 
-def _patches(
-    init: Callable[..., None], notes: dict[str, None], refuse: Callable[..., None]
-) -> Iterator[tuple[Any, str, Any]]:
+def _patches(init: Callable[..., None], notes: dict[str, None], sharding: Sharding) -> Iterator[_Patch]:
     """Yield replacements for torch's attributes, each with its owner and name."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     new_group = distributed.new_group
     make, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
@@ -152,31 +144,36 @@ def _patches(
         yield owner, "new_group", make_group
         yield owner, "all_gather_object", _all_gather_object
         for name in _DONE_AT_ONCE:
-            yield owner, name, lambda *_, **__: _Done()
+            if hasattr(owner, name):
+                yield owner, name, _done_at_once(getattr(owner, name))
     yield DistributedDataParallel, "__init__", make_ddp
     # Its own operators have no fakes; it keeps what batch normalisation keeps, and a few numbers for each channel.
     yield torch.nn.SyncBatchNorm, "forward", torch.nn.BatchNorm2d.forward
-    for sharded in (DeviceMesh, FullyShardedDataParallel):  # fully_shard and tensor parallelism make a mesh
-        yield sharded, "__init__", refuse
     yield DistributedDataParallel, "register_comm_hook", leave_out_hook
+    yield from sharding.patches()
+
+
+def _done_at_once(collective: Callable[..., Any]) -> Callable[..., _Done | None]:
+    """Return what stands for a collective: like it, it returns work to wait for only if it is asked not to wait itself."""
+    signature = inspect.signature(collective)
+
+    def return_work(*args: Any, **kwargs: Any) -> _Done | None:
+        given = signature.bind(*args, **kwargs).arguments
+        if given.get("input_split_sizes"):
+            check_split(given["input"], given["input_split_sizes"])
+        return _Done() if given.get("async_op") else None
+
+    return return_work
 
 
 class _Done:
-    """What a collective returns, waited for or not."""
+    """Work that a collective has done."""
 
     def wait(self, *_: Any) -> bool:
         return True
 
     def is_completed(self) -> bool:
         return True
-
-
-def _refuse(*_: Any, **__: Any) -> None:
-    raise InvalidArgumentError(ONLY_DDP)
-
-
-def _refuse_in_commands(*_: Any, **__: Any) -> None:
-    raise SimulationError(ONLY_DDP_IN_COMMANDS)
 
 
 def _reduced(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:

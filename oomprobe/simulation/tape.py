@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,8 +14,9 @@ from oomprobe.simulation.kernels.steps import Kernel, parts_of
 
 # Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, 0, 0) for the cache, and (KERNEL, index, (kernel, part))
 # before each result of a kernel with scratch memory and after the last. An index points into the list of sizes; a kernel's
-# sizes are the numbers from which its rule computes its scratch memory.
-ALLOCATED, FREED, RELEASED, KERNEL = range(4)
+# sizes are the numbers from which its rule computes its scratch memory. (SWITCHED, stream, 0) makes a stream the current one, and
+# (SHARED, calls ago, (index, stream)) lets another stream use a block.
+ALLOCATED, FREED, RELEASED, KERNEL, SWITCHED, SHARED = range(6)
 Event = tuple[int, int, Any]
 LiveBlocks = dict[tuple[int, int], int]  # handles by (calls ago, index in that call)
 
@@ -98,6 +100,13 @@ class Tape:
     def cache_released(self) -> None:
         self._events.append((RELEASED, 0, 0))
 
+    def switched(self, stream: int) -> None:
+        self._events.append((SWITCHED, stream, 0))
+
+    def shared(self, name: tuple[int, int], stream: int) -> None:
+        call_number, index = name
+        self._events.append((SHARED, self.call_number - call_number, (index, stream)))
+
     def finish(self) -> RecordedCall:
         return RecordedCall(tuple(self._events), tuple(self._sizes))
 
@@ -113,7 +122,7 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
     Returns:
         The blocks alive after the call, named for the next call.
     """
-    live, scratch_blocks = dict(live), dict[int, list[int]]()
+    live, scratch = dict(live), defaultdict[int, list[int]](list)
     sizes, malloc, free = call.sizes, allocator.malloc, allocator.free
     for kind, index, detail in call.events:
         if kind == ALLOCATED:
@@ -122,15 +131,25 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
             free(live.pop((index, detail), 0))  # `index` is calls ago; 0 is no block
         elif kind == KERNEL:
             kernel, part = detail
-            parts = parts_of(kernel, sizes[index : index + kernel.count])
-            blocks = scratch_blocks.setdefault(index, [])
-            allocator.serve(parts[part], blocks)
-            if part == len(parts) - 1:
-                for block in scratch_blocks.pop(index):
-                    free(block)
+            _serve_part(allocator, parts_of(kernel, sizes[index : index + kernel.count]), part, scratch[index])
         elif kind == RELEASED:
             allocator.empty_cache()
+        elif kind == SWITCHED:
+            allocator.use_stream(index)
+        elif kind == SHARED:
+            number, stream = detail
+            allocator.record_stream(live.get((index, number), 0), stream)
+    allocator.synchronize()
     return {(ago + 1, index): block for (ago, index), block in live.items()}
+
+
+def _serve_part(allocator: CachingAllocator, parts: Sequence[tuple[int, ...]], part: int, blocks: list[int]) -> None:
+    """Make the requests of a part of a kernel, which holds these blocks until its last part."""
+    allocator.serve(parts[part], blocks)
+    if part == len(parts) - 1:
+        for block in blocks:
+            allocator.free(block)
+        blocks.clear()
 
 
 def replay_calls(allocator: CachingAllocator, calls: Iterable[RecordedCall], live: LiveBlocks) -> Iterator[int]:

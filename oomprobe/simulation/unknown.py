@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -113,6 +113,15 @@ def refuse_operator(func: Any) -> NoReturn:
         f"{name} at {user_line()} depends on the values of a tensor, and a simulated card has none: make its result from shapes, or probe "
         "on a real device"
     )
+
+
+def check_split(tensor: torch.Tensor, sizes: Sequence[int]) -> None:
+    """Raise if the parts in which a tensor is sent to other ranks are not all of it: their sizes come from values."""
+    if sum(sizes) != len(tensor):
+        raise SimulationError(
+            f"all_to_all at {user_line()} sends parts of a tensor whose sizes depend on values, and a simulated card has none: send equal "
+            "parts, or probe on real devices"
+        )
 
 
 def refuse_missing_kernel(func: Any, why: BaseException) -> NoReturn:

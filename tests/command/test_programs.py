@@ -180,9 +180,9 @@ REFUSED = {
     ),
     "CUDA itself": ("torch._C._cuda_getCurrentRawStream(0)", "needs CUDA itself"),
     "sharded": (
-        "from torch.distributed.fsdp import fully_shard\ntorch.distributed.init_process_group('nccl', rank=0, world_size=2)\n"
-        "fully_shard(nn.Linear(4, 4).cuda())",
-        "ranks for DDP only",
+        "from torch.distributed.fsdp import FullyShardedDataParallel\n"
+        "torch.distributed.init_process_group('nccl', rank=0, world_size=2)\nFullyShardedDataParallel(nn.Linear(4, 4).cuda())",
+        "shard with fully_shard (FSDP2)",
     ),
 }
 

@@ -31,7 +31,7 @@ STATS = [
 ]  # fmt: skip
 
 
-def operations(seed, count):
+def operations(seed, count, streams):
     """Yield random operations in phases of growing and shrinking memory."""
     draw = random.Random(seed).random
     sizes = [int(2 ** (draw() * 27)) for _ in range(30)]
@@ -45,6 +45,8 @@ def operations(seed, count):
             yield "empty", None, None
         elif kind < 0.01:
             yield "limit", 0.05 + int(draw() * 4) / 80, None
+        elif kind < 0.01 + 0.06 * (streams > 1):
+            yield "stream", int(draw() * streams), None
         elif not live or draw() < grows:
             live.append(number)
             yield "malloc", number, sizes[int(draw() * len(sizes))] + int(draw() * 2) * 5000
@@ -52,10 +54,10 @@ def operations(seed, count):
             yield "free", live.pop(-1 - int(draw() ** 3 * len(live))), None
 
 
-def outcomes(malloc, free, empty_cache, limit, stats):
+def outcomes(streams, malloc, free, empty_cache, limit, use_stream, stats):
     """Return the figures and any error message after each operation."""
     handles, results = {}, []
-    for kind, number, nbytes in operations(7, 3000):
+    for kind, number, nbytes in operations(7, 3000, streams):
         message = ""
         if kind == "malloc":
             try:
@@ -69,21 +71,30 @@ def outcomes(malloc, free, empty_cache, limit, stats):
             empty_cache()
         elif kind == "limit":
             limit(number)
+        elif kind == "stream":
+            use_stream(number)
         figures = stats()
         results.append(([figures[name] for name in STATS], message))
     return results
 
 
-def torchs_outcomes(text):
+def torchs_outcomes(text, streams):
     cuda, since_2_10 = torch.cuda, getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (since_2_10 or cuda.memory._set_allocator_settings)(text)
     cuda.init()
     malloc, free = cuda.caching_allocator_alloc, cuda.caching_allocator_delete
-    return outcomes(malloc, free, cuda.empty_cache, cuda.set_per_process_memory_fraction, cuda.memory_stats)
+    made = [cuda.default_stream(), *(cuda.Stream() for _ in range(1, streams))]
+
+    def use_stream(number):
+        cuda.set_stream(made[number])
+
+    limit = cuda.set_per_process_memory_fraction
+    return outcomes(streams, malloc, free, cuda.empty_cache, limit, use_stream, cuda.memory_stats)
 
 
+@pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize("text", ALLOCATOR_SETTINGS)
-def test_requests_have_the_same_outcome_as_in_torch(text):
+def test_requests_have_the_same_outcome_as_in_torch(text, streams):
     settings = AllocatorSettings.from_text(text)
     if settings.per_process_memory_fraction < 1 and VERSION < (2, 10):
         pytest.skip("a setting since torch 2.10")
@@ -95,8 +106,57 @@ def test_requests_have_the_same_outcome_as_in_torch(text):
 
     if settings.per_process_memory_fraction < 1:
         limit(settings.per_process_memory_fraction)
-    simulated = outcomes(allocator.malloc, allocator.free, allocator.empty_cache, limit, allocator.stats)
-    assert simulated == forked(torchs_outcomes, text, memory="3000MiB", context="2710MiB")
+    malloc, free, empty_cache, use_stream = (
+        allocator.malloc,
+        allocator.free,
+        allocator.empty_cache,
+        allocator.use_stream,
+    )
+    simulated = outcomes(streams, malloc, free, empty_cache, limit, use_stream, allocator.stats)
+    assert simulated == forked(torchs_outcomes, text, streams, memory="3000MiB", context="2710MiB")
+
+
+# --- on several streams ---
+
+
+class Prefetching:
+    """Batches of a loader that copies and scales the next one on a stream of its own, as timm's does."""
+
+    def __init__(self, batch_size):
+        self.batch_size = batch_size
+
+    def __iter__(self):
+        side, ready = torch.cuda.Stream(), None
+        for _ in range(4):
+            with torch.cuda.stream(side):
+                following = torch.zeros(self.batch_size, 3, 32, 32, dtype=torch.uint8).to("cuda", non_blocking=True)
+                following = following.float().sub_(127).div_(64)
+            if ready is not None:
+                yield ready
+            torch.cuda.current_stream().wait_stream(side)
+            ready = following
+        yield ready
+
+
+def prefetched(device, batch_size):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 256), nn.ReLU(), nn.Linear(256, 10)).to(device or "cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        for images in Prefetching(batch_size):
+            optimizer.zero_grad()
+            model(images).logsumexp(1).mean().backward()
+            optimizer.step()
+
+    last = oomprobe.check(
+        model, step, batch_size, device=device or "sim:1GiB", memory_fraction=1.0, progress="off"
+    ).trials[-1]
+    return last.peak_allocated_bytes, last.peak_reserved_bytes
+
+
+@pytest.mark.parametrize("batch_size", [64, 777, 3000])
+def test_a_loader_with_a_stream_of_its_own_takes_what_it_takes_of_torch(batch_size):
+    assert forked(prefetched, None, batch_size) == forked(prefetched, "cuda", batch_size)
 
 
 # --- kernel by kernel ---

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -56,14 +55,6 @@ def sync_batch_norm():
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(*layers))
     return make(DistributedDataParallel, model=model, shape=(3, 8, 8))
-
-
-def fsdp2():
-    return make(fully_shard)
-
-
-def fsdp1():
-    return make(FullyShardedDataParallel)
 
 
 def no_group():

@@ -23,7 +23,8 @@ def an_allocator(text="", capacity_bytes=GIB):
 
 
 # Settings, capacity in MiB, operations, then reserved MiB and retries. Of the operations, positive numbers allocate that
-# many MiB, negative ones free the nth allocation, and 0 empties the cache.
+# many MiB, negative ones free the nth allocation, 0 empties the cache, and texts name a method and its argument: the stream that
+# becomes current, or that uses the first allocation.
 RULES = {
     "a segment of 20 MiB serves several requests": ("", 1000, [5, 5, 5, 5], 20, 0),
     "small and large requests use different segments": ("", 1000, [5, -1, 0.5], 22, 0),
@@ -33,6 +34,15 @@ RULES = {
     "an expandable segment grows by pages": (EXPANDABLE, 1000, [0.5, 15, 15], 42, 0),
     "only whole pages are unmapped": (EXPANDABLE, 1000, [15, 50, 5, -2, 0], 40, 0),
     "unmapped pages are mapped again": (EXPANDABLE, 1000, [15, 50, 5, -2, 0, 45], 80, 0),
+    "a stream does not use another's free block": ("", 1000, [30, -1, "use 1", 30], 60, 0),
+    "a stream uses its own free block again": ("", 1000, ["use 1", 30, -1, "use 0", 30, "use 1", 30], 60, 0),
+    "a freed block returns to the stream that asked for it": ("", 1000, [30, "use 1", -1, 30, "use 0", 30], 60, 0),
+    "streams have expandable segments of their own": (EXPANDABLE, 1000, [15, -1, "use 1", 15], 40, 0),
+    "caches of all streams are released when memory runs out": ("", 100, [60, -1, "use 1", 80], 80, 1),
+    "a block that another stream uses waits": ("", 1000, [30, "share 1", -1, 30], 60, 0),
+    "a block that its own stream uses does not": ("", 1000, [30, "share 0", -1, 30], 30, 0),
+    "a block waits until streams are synchronized": ("", 1000, [30, "share 1", -1, "end", 30], 30, 0),
+    "a block that waits is released when memory runs out": ("", 100, [60, "share 1", -1, 80], 80, 1),
 }  # fmt: skip
 
 
@@ -41,7 +51,9 @@ def test_rules(rule):
     text, capacity_mib, steps, reserved_mib, retries = RULES[rule]
     allocator, handles = an_allocator(text, capacity_mib * MIB), []
     for step in steps:
-        if step > 0:
+        if isinstance(step, str):
+            operated(allocator, step, handles)
+        elif step > 0:
             handles.append(allocator.malloc(int(step * MIB)))
         elif step < 0:
             allocator.free(handles[-step - 1])
@@ -50,9 +62,19 @@ def test_rules(rule):
     assert (allocator.reserved_bytes, allocator.alloc_retries) == (reserved_mib * MIB, retries)
 
 
+def operated(allocator, text, handles):
+    kind, _, stream = text.partition(" ")
+    if kind == "use":
+        allocator.use_stream(int(stream))
+    elif kind == "share":
+        allocator.record_stream(handles[0], int(stream))
+    else:
+        allocator.synchronize()
+
+
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["malloc", "malloc", "malloc", "free", "free", "empty"]),
+        st.sampled_from(["malloc", "malloc", "malloc", "free", "free", "empty", "use", "share", "end"]),
         st.one_of(st.integers(1, 4 * MIB), st.integers(1, 80 * MIB), st.sampled_from([MIB, MIB + 1, 10 * MIB])),
     ),
     max_size=60,
@@ -70,6 +92,12 @@ def played(allocator, steps):
             allocator.free(handles.pop(number % len(handles)))
         elif kind == "empty":
             allocator.empty_cache()
+        elif kind == "use":
+            allocator.use_stream(number % 3)
+        elif kind == "share" and handles:
+            allocator.record_stream(handles[number % len(handles)], 3)
+        elif kind == "end":
+            allocator.synchronize()
         figures.append(allocator.stats())
     return figures
 

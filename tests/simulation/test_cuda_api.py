@@ -128,7 +128,7 @@ def public(module):
 
 
 def test_every_public_name_is_answered_refused_or_needs_no_cuda():
-    replaced = {*replacements(CardMemory(SimulatedDevice("1GiB").card, AllocatorSettings()))}
+    replaced = {*replacements(CardMemory(SimulatedDevice("1GiB").card, AllocatorSettings()), str)}
     names = {*public(torch.cuda), *public(torch.accelerator)}
     assert names - replaced - UNCHANGED == set()
 
@@ -172,3 +172,55 @@ def test_what_a_simulated_card_answers():
 
     oomprobe.check(nn.Linear(8, 8).eval(), step, 4, device="sim:RTX-4090", progress="off")
     assert answers[0] == (True, True, "native", ["sm_89"], True, 0, {}, 1, True)
+
+
+# --- streams ---
+
+
+def stepping_on_streams(model, batch_size):
+    side = torch.cuda.Stream()
+    assert isinstance(side, torch.cuda.Stream)
+    assert side != torch.cuda.current_stream() == torch.cuda.default_stream()
+    with torch.cuda.stream(side):
+        assert torch.cuda.current_stream() == side
+        x = torch.zeros(batch_size, 8, device="cuda")
+    with side:
+        assert torch.cuda.current_stream() == side
+    torch.cuda.set_stream(side)
+    assert torch.cuda.current_stream() == side
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    model(x)
+
+
+def stepping_with_a_shared_block(model, batch_size):
+    side = torch.cuda.Stream()
+    x = torch.zeros(batch_size, 8, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    x.record_stream(side)
+    model(x)
+    del x
+    model(torch.zeros(batch_size, 8, device="cuda"))
+
+
+@pytest.mark.parametrize(
+    ("step", "is_on_side", "is_held"), [(stepping_on_streams, True, False), (stepping_with_a_shared_block, False, True)]
+)
+def test_what_is_assumed_of_streams_is_said(step, is_on_side, is_held):
+    result = oomprobe.check(nn.Linear(8, 8).eval(), step, 4, device="sim:1GiB", progress="off")
+    assert any("side streams" in item for item in result.not_covered) is is_on_side
+    assert any("record_stream" in note for note in result.notes) is is_held
+
+
+def test_a_shared_block_is_held_until_the_step_ends():
+    def peak(step):
+        return (
+            oomprobe.check(nn.Linear(8, 8).eval(), step, 2**20, device="sim:1GiB", progress="off")
+            .trials[-1]
+            .peak_reserved_bytes
+        )
+
+    def alone(model, batch_size):
+        for _ in range(2):
+            model(torch.zeros(batch_size, 8, device="cuda"))
+
+    assert peak(stepping_with_a_shared_block) - peak(alone) == 2**20 * 8 * 4

@@ -1,9 +1,13 @@
 """The first of several ranks on a simulated card; tests/cuda/test_ranks.py compares it with real ranks."""
 
 import os
+import subprocess
+import sys
+from math import prod
 from pathlib import Path
 
 import pytest
+import sharded
 import torch.distributed as dist
 
 import oomprobe
@@ -52,11 +56,76 @@ def test_a_card_of_80_gb_keeps_a_gibibyte_for_nccl():
     assert one.available_bytes - eight.available_bytes == 2**30
 
 
+def check(name, batch_size=2, **options):
+    """Check a size of a sharded target, on as many ranks as its mesh has; return the trial."""
+    options = {"device": "sim:1GiB", "memory_fraction": 1.0, "confirm_steps": 4, "progress": "off", **options}
+    ranks = prod(sharded.MESHES.get(name, (2,)))
+    return oomprobe.check_target(f"{sharded.__file__}:{name}", batch_size, nproc_per_node=ranks, **options).trials[-1]
+
+
+@pytest.mark.parametrize("name", ["bf16_clipped", "recomputing", "on_meta", "hsdp", "tensor_parallel"])
+def test_shards_take_less_than_whole_parameters(name):
+    assert check(name).peak_allocated_bytes < check("no_reshard").peak_allocated_bytes
+
+
+def test_a_sharded_search_is_predicted():
+    options = {"nproc_per_node": 8, "device": "sim:1GiB", "progress": "off"}
+    result = oomprobe.probe_target(f"{sharded.__file__}:bf16_clipped", **options)
+    assert result.limited_by == "memory"
+    assert {trial.batch_size for trial in result.trials if not trial.replayed} <= {1, 2, 4, result.batch_size}
+    assert not any("not compared" in note for note in result.notes)
+    assert not any("streams" in item for item in result.not_covered)  # FSDP2's own are covered
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "optimizer"])
+def test_a_step_that_fails_leaves_no_gathered_parameters_behind(place):
+    """Trials above 4 run out of memory, and none is predicted."""
+    name = f"{sharded.__file__}:fails_in_{place}"
+    options = {"nproc_per_node": 2, "device": "sim:1GiB", "progress": "off", "resolution": 0}
+    result = oomprobe.probe_target(name, max_batch=8, **options)
+    assert result.batch_size == 4
+    assert sum(not trial.passed and not trial.replayed for trial in result.trials) >= 4
+    passed = {trial.peak_reserved_bytes for trial in result.trials if trial.batch_size == 4}
+    assert passed == {check(f"fails_in_{place}", 4).peak_reserved_bytes}
+
+
+def test_a_model_built_on_meta_takes_no_host_memory():
+    code = (
+        "import oomprobe, resource, sharded\n"
+        "result = oomprobe.check_target(sharded.__file__ + ':large_on_meta', 1, nproc_per_node=2, device='sim:80GiB', progress='off')\n"
+        "print(result.trials[-1].peak_allocated_bytes, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{Path(sharded.__file__).parent}:{Path(oomprobe.__file__).parents[1]}"}
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    on_card, on_host = map(int, said.split())
+    assert on_card > 8 * 2**30
+    assert on_host < 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("offloading", "CPUOffloadPolicy keeps parameters in host memory.*leave out the policy"),
+        ("fsdp1", r"FSDP1\).*shard with fully_shard"),
+        ("symmetric_memory", "memory of NCCL's own"),
+        ("pipeline", "stages of a pipeline take different memory"),
+        ("exchanging", "all_to_all at sharded.py:[0-9]+ sends parts of a tensor whose sizes depend on values"),
+        ("exchanging_functionally", "sizes depend on values"),
+        ("compiled_layers", "a compiled model that is sharded.*leave out torch.compile"),
+        ("compiled", "a compiled model that is sharded"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # by what torch.compile imports
+def test_what_one_card_cannot_stand_for_is_refused_in_a_sentence(name, said):
+    with pytest.raises(oomprobe.UnreliableError, match=said):
+        check(name)
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "said"),
     [
-        ("fsdp2", 8, "a simulated card has ranks for DDP only"),
-        ("fsdp1", 8, "leave out --nproc-per-node, and let build"),
         ("no_group", 8, "initialised a process group"),
         ("ddp", "gpu", "nproc_per_node must be an integer of at least 1, not 'gpu'"),
         ("ddp", 0, "nproc_per_node must be an integer of at least 1, not 0"),

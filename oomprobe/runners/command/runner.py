@@ -18,7 +18,7 @@ from oomprobe.errors import InvalidArgumentError, SimulationError, StepFailedErr
 from oomprobe.ground.units import format_seconds
 from oomprobe.ground.waiting import Held, until
 from oomprobe.ground.words import count
-from oomprobe.records.notes import Note, NoteKind, remark, warning
+from oomprobe.records.notes import Note, NoteKind, assumed, remark, warning
 from oomprobe.records.options import Options
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.records.trials import (
@@ -385,7 +385,7 @@ class CommandRunner:
 
     def _notes(self, request: Request, trial: Trial, seen: RunReports) -> Iterator[Note]:
         for report in seen.training:
-            yield from map(remark, report.notes)
+            yield from map(assumed, report.notes)
             if report.not_compared:
                 yield Note(text=report.not_compared, kind=NoteKind.NOT_COMPARED)
         if trial.verdict is not Verdict.FITS:

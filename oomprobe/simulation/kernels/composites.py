@@ -6,10 +6,13 @@ For fakes, torch computes only the shapes of their results. Sources: aten/src/AT
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from math import inf, prod
 from typing import Any
 
 import torch
+
+from oomprobe.simulation.unknown import check_split
 
 _aten = torch.ops.aten
 _Tensor = torch.Tensor
@@ -150,8 +153,24 @@ def _check_positive(deviations: _Tensor) -> None:
     _aten.ge.Scalar(least, 0)
 
 
+def _split_gathered(gathered: _Tensor, sizes: list[int], dim: int = 0, *, out: list[_Tensor]) -> None:
+    """torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""
+    _aten.split_with_sizes_copy.out(gathered, sizes, dim, out=out)
+
+
+def _join_chunks(tensors: list[_Tensor], dim: int, num_chunks: int, *, out: _Tensor) -> None:
+    """torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""
+    _aten._chunk_cat.out(tensors, dim, num_chunks, out=out)
+
+
+def _all_to_all(tensor: _Tensor, output_sizes: list[int], input_sizes: list[int], _: str) -> Any:
+    """torch/csrc/distributed/c10d/Functional.cpp."""
+    check_split(tensor, input_sizes)
+    return _aten.new_empty.default(tensor, [sum(output_sizes), *tensor.shape[1:]])
+
+
 # By operator: what its host code does.
-COMPOSITES: dict[Any, Callable[..., Any]] = {
+_COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten.logsumexp.default: _logsumexp,
     _aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
     _aten.huber_loss.default: _huber_loss,
@@ -165,4 +184,17 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten.count_nonzero.default: lambda tensor, dim=None: _count_nonzero(tensor, [] if dim is None else [dim]),
 }
 if hasattr(_aten, "_safe_softmax"):
-    COMPOSITES[_aten._safe_softmax.default] = _safe_softmax
+    _COMPOSITES[_aten._safe_softmax.default] = _safe_softmax
+# By name: of operators that exist once torch.distributed has been imported.
+_DISTRIBUTED: dict[str, Callable[..., Any]] = {
+    "_c10d_functional::all_to_all_single": _all_to_all,
+    "_c10d_functional::wait_tensor": lambda tensor: tensor,
+    "fsdp::split_with_sizes_copy": _split_gathered,
+    "fsdp::chunk_cat": _join_chunks,
+}
+
+
+@cache
+def composite_of(func: Any) -> Callable[..., Any] | None:
+    """Return what an operator's host code does, if that is to call other operators."""
+    return _COMPOSITES.get(func) or _DISTRIBUTED.get(func._schema.name)

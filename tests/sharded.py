@@ -1,0 +1,367 @@
+"""Targets for ranks that shard by FSDP2 or by tensor parallelism, each as some training code does it.
+
+``tests/sharded.py:NAME`` builds on any number of ranks; those in `MESHES` need as many as the mesh has. On the bed they train on real
+ranks, and on a simulated card as one of them.
+"""
+
+import os
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, HEADS, LENGTH, VOCABULARY = 256, 4, 128, 2000
+MESHES = {"hsdp": (2, 2), "tensor_parallel": (2, 2), "only_tensor_parallel": (4,)}
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Attention(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.head_width = width // HEADS
+
+    def forward(self, x):
+        # Under tensor parallelism this rank has some of the heads.
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.wq, self.wk, self.wv)
+        )
+        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(width, 4 * width, bias=False), nn.Linear(width, 4 * width, bias=False)
+        self.w2 = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH, *, recomputes=False):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(width), FeedForward(width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.recomputes = recomputes
+
+    def forward(self, x):
+        return checkpoint(self.compute, x, use_reentrant=False) if self.recomputes else self.compute(x)
+
+    def compute(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.feed_forward(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width=WIDTH, *, recomputes=False, ties=False):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(Block(width, recomputes=recomputes) for _ in range(4))
+        self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+        if ties:
+            self.output.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))
+
+
+def join(mesh=None, names=None):
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    return init_device_mesh("cuda", mesh, mesh_dim_names=names) if mesh else None
+
+
+def loss_of(model, batch_size):
+    tokens = torch.randint(VOCABULARY, (batch_size, LENGTH + 1), device="cuda")
+    logits = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def training(model, optimizer, *, max_norm=None, accumulates=1, autocast=False):
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        for number in range(accumulates):
+            if accumulates > 1:
+                model.set_requires_gradient_sync(number == accumulates - 1)
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                loss = loss_of(model, batch_size)
+            loss.backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+
+    return model, step
+
+
+def sharded(model, optimizer=torch.optim.AdamW, *, step=training, **options):
+    join()
+    model.cuda()
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return step(model, optimizer(model.parameters()))
+
+
+def plain():
+    return sharded(Transformer())
+
+
+def no_reshard():
+    return sharded(Transformer(), reshard_after_forward=False)
+
+
+def reshards_to_two():
+    return sharded(Transformer(), reshard_after_forward=2)
+
+
+def bf16_clipped():
+    return sharded(Transformer(), mp_policy=BF16, step=partial(training, max_norm=1.0))
+
+
+def fused():
+    return sharded(Transformer(), partial(torch.optim.AdamW, fused=True), mp_policy=BF16)
+
+
+def one_by_one():
+    return sharded(Transformer(), partial(torch.optim.Adam, foreach=False), mp_policy=BF16)
+
+
+def momentum():
+    return sharded(Transformer(), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+
+
+def uneven_width():
+    return sharded(Transformer(252), mp_policy=BF16, step=partial(training, max_norm=1.0))
+
+
+def recomputing():
+    return sharded(Transformer(recomputes=True), mp_policy=BF16)
+
+
+def accumulating():
+    return sharded(Transformer(), step=partial(training, accumulates=4))
+
+
+def autocast():
+    return sharded(Transformer(), step=partial(training, autocast=True, max_norm=1.0))
+
+
+def tied():
+    return sharded(Transformer(ties=True), mp_policy=BF16)
+
+
+def model_in_bf16():
+    return sharded(Transformer().to(torch.bfloat16), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+
+
+def prefetching():
+    def step(model, optimizer):
+        for layer, following in zip(model.layers, model.layers[1:], strict=False):
+            layer.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([layer])
+        return training(model, optimizer)
+
+    return sharded(Transformer(), step=step, mp_policy=BF16)
+
+
+def frozen():
+    """Only new layers beside frozen ones are trained, as with LoRA."""
+    model = Transformer().requires_grad_(False)
+    for layer in model.layers:
+        layer.feed_forward.w2.requires_grad_(True)
+    return sharded(model, mp_policy=BF16)
+
+
+def only_the_root():
+    join()
+    model = Transformer().cuda()
+    fully_shard(model, mp_policy=BF16)
+    return training(model, torch.optim.AdamW(model.parameters()))
+
+
+def on_meta():
+    join()
+    with torch.device("meta"):
+        model = Transformer()
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=BF16)
+    fully_shard(model, mp_policy=BF16)
+    model.to_empty(device="cuda")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    return training(model, torch.optim.AdamW(model.parameters()))
+
+
+def large_on_meta():
+    """Of four GiB of weights, and twice as much of moments, two ranks have a half each."""
+    join()
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False) for _ in range(16)])
+    for layer in [*model, model]:
+        fully_shard(layer)
+    model.to_empty(device="cuda")
+    for parameter in model.parameters():
+        nn.init.trunc_normal_(parameter, std=0.02)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, 8192, device="cuda")).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def fails_in(place):
+    model, step = bf16_clipped()
+    size = [0]
+
+    def burst(*_):
+        if size[0] > 4:
+            torch.empty(2**40, dtype=torch.uint8, device="cuda")
+
+    if place == "forward":
+        model.layers[2].feed_forward.register_forward_pre_hook(burst)
+    if place == "backward":
+        model.layers[1].feed_forward.register_full_backward_hook(burst)
+
+    def train(model, batch_size):
+        size[0] = batch_size
+        torch.empty(batch_size**2, 1000, device="cuda")  # not on a line
+        step(model, batch_size)
+        if place == "optimizer":
+            burst()
+
+    return model, train
+
+
+fails_in_forward, fails_in_backward, fails_in_optimizer = (
+    partial(fails_in, place) for place in ("forward", "backward", "optimizer")
+)
+
+
+def saving():
+    """Each step gathers the whole model, as a loop does that saves it."""
+    model, step = bf16_clipped()
+
+    def train_and_save(model, batch_size):
+        step(model, batch_size)
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    return model, train_and_save
+
+
+def hsdp():
+    mesh = join(MESHES["hsdp"], ("replicate", "shard"))
+    model = Transformer().cuda()
+    for layer in [*model.layers, model]:
+        fully_shard(layer, mesh=mesh, mp_policy=BF16)
+    return training(model, torch.optim.AdamW(model.parameters()))
+
+
+PLAN = {
+    "attention.wq": ColwiseParallel(), "attention.wk": ColwiseParallel(), "attention.wv": ColwiseParallel(),
+    "attention.wo": RowwiseParallel(), "feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel(),
+    "feed_forward.w2": RowwiseParallel(),
+}  # fmt: skip
+
+
+def tensor_parallel():
+    mesh = join(MESHES["tensor_parallel"], ("dp", "tp"))
+    model = Transformer().cuda()
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], PLAN)
+    for layer in [*model.layers, model]:
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=BF16)
+    return training(model, torch.optim.AdamW(model.parameters(), foreach=False))
+
+
+def only_tensor_parallel():
+    mesh = join(MESHES["only_tensor_parallel"], ("tp",))
+    model = Transformer().cuda()
+    for layer in model.layers:
+        parallelize_module(layer, mesh, PLAN)
+    return training(model, torch.optim.AdamW(model.parameters(), foreach=False))
+
+
+# --- what a simulated card refuses ---
+
+
+def offloading():
+    return sharded(Transformer(), offload_policy=CPUOffloadPolicy())
+
+
+def fsdp1():
+    join()
+    model = FullyShardedDataParallel(Transformer().cuda())
+    return training(model, torch.optim.AdamW(model.parameters()))
+
+
+def symmetric_memory():
+    def step(model, optimizer):
+        model.set_allocate_memory_from_process_group_for_comm(True)
+        return training(model, optimizer)
+
+    return sharded(Transformer(), step=step)
+
+
+def pipeline():
+    join()
+    device = torch.device("cuda", torch.cuda.current_device())
+    stage = PipelineStage(Block().to(device), dist.get_rank(), dist.get_world_size(), device)
+    schedule = ScheduleGPipe(stage, n_microbatches=2)
+    return stage.submod, lambda model, batch_size: schedule.step(torch.randn(batch_size, LENGTH, WIDTH, device="cuda"))
+
+
+def experts(exchange):
+    """Each rank sends tokens to the experts that these choose."""
+    join()
+    router = nn.Linear(WIDTH, dist.get_world_size()).cuda()
+
+    def step(model, batch_size):
+        tokens = torch.randn(batch_size * LENGTH, WIDTH, device="cuda")
+        chosen = F.one_hot(model(tokens).argmax(-1), dist.get_world_size()).sum(0)
+        received = exchange(tokens, chosen.tolist())
+        assert received.shape[1] == WIDTH
+
+    return router, step
+
+
+def exchanging():
+    def exchange(tokens, sizes):
+        received = torch.empty(sum(sizes), WIDTH, device="cuda")
+        dist.all_to_all_single(received, tokens, sizes, sizes)
+        return received
+
+    return experts(exchange)
+
+
+def exchanging_functionally():
+    return experts(lambda tokens, sizes: all_to_all_single_autograd(tokens, sizes, sizes, dist.group.WORLD))
+
+
+def compiled_layers():
+    model = Transformer()
+    for layer in model.layers:
+        layer.compile()
+    return sharded(model)
+
+
+def compiled():
+    model, step = plain()
+    whole = torch.compile(model)
+    return model, lambda _, batch_size: step(whole, batch_size)
