@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,7 +29,7 @@ from oomprobe.simulation.prediction import Predictor
 from oomprobe.simulation.ranks import first_of, with_nccl
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.sharding import Sharding
-from oomprobe.simulation.tape import LiveBlocks, RecordedCall, replay_trial
+from oomprobe.simulation.tape import LiveBlocks, RecordedCall, read_calls, replay_trial
 from oomprobe.simulation.unknown import refuse_address, wants_data
 
 TOO_LARGE = (
@@ -155,11 +156,7 @@ class SimulatedDevice(Device):
             for tensor in tensors:
                 self._card_mode.fakes.put_on_card(tensor)
         except AllocatorOutOfMemory:
-            storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-            needed, size = sum(storages.values()), format_bytes(self.card.available_bytes)
-            missing = format_bytes(max(0, needed - self.card.available_bytes))
-            text = TOO_LARGE.format(needed=format_bytes(needed), card=self.name, size=size, missing=missing)
-            raise NothingFitsError(text) from None
+            raise NothingFitsError(_too_large(tensors, self.name, self.card.available_bytes)) from None
         if self._card_mode.refused_building is not None:
             size = format_bytes(self.card.available_bytes)
             raise NothingFitsError(REFUSED.format(line=self._card_mode.refused_building, card=self.name, size=size))
@@ -192,10 +189,11 @@ class SimulatedDevice(Device):
     def usage(self) -> Usage:
         memory = self._memory
         allocated, reserved = memory.peaks
+        allowed_bytes = memory.allowed(memory.limit_bytes)
         return Usage(
             peak_allocated_bytes=allocated,
             peak_reserved_bytes=reserved,
-            peak_upper_bytes=self._upper_bytes(reserved, memory.largest_workspace_bytes, memory.limit_bytes),
+            peak_upper_bytes=_with_workspace(reserved, memory.largest_workspace_bytes, allowed_bytes),
             alloc_retries=memory.alloc_retries,
             under_pressure=memory.alloc_retries > 0,
         )
@@ -282,11 +280,19 @@ class SimulatedDevice(Device):
             return False
         if not trial.passed:
             return request.confirms
-        self._predictor.workspace_bytes[trial.batch_size] = self._memory.largest_workspace_bytes
         if self._card_mode.counts_values:
             return not self._predictor.give_up(COUNTS_VALUES)
         names = [record.step for record in outcome.records]
+        self._predictor.workspace_bytes[trial.batch_size] = self._memory.largest_workspace_bytes
         return not self._predictor.learn(trial.batch_size, names, self._trial_calls[: len(names)])
+
+    def learn_recorded(self, batch_size: int, step: str, recorded: Path, workspace_bytes: int) -> bool:
+        """Learn what calls of a step did in another process, which began on such a card; return as `learn` does."""
+        if self._cold is None:
+            self._cold = self._memory.allocator.copy(), {}
+        calls = read_calls(recorded)
+        self._predictor.workspace_bytes[batch_size] = workspace_bytes
+        return not self._predictor.learn(batch_size, [step] * len(calls), calls)
 
     @property
     def unpredicted(self) -> str:
@@ -299,8 +305,10 @@ class SimulatedDevice(Device):
         cold, live = self._cold
         names = [call.step for call in request.calls]
         calls = self._predictor.calls(request.batch_size, names)
-        if calls is None or cold.reserved_bytes > self._memory.allowed(request.cap_bytes):
+        allowed_bytes = self._memory.allowed(request.cap_bytes)
+        if calls is None or cold.reserved_bytes > allowed_bytes:
             return None
+        workspace_bytes = self._predictor.workspace_at(request.batch_size)
         allocator = cold.copy()
         allocator.limit_bytes = self._memory.allocator_limit(request.cap_bytes)
         refusal, limiting = replay_trial(allocator, calls, live)
@@ -314,9 +322,7 @@ class SimulatedDevice(Device):
             verdict,
             peak_allocated_bytes=allocator.peak_allocated_bytes,
             peak_reserved_bytes=allocator.peak_reserved_bytes,
-            peak_upper_bytes=self._upper_bytes(
-                allocator.peak_reserved_bytes, self._predictor.workspace_at(request.batch_size), request.cap_bytes
-            ),
+            peak_upper_bytes=_with_workspace(allocator.peak_reserved_bytes, workspace_bytes, allowed_bytes),
             alloc_retries=allocator.alloc_retries,
             error=error,
             step_name=step_name,
@@ -339,6 +345,14 @@ class SimulatedDevice(Device):
         self._cold, self._predictor = (allocator, live), predictor
         return True
 
-    def _upper_bytes(self, reserved_bytes: int, workspace_bytes: int, cap_bytes: int | None) -> int:
-        """Return the peak reserved if a convolution takes the workspace that it may want, as far as the cap allows."""
-        return max(reserved_bytes, min(reserved_bytes + workspace_bytes, self._memory.allowed(cap_bytes)))
+
+def _too_large(tensors: Iterable[torch.Tensor], card: str, available_bytes: int) -> str:
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    needed_bytes = sum(storages.values())
+    missing, size = format_bytes(max(0, needed_bytes - available_bytes)), format_bytes(available_bytes)
+    return TOO_LARGE.format(needed=format_bytes(needed_bytes), card=card, size=size, missing=missing)
+
+
+def _with_workspace(reserved_bytes: int, workspace_bytes: int, allowed_bytes: int) -> int:
+    """Return the peak reserved if a convolution takes the workspace that it may want, as far as that is allowed."""
+    return max(reserved_bytes, min(reserved_bytes + workspace_bytes, allowed_bytes))

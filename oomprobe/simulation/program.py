@@ -37,6 +37,7 @@ from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import without_values
 from oomprobe.simulation.ranks import groups_of_program, with_nccl
 from oomprobe.simulation.settings import AllocatorSettings
+from oomprobe.simulation.tape import RecordedCall, write_calls
 from oomprobe.simulation.unknown import needs_cuda, refuse_address, wants_data
 
 TOO_OLD = "the command's torch is {version}: a simulated card needs {oldest} or later"
@@ -54,6 +55,7 @@ _LAUNCHERS = {
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate-launch", "accelerate.commands.launch",
     "accelerate.commands.accelerate_cli", "deepspeed", "deepspeed.launcher.launch", "deepspeed.launcher.runner", "ray", "colossalai",
 }  # fmt: skip
+MOST_CALLS = 12  # that do not repeat, before a program is taken not to
 _Patch = tuple[Any, str, Any]
 
 
@@ -110,6 +112,8 @@ class Program:
         self.files = Files(folder, self._mode)
         self._patches = ExitStack()
         self.refusal = ""
+        self._first_optimizer = 0  # its id
+        self._calls: list[RecordedCall] | None = []
         self._is_left = False
 
     def enter(self) -> None:
@@ -150,10 +154,21 @@ class Program:
         with suppress(RuntimeError):  # of modes that are gone
             self._patches.close()
 
-    def stepped(self) -> None:
-        """Forget what the tape has recorded: nothing replays."""
-        self._memory.finish_call()
+    def stepped(self, optimizer: object, path: str) -> None:
+        """End a call: what the program did since the last step of its first optimizer. Once calls repeat, write them to a file."""
+        self._first_optimizer = self._first_optimizer or id(optimizer)
+        if self._calls is None:  # they are written, or never repeat
+            self._memory.tape.start()
+            return
+        if id(optimizer) != self._first_optimizer:
+            return
+        self._calls.append(self._memory.finish_call())
         self._memory.tape.start()
+        repeats = len(self._calls) > 1 and self._calls[-1].repeats(self._calls[-2])
+        if repeats and not self._mode.counts_values:
+            write_calls(self._calls, path)
+        if repeats or len(self._calls) == MOST_CALLS:
+            self._calls = None
 
     def ended_by(self, error: BaseException) -> None:
         """Take an error that ends the program for a refusal, if it is about what a simulated card lacks."""

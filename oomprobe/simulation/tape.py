@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
+from pathlib import Path
 from typing import Any
 
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
@@ -55,6 +58,29 @@ class RecordedCall:
         """Whether it did what the call before it did, so that another one would too."""
         is_alike = self is before or (self.core, self.sizes) == (before.core, before.sizes)
         return is_alike and self.closed
+
+
+def write_calls(calls: Iterable[RecordedCall], path: str) -> None:
+    """Write calls to a file, which another process may read at any time."""
+    with open(f"{path}.part", "wb") as file:
+        pickle.dump([(_in_order(call.events), call.sizes) for call in calls], file)
+    os.replace(f"{path}.part", path)
+
+
+def _in_order(events: Sequence[Event]) -> tuple[Event, ...]:
+    """Return events with frees that follow each other in a fixed order: what a set held, or a cycle, dies in one that varies."""
+    ordered: list[Event] = []
+    for are_frees, group in groupby(events, lambda event: event[0] == FREED):
+        run = list(group)
+        if are_frees:
+            run.sort()
+        ordered += run
+    return tuple(ordered)
+
+
+def read_calls(path: Path) -> list[RecordedCall]:
+    """Return what `write_calls` has written."""
+    return [RecordedCall(events, sizes) for events, sizes in pickle.loads(path.read_bytes())]
 
 
 class Tape:

@@ -333,6 +333,28 @@ def test_a_command_is_probed_like_any(tmp_path):
     assert "samples/s" not in str(result)
 
 
+COUNTING = SCRIPT.replace(
+    "options = parser", "counted = len(torch.arange(20).cuda()[torch.arange(20).cuda() > 4].cpu())\noptions = parser"
+)
+
+
+def test_sizes_that_depend_on_values_all_run(tmp_path):
+    result = probed(command(tmp_path, script=COUNTING), start_batch=8192, resolution=0.2)
+    assert not any(trial.replayed for trial in result.trials)
+
+
+def test_sizes_that_follow_from_two_runs_are_replayed(tmp_path):
+    words = command(tmp_path)
+    result = probed(words, start_batch=512)
+    runs = [trial for trial in result.trials if not trial.replayed]
+    assert len(runs) <= 5 < len(result.trials)
+    assert [trial.phase for trial in runs][-2:] == ["confirm", "confirm"]
+    size, failed = result.batch_size, min(trial.batch_size for trial in result.trials if not trial.passed)
+    assert oomprobe.check_command(words, size, device="sim:64MiB", progress="off").trials[-1].passed
+    with pytest.raises(oomprobe.NothingFitsError):
+        oomprobe.check_command(words, failed, device="sim:64MiB", progress="off")
+
+
 @pytest.mark.parametrize(
     ("words", "python", "script", "said"),
     [

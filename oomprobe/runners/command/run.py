@@ -108,6 +108,10 @@ class Run:
         """Return what its processes have reported."""
         return RunReports.read(self._reports)
 
+    def recorded(self) -> list[Path]:
+        """Return the files in which processes on a simulated card have recorded their calls."""
+        return [*self._reports.glob("*.calls")]
+
     def has_ended(self, wait_s: float) -> bool:
         """Read output for up to `wait_s`; return whether it has ended, and then set `status`: negative for a signal."""
         wire = self._wire.fileno()

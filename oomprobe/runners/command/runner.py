@@ -8,9 +8,10 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tenacity
 
@@ -38,6 +39,9 @@ from oomprobe.runners.command.reports import RunReports, UsedCard, are_the_same,
 from oomprobe.runners.command.run import BATCH, BATCH_VARIABLE, Run
 from oomprobe.runners.signals import Interrupts
 from oomprobe.verdicts import Evidence
+
+if TYPE_CHECKING:
+    from oomprobe.devices.simulated import SimulatedDevice
 
 MORE = 1.25  # times what it takes to start the command and to make the steps of a trial: trials go on for so long
 TICK_S = 0.1  # between readings of the reports
@@ -136,11 +140,12 @@ class CommandRunner:
 
     def __init__(
         self, command: list[str], options: Options, interrupts: Interrupts, passes_after_s: float | None,
-        patience: Patience = PATIENCE, card: str | None = None,
+        patience: Patience = PATIENCE, card: str | None = None, replays: SimulatedDevice | None = None,
     ) -> None:  # fmt: skip
         self._command, self._options, self._interrupts = command, options, interrupts
         self._passes_after_s, self._patience = passes_after_s, patience
         self._card = card  # the one that each process of the command is to be on; None: real devices
+        self._replays = replays  # the same card, which replays sizes that follow from others
         # Fraction of the memory, by UUID of the device; by the first run that passed.
         self._available: dict[str, float] = {}
         self._measured = Measured(available_bytes=0, outside_bytes=None)  # by that run
@@ -176,7 +181,13 @@ class CommandRunner:
         return self._measured
 
     def run(self, request: Request) -> Outcome:
-        """Run the command once; again if a port was in use, or if memory of an earlier run was not free yet."""
+        """Run the command once; again if a port was in use, or if memory of an earlier run was not free yet.
+
+        On a simulated card, a size that follows from others is replayed instead.
+        """
+        predicted = self._predict(request)
+        if predicted is not None:
+            return Outcome(trial=predicted)
         outcome, ending = until(
             lambda result: not _is_not_its_fault(*result),
             lambda: self._run(request),
@@ -195,12 +206,33 @@ class CommandRunner:
         ):
             seen, ending = self._watch(run, request)
             self._took_s.append(run.elapsed_s)
+            contradicts = self._learn(request, run, seen, passed=ending.verdict is Verdict.FITS)
         measured = None
         if ending.verdict is Verdict.FITS:
             self._check_pass(request, seen, fractions)
             measured = self._measure(seen)
         self._describe(seen)
-        return self._outcome(request, seen, ending, fractions, measured), ending
+        outcome = self._outcome(request, seen, ending, fractions, measured)
+        return replace(outcome, contradicts_replay=contradicts), ending
+
+    def _predict(self, request: Request) -> Trial | None:
+        """Replay the calls of one process; None if they are unknown, or the request must run."""
+        if self._replays is None or not self._available:
+            return None
+        cap_bytes = int(min(self._fractions().values()) * self._device.total_bytes)
+        return self._replays.predict_trial(replace(request, cap_bytes=cap_bytes))
+
+    def _learn(self, request: Request, run: Run, seen: RunReports, *, passed: bool) -> bool:
+        """Learn from the calls of the only process on the card; return True if a run contradicts what was predicted."""
+        if self._replays is None:
+            return False
+        if not passed:
+            return request.confirms
+        recorded = run.recorded()
+        if len(recorded) != 1 or len(seen.training) != 1:
+            return False
+        workspace_bytes = max((memory.workspace_bytes for memory in seen.training[0].devices), default=0)
+        return self._replays.learn_recorded(request.batch_size, request.calls[0].step, recorded[0], workspace_bytes)
 
     def _fractions(self) -> dict[str, float]:
         """Return the caps as fractions of each device's memory; "" stands for devices that no run has reported yet."""

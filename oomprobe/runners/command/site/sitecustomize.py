@@ -174,7 +174,7 @@ class Watch:
         self.steps += 1
         self.step_s = [*self.step_s[:1], time.time()]  # of the first step and the last
         if self.program:
-            self.program.stepped()
+            self.program.stepped(optimizer, os.path.join(self.folder, "%d.calls" % self.pid))
         if self.has_cuda_started() and self.torch.cuda.is_current_stream_capturing():
             return
         if self.steps <= EACH_STEP or self.steps % 16 == 0:
