@@ -111,3 +111,14 @@ def test_a_copy_behaves_the_same_and_is_independent(steps, more, text):
     alone = played(twin, more)
     assert allocator.stats() == before
     assert played(allocator, more) == alone
+
+
+def test_a_copy_knows_which_blocks_wait_for_a_stream():
+    allocator = an_allocator()
+    handle = allocator.malloc(30 * MIB)
+    allocator.record_stream(handle, 1)
+    allocator.free(handle)
+    twin = allocator.copy()
+    twin.synchronize()
+    twin.malloc(30 * MIB)
+    assert twin.reserved_bytes == 30 * MIB
