@@ -14,6 +14,7 @@ from copy import copy
 from typing import Any, NoReturn
 
 import torch
+from torch import distributed
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomprobe.errors import SimulationError
@@ -41,6 +42,7 @@ COMPILED = (
     "a compiled model that is sharded gathers its parameters at other times than an eager one, and a simulated card runs it eagerly",
     "leave out torch.compile",
 )
+_STAGES = "torch.distributed.pipelining.stage"
 _Patch = tuple[Any, str, Any]
 
 
@@ -138,7 +140,6 @@ def _refusals() -> Iterator[_Patch]:
     """Yield replacements that refuse what one simulated card cannot stand for."""
     from torch.distributed import _symmetric_memory
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
-    from torch.distributed.pipelining.stage import _PipelineStageBase
 
     refused: list[tuple[Any, str, tuple[str, str]]] = [
         (CPUOffloadPolicy, "__init__", OFFLOADS),
@@ -147,11 +148,18 @@ def _refusals() -> Iterator[_Patch]:
         (FSDPModule, "set_allocate_memory_from_process_group_for_comm", NCCL_POOL),
         (_symmetric_memory, "empty", NCCL_POOL),
         (_symmetric_memory, "rendezvous", NCCL_POOL),
-        (_PipelineStageBase, "__init__", PIPELINE),
     ]
     for owner, name, why in refused:
         if hasattr(owner, name):  # some came with later versions of torch
             yield owner, name, functools.partial(_refuse, why)
+    get_rank = distributed.get_rank
+
+    def get_rank_outside_stages(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") == _STAGES:  # which takes half a second to import
+            _refuse(PIPELINE)
+        return get_rank(*args, **kwargs)
+
+    yield distributed, "get_rank", get_rank_outside_stages
 
 
 def _is_compiled(modules: Iterable[torch.nn.Module]) -> bool:
