@@ -28,6 +28,7 @@ def make(wrap, *, backend="nccl", model=None, shape=(64,)):
             dist.all_gather_object(gathered, {"rank": dist.get_rank()})
             assert len(gathered) == int(os.environ["WORLD_SIZE"])
             dist.all_reduce(loss.detach(), async_op=True).wait()
+            assert dist.all_reduce(loss.detach()) is None  # work is returned only if it is asked for
             dist.barrier()
 
     return model, step

@@ -17,6 +17,7 @@ from oomprobe.ground.torch_versions import VERSION
 from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.settings import AllocatorSettings
+from oomprobe.simulation.tape import replay_call
 
 WIDTH = 256
 
@@ -224,3 +225,17 @@ def test_a_shared_block_is_held_until_the_step_ends():
             model(torch.zeros(batch_size, 8, device="cuda"))
 
     assert peak(stepping_with_a_shared_block) - peak(alone) == 2**20 * 8 * 4
+
+
+def test_a_shared_block_waits_in_replays_too():
+    memory = CardMemory(SimulatedDevice("1GiB").card, AllocatorSettings())
+    memory.tape.start()
+    storage = torch.UntypedStorage(2**25, device="meta")
+    memory.allocate(storage)
+    assert memory.record_stream(storage, 1)
+    del storage
+    following = torch.UntypedStorage(2**25, device="meta")
+    memory.allocate(following)
+    allocator = memory.allocator.empty_copy()
+    replay_call(allocator, memory.finish_call(), {})
+    assert allocator.peak_reserved_bytes == memory.peaks[1] == 2**26
