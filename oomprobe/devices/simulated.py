@@ -73,7 +73,7 @@ class SimulatedDevice(Device):
     """
 
     counts_bytes = replays = True
-    not_covered = UNSIMULATED
+    not_covered: tuple[str, ...] = UNSIMULATED
 
     def __init__(
         self, card: str | int | Card, *, settings: AllocatorSettings | None = None, world_size: int = 1
@@ -91,11 +91,9 @@ class SimulatedDevice(Device):
         self._full = False  # whether the cap is below what is already on the card
         self._card_mode = CardMode(self._memory)
         self._card_mode.is_rank = world_size > 1
-        self._sharding = Sharding()
-        self._predictor = Predictor()
+        self._sharding, self._predictor = Sharding(), Predictor()
         self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # state before the trial's first call
-        self._calls: list[RecordedCall] = []
-        self._trial_calls: list[RecordedCall] = []
+        self._calls, self._trial_calls = list[RecordedCall](), list[RecordedCall]()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -114,6 +112,7 @@ class SimulatedDevice(Device):
                 raise
             gc.collect(0)  # free this call's cycles now, not during the next call
         self._calls.append(self._memory.finish_call())
+        self.not_covered = (*UNSIMULATED, *self._card_mode.not_covered)
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -136,6 +135,7 @@ class SimulatedDevice(Device):
 
     def begin_probe(self, poll: Callable[[], None]) -> None:
         self._card_mode.poll, self._card_mode.notes, self._card_mode.counts_values = poll, {}, False
+        self._card_mode.not_covered.clear()
         self._predictor = Predictor()
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -280,10 +280,10 @@ class SimulatedDevice(Device):
             return False
         if not trial.passed:
             return request.confirms
+        self._predictor.workspace_bytes[trial.batch_size] = self._memory.largest_workspace_bytes
         if self._card_mode.counts_values:
             return not self._predictor.give_up(COUNTS_VALUES)
         names = [record.step for record in outcome.records]
-        self._predictor.workspace_bytes[trial.batch_size] = self._memory.largest_workspace_bytes
         return not self._predictor.learn(trial.batch_size, names, self._trial_calls[: len(names)])
 
     def learn_recorded(self, batch_size: int, step: str, recorded: Path, workspace_bytes: int) -> bool:

@@ -42,7 +42,7 @@ def user_line() -> str:
 
 
 def is_in_users_code() -> bool:
-    """Return whether what oomprobe stands for was called by the user's code, or another library's, rather than by torch."""
+    """Return whether the innermost caller outside oomprobe is the user's code or another library, not torch."""
     for frame, _ in traceback.walk_stack(sys._getframe()):
         path = Path(frame.f_code.co_filename)
         if not _says_nothing(path):

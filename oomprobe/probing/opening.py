@@ -238,10 +238,7 @@ def open_command(order: Order, command: Sequence[str], passes_after_s: float | N
         raise InvalidArgumentError(NO_BREAKDOWN)
     with _framed(order) as frame:
         card = simulated_for_command(order.device)
-        replays = None if card is None else opened_if_simulated(card)
-        runner = CommandRunner(
-            words, order.options, frame.interrupts, passes_after_s, frame.clock.patience, card, replays
-        )
+        runner = CommandRunner(words, order.options, frame.interrupts, passes_after_s, frame.clock.patience, card)
         yield frame.session(runner, shlex.join(words))
 
 

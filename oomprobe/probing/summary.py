@@ -206,7 +206,7 @@ def _first_failing(session: Session, largest: Found, limit: int) -> int | None:
 
 def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
     """Yield what the trials noted, and what is to be said of them together."""
-    yield from session.notes.without(NoteKind.NOT_COVERED)
+    yield from session.notes
     yield from _of_torch(session)
     yield from session.neighbours.notes
     kind = "optimizer step" if "command" in session.runner.facts.environment else "call"
@@ -247,7 +247,7 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
 
 def _of_compiling(session: Session) -> Iterator[Note]:
     """Yield a note on what compiling took, if the step is compiled."""
-    if session.notes.of_kind(NoteKind.COMPILES):
+    if any(note.kind is NoteKind.COMPILES for note in session.notes):
         compiled_s = [calls.starting_s for calls in session.calls.values() if calls.starting_s]
         sizes = count(len(compiled_s), "size", "sizes")
         yield remark(COMPILING.format(sizes=sizes, seconds=sum(compiled_s)))
@@ -340,17 +340,16 @@ def _of_prediction(session: Session) -> Iterator[Note]:
 
 def _not_covered(session: Session) -> list[str]:
     facts = session.runner.facts
-    noted = [note.text for note in session.notes.of_kind(NoteKind.NOT_COVERED)]
     if facts.not_covered is not None:
-        return [*facts.not_covered, *noted]
-    not_covered = [*session.device.not_covered, *noted]
+        return list(facts.not_covered)
+    not_covered = [*session.device.not_covered]
     words_in_names = set(re.findall(r"[^\W\d_]+", " ".join(facts.step_names).lower()))
     if words_in_names.isdisjoint(EVALUATING):
         not_covered.append(NO_EVALUATION)
     late = [what for what, words in LATE.items() if words_in_names.isdisjoint(words)]
     if late:
         not_covered.append(NO_LATE.format(what=", ".join(late)))
-    has_largest = bool(session.notes.of_kind(NoteKind.LARGEST_EXAMPLES))
+    has_largest = any(note.kind is NoteKind.LARGEST_EXAMPLES for note in session.notes)
     for item in NOT_COVERED:
         if item == LONGEST and has_largest:
             continue

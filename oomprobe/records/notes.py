@@ -6,9 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-# What a simulated card does not cover of a step that uses streams of its own.
-SIDE_STREAMS = "when memory of side streams comes back: kernels ended at once, and backward ran on one stream, not on those of its forward"
-
 
 class NoteKind(StrEnum):
     """What a note means for the answer."""
@@ -18,7 +15,6 @@ class NoteKind(StrEnum):
     NOT_RESTORED = "not restored"  # a warning too: something of the user's did not come back
     COMPILES = "compiles"  # a remark: the step uses torch.compile
     NOT_COMPARED = "not compared"  # a remark on scratch memory, of which the last one counts
-    NOT_COVERED = "not covered"  # listed with what else is not
     LARGEST_EXAMPLES = "largest examples"  # a remark: what else is not covered, these are
 
 
@@ -39,11 +35,6 @@ class Note:
 def remark(text: str, *sizes: int) -> Note:
     """Return a note that leaves the answer as it is."""
     return Note(text=text, sizes=sizes)
-
-
-def assumed(text: str) -> Note:
-    """Return a note of what a simulated card assumed."""
-    return Note(text=text, kind=NoteKind.NOT_COVERED if text == SIDE_STREAMS else NoteKind.REMARK)
 
 
 def warning(text: str, *sizes: int) -> Note:
@@ -77,14 +68,6 @@ class Notes:
         """Add all of them that are not there."""
         for note in notes:
             self.add(note)
-
-    def of_kind(self, kind: NoteKind) -> list[Note]:
-        """Return those of a kind."""
-        return [note for note in self if note.kind is kind]
-
-    def without(self, kind: NoteKind) -> list[Note]:
-        """Return those of other kinds."""
-        return [note for note in self if note.kind is not kind]
 
     def clear(self) -> None:
         """Forget all of them."""

@@ -181,6 +181,8 @@ UNSIMULATED = (
     "workspaces of cuDNN, including its attention: only the card knows them (the upper end of the peak includes those of convolutions)",
     "kernels that CUDA loads later, other processes on the card, NCCL",
 )
+# And of a step that uses streams of its own:
+SIDE_STREAMS = "when memory of side streams comes back: kernels ended at once, and backward ran on one stream, not on those of its forward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

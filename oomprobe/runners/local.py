@@ -29,7 +29,7 @@ from oomprobe.errors import (
 from oomprobe.ground.frames import hide_frames, is_own_fault
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.breakdown import Breakdown
-from oomprobe.records.notes import Note, NoteKind, Notes, assumed, remark, take_told
+from oomprobe.records.notes import Note, NoteKind, Notes, remark, take_told
 from oomprobe.records.options import Step
 from oomprobe.records.trials import Call, CallRecord, Measured, Outcome, Phase, Request, RunnerInfo, Trial, Verdict
 from oomprobe.rules import look, program
@@ -362,6 +362,7 @@ class LocalRunner:
             is_spent=self._snapshot is None and self._tracker.has_replaced_parameters,
         )
         trial = outcome.trial
+        self.facts = replace(self.facts, device=describe(self._device))  # what it leaves out may show only then
         self._tracker.end_trial(passed=trial.passed)
         if trial.verdict is Verdict.POISONED or self._work.ends_with_trial:
             return outcome
@@ -565,7 +566,7 @@ class LocalRunner:
         )
 
     def _notes_after(self, trial: Trial) -> tuple[Note, ...]:
-        self._notes.extend([*map(assumed, self._device.notes), *take_told()])
+        self._notes.extend([*map(remark, self._device.notes), *take_told()])
         if self._device.not_compared:
             self._notes.add(Note(text=self._device.not_compared, kind=NoteKind.NOT_COMPARED))
         if self.compiled.is_used:

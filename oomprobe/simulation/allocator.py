@@ -37,18 +37,8 @@ class Block:
     """A piece of a segment. ``free``: mapped and in its pool; neither ``free`` nor ``mapped``: address space only."""
 
     __slots__ = (
-        "address",
-        "free",
-        "is_shared",
-        "mapped",
-        "next",
-        "order",
-        "origin",
-        "pool",
-        "prev",
-        "requested",
-        "size",
-    )
+        "address", "free", "is_shared", "mapped", "next", "order", "origin", "pool", "prev", "requested", "size",
+    )  # fmt: skip
 
     def __init__(self, pool: Pool, address: int, size: int, order: int) -> None:
         self.pool = pool

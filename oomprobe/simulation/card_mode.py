@@ -82,12 +82,12 @@ class CardMode(TorchDispatchMode):
 
     def __init__(self, memory: CardMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory, self.cuda_api = memory, replacements(memory, lambda text: self.notes.setdefault(text))
+        self.memory, self.cuda_api = memory, replacements(memory, lambda text: self.not_covered.setdefault(text))
         self.fake_mode = FakeTensorMode()
         self.fake_mode._allow_unsafe_data_ptr_access = False  # a custom kernel would crash on address 0
         self.depth = 0  # above 0 inside torch's code, which must see the fakes' own devices
         self.poll: Callable[[], None] = lambda: None
-        self.notes: dict[str, None] = {}
+        self.notes, self.not_covered = dict[str, None](), dict[str, None]()
         self._processors = memory.card.processors
         views = Views(self.fake_mode)
         self.fakes = Fakes(self.fake_mode, views, memory)

@@ -16,7 +16,7 @@ import torch
 
 from oomprobe.errors import SimulationError
 from oomprobe.ground.frames import is_in_users_code, user_line
-from oomprobe.records.notes import SIDE_STREAMS
+from oomprobe.records.trials import SIDE_STREAMS
 from oomprobe.simulation.fakes import SEEN, requested_device
 from oomprobe.simulation.memory import CardMemory
 
@@ -75,7 +75,7 @@ class Stream:
     """
 
     memory: CardMemory  # of the card, in a class for each
-    note: Callable[[str], None]
+    leave_out: Callable[[str], None]
     device_type, device_index = 1, 0  # 1: CUDA, as torch's C++ numbers them
     device = property(lambda _: SEEN.device)
 
@@ -87,7 +87,7 @@ class Stream:
     def use(self) -> None:
         """Become the current stream."""
         if self.stream_id and is_in_users_code():
-            self.note(SIDE_STREAMS)
+            self.leave_out(SIDE_STREAMS)
         self.memory.use_stream(self.stream_id)
 
     def __enter__(self) -> Stream:
@@ -213,11 +213,11 @@ def _nested(stats: dict[str, int]) -> dict[str, Any]:
     return nested
 
 
-def replacements(memory: CardMemory, note: Callable[[str], object]) -> dict[str, Any]:
-    """Return replacements by their names in ``torch.cuda`` and ``torch.accelerator``; `note` takes what they assume."""
+def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict[str, Any]:
+    """Return replacements by their names in ``torch.cuda`` and ``torch.accelerator``; `leave_out` learns what they do not cover."""
     card = memory.card
     major, minor = card.compute_capability
-    stream_type = type("Stream", (Stream,), {"memory": memory, "note": staticmethod(note)})
+    stream_type = type("Stream", (Stream,), {"memory": memory, "leave_out": staticmethod(leave_out)})
 
     def properties(*_: Any, **__: Any) -> SimpleNamespace:
         return SimpleNamespace(

@@ -157,13 +157,13 @@ class Program:
     def stepped(self, optimizer: object, path: str) -> None:
         """End a call: what the program did since the last step of its first optimizer. Once calls repeat, write them to a file."""
         self._first_optimizer = self._first_optimizer or id(optimizer)
-        if self._calls is None:  # they are written, or never repeat
-            self._memory.tape.start()
+        if self._calls is not None and id(optimizer) != self._first_optimizer:
             return
-        if id(optimizer) != self._first_optimizer:
-            return
-        self._calls.append(self._memory.finish_call())
+        call = self._memory.finish_call()
         self._memory.tape.start()
+        if self._calls is None:  # they are written, or never repeat
+            return
+        self._calls.append(call)
         repeats = len(self._calls) > 1 and self._calls[-1].repeats(self._calls[-2])
         if repeats and not self._mode.counts_values:
             write_calls(self._calls, path)
@@ -199,6 +199,11 @@ class Program:
     def notes(self) -> list[str]:
         """Assumptions made so far."""
         return list(self._mode.notes)
+
+    @property
+    def not_covered(self) -> list[str]:
+        """What was left out so far."""
+        return list(self._mode.not_covered)
 
     @property
     def not_compared(self) -> str:

@@ -91,7 +91,7 @@ class Sharding:
 
 
 def _groups_of(state: Any) -> list[Any]:
-    """Return the groups of parameters that one module shards; before torch 2.12, there is one or none."""
+    """Return the groups of parameters that one module shards; earlier versions of torch know one or none."""
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
     return [group for group in [state._fsdp_param_group] if group is not None]

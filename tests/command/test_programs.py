@@ -56,6 +56,18 @@ RUN = {
             optimizer.zero_grad()
         assert model(torch.ones(1, 512, device="cuda")).device == torch.device("cuda:0")
     """,
+    "streams": """
+        model, side = nn.Linear(512, 512).cuda(), torch.cuda.Stream()
+        optimizer, reserved = torch.optim.SGD(model.parameters(), 0.1), []
+        for _ in range(60):
+            x = torch.randn(4096, 512, device="cuda")
+            x.record_stream(side)
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reserved.append(torch.cuda.memory_reserved())
+        assert reserved[-1] == reserved[5]
+    """,
     "prints and logs": """
         model, _, loss = train()
         print(loss, loss.item(), f"{loss:.3f}", float(loss) > 0.5, model[0].weight[:2, :2], torch.cuda.get_device_name())

@@ -60,6 +60,7 @@ class ProcessReport:
     devices: tuple[Memory, ...]  # on which it has reserved memory
     # On a simulated card:
     notes: tuple[str, ...] = ()  # what was assumed
+    not_covered: tuple[str, ...] = ()  # what was left out
     not_compared: str = ""  # what nobody has compared with torch's allocator
     refusal: str = ""  # why the program, or a part of it, cannot be simulated
 

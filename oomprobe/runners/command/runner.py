@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import tenacity
 
+from oomprobe.devices.choose import opened_if_simulated
 from oomprobe.errors import InvalidArgumentError, SimulationError, StepFailedError, UnreliableError
 from oomprobe.ground.units import format_seconds
 from oomprobe.ground.waiting import Held, until
 from oomprobe.ground.words import count
-from oomprobe.records.notes import Note, NoteKind, assumed, remark, warning
+from oomprobe.records.notes import Note, NoteKind, remark, warning
 from oomprobe.records.options import Options
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.records.trials import (
@@ -140,12 +141,14 @@ class CommandRunner:
 
     def __init__(
         self, command: list[str], options: Options, interrupts: Interrupts, passes_after_s: float | None,
-        patience: Patience = PATIENCE, card: str | None = None, replays: SimulatedDevice | None = None,
+        patience: Patience = PATIENCE, card: str | None = None,
     ) -> None:  # fmt: skip
         self._command, self._options, self._interrupts = command, options, interrupts
         self._passes_after_s, self._patience = passes_after_s, patience
         self._card = card  # the one that each process of the command is to be on; None: real devices
-        self._replays = replays  # the same card, which replays sizes that follow from others
+        self._replays: SimulatedDevice | None = opened_if_simulated(
+            card
+        )  # the same card, which replays sizes that follow from others
         # Fraction of the memory, by UUID of the device; by the first run that passed.
         self._available: dict[str, float] = {}
         self._measured = Measured(available_bytes=0, outside_bytes=None)  # by that run
@@ -154,6 +157,7 @@ class CommandRunner:
         self._took_s: list[float] = []  # by each run
         self._last_passed = 0, RunReports()  # batch size and reports
         self._world_size = 1
+        self._left_out: dict[str, None] = {}  # by a simulated card, of what the command does
         self._torch_version: tuple[int, ...] = ()  # the oldest that a process reported
 
     # --- the Runner protocol ---
@@ -172,7 +176,7 @@ class CommandRunner:
             confirmations=2,
             runs_plans=False,
             alone=ALONE,
-            not_covered=NOT_COVERED if self._card is None else (*NOT_COVERED, *UNSIMULATED),
+            not_covered=NOT_COVERED if self._card is None else (*NOT_COVERED, *UNSIMULATED, *self._left_out),
             environment=self._environment,
         )
 
@@ -181,10 +185,7 @@ class CommandRunner:
         return self._measured
 
     def run(self, request: Request) -> Outcome:
-        """Run the command once; again if a port was in use, or if memory of an earlier run was not free yet.
-
-        On a simulated card, a size that follows from others is replayed instead.
-        """
+        """Run the command, or replay a size that follows from others; run again if a port was in use or memory not yet free."""
         predicted = self._predict(request)
         if predicted is not None:
             return Outcome(trial=predicted)
@@ -232,7 +233,8 @@ class CommandRunner:
         if len(recorded) != 1 or len(seen.training) != 1:
             return False
         workspace_bytes = max((memory.workspace_bytes for memory in seen.training[0].devices), default=0)
-        return self._replays.learn_recorded(request.batch_size, request.calls[0].step, recorded[0], workspace_bytes)
+        step = request.calls[0].step
+        return self._replays.learn_recorded(request.batch_size, step, recorded[0], workspace_bytes)
 
     def _fractions(self) -> dict[str, float]:
         """Return the caps as fractions of each device's memory; "" stands for devices that no run has reported yet."""
@@ -350,6 +352,8 @@ class CommandRunner:
         if not cards:
             return
         memory, last = cards[0].memory, seen.reports[-1]
+        for report in seen.training:
+            self._left_out |= dict.fromkeys(report.not_covered)
         name = memory.name
         if self._card is not None:
             name = f"simulated {name}"
@@ -417,7 +421,7 @@ class CommandRunner:
 
     def _notes(self, request: Request, trial: Trial, seen: RunReports) -> Iterator[Note]:
         for report in seen.training:
-            yield from map(assumed, report.notes)
+            yield from map(remark, report.notes)
             if report.not_compared:
                 yield Note(text=report.not_compared, kind=NoteKind.NOT_COMPARED)
         if trial.verdict is not Verdict.FITS:

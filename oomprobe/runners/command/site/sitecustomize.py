@@ -218,13 +218,14 @@ class Watch:
             "steps": self.steps // optimizers, "step_s": self.step_s,
             "ooms": self.ooms, "raised_ooms": self.raised, "where": self.where, "errors": [],
             "devices": [self.device(index) for index in self.used_devices()],
-            "notes": [], "not_compared": "", "refusal": self.refusal,
+            "notes": [], "not_covered": [], "not_compared": "", "refusal": self.refusal,
         }  # fmt: skip
         if why == "exit":
             guarded(self.add_errors)(report)
         if self.program:
             program = self.program
-            report.update(notes=program.notes, not_compared=program.not_compared, refusal=program.refusal)
+            report.update(notes=program.notes, not_covered=program.not_covered)
+            report.update(not_compared=program.not_compared, refusal=program.refusal)
         path = os.path.join(self.folder, "%s-%d.json" % (report["host"], self.pid))
         with open(path + ".part", "w") as file:
             json.dump(report, file)
