@@ -6,14 +6,17 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch._inductor.compile_fx  # otherwise each child that compiles imports it, in 2 s
 from bed import forked
 from ledger import Log
 from torch import nn
 from zoo import classifier, mlp, runs
 
 import oomprobe
+from oomprobe.ground.torch_versions import VERSION
 from oomprobe.state.surroundings import FROZEN_BY_PYTHON
+
+if VERSION >= (2, 14):  # older ones use CUDA while they import it, and then this process cannot fork
+    import torch._inductor.compile_fx  # otherwise each child that compiles imports it, in 2 s
 
 MIB = 2**20
 QUIET = {"progress": "off"}
