@@ -91,7 +91,7 @@ def test_each_row_is_a_probe_of_its_own(make, over, memory, share):
         lower, higher = sorted([one.batch_size, row.batch_size])
         failed = {trial.batch_size for trial in (*one.trials, *row.trials) if not trial.passed}
         assert higher - lower <= lower / 128 or failed & {*range(lower + 1, higher + 1)}, value
-        assert higher <= lower * (1 + 1 / 32), value
+        assert higher <= lower * (1 + (1 / 32 if VERSION == (2, 14) else 1 / 8)), value  # holes are a version's own
         assert (row.limited_by, row.budget_bytes, row.state_verified) == ("memory", one.budget_bytes, True)
         assert row.trials[-1].phase == "confirm" or "marginal" in str(row.notes)
         assert not [note for note in row.notes if note.startswith("leak")], row.notes
