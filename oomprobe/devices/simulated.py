@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from oomprobe.devices.base import Counters, Device, History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
+from oomprobe.ground.torch_versions import half_of
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.trials import UNSIMULATED, Call, Outcome, Request, Trial, Verdict
 from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, oom_message
@@ -79,7 +80,7 @@ class SimulatedDevice(Device):
         self, card: str | int | Card, *, settings: AllocatorSettings | None = None, world_size: int = 1
     ) -> None:
         self.card = card_of(card)
-        self.world_size = world_size
+        self.world_size, self.half = world_size, half_of(self.card.compute_capability)
         self.torch_device = torch.device("cpu")  # where the model stays
         self.name = f"simulated {self.card.full_name}"
         self.total_bytes = self.card.total_bytes
@@ -88,6 +89,7 @@ class SimulatedDevice(Device):
             self.card, note = with_nccl(self.card, world_size)
             self._assumed[note] = None
         self._memory = CardMemory(self.card, AllocatorSettings.from_environment() if settings is None else settings)
+        self._has_built = False
         self._full = False  # whether the cap is below what is already on the card
         self._card_mode = CardMode(self._memory)
         self._card_mode.is_rank = world_size > 1
@@ -126,6 +128,7 @@ class SimulatedDevice(Device):
             >>> card.live_bytes()
             4198400
         """
+        self._has_built = True
         with called_by_torch(self._memory), building(self._card_mode):
             yield
 
@@ -145,13 +148,9 @@ class SimulatedDevice(Device):
             InvalidArgumentError: a tensor is on a real accelerator.
             NothingFitsError: they exceed the card's memory.
         """
-        tensors = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]  # fakes are there already
-        for tensor in tensors:
-            if tensor.device.type != "cpu":
-                raise InvalidArgumentError(
-                    f"a tensor of the model is on {tensor.device}: a simulated card needs the model in host memory: "
-                    "build it there, or call model.cpu() before probing"
-                )
+        tensors = _in_host_memory(tensors)
+        if self._has_built and any(map(self._card_mode.fakes.holds, tensors)):
+            tensors = list(filter(self._card_mode.is_on_card, tensors))  # building has left the others in host memory
         try:
             for tensor in tensors:
                 self._card_mode.fakes.put_on_card(tensor)
@@ -344,6 +343,18 @@ class SimulatedDevice(Device):
         allocator.capacity_bytes, allocator.total_bytes = self.card.available_bytes, self.card.total_bytes
         self._cold, self._predictor = (allocator, live), predictor
         return True
+
+
+def _in_host_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that are not fakes, which are on the card already; raise InvalidArgumentError if one is on a real accelerator."""
+    real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
+    for tensor in real:
+        if tensor.device.type != "cpu":
+            raise InvalidArgumentError(
+                f"a tensor of the model is on {tensor.device}: a simulated card needs the model in host memory: "
+                "build it there, or call model.cpu() before probing"
+            )
+    return real
 
 
 def _too_large(tensors: Iterable[torch.Tensor], card: str, available_bytes: int) -> str:

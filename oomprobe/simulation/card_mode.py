@@ -93,10 +93,10 @@ class CardMode(TorchDispatchMode):
         self.fakes = Fakes(self.fake_mode, views, memory)
         self._results = Results(self.fake_mode, views)
         self._known_bools: KnownBools = weakref.WeakKeyDictionary()
-        self._formulas = Formulas()
-        self.device_thread = DeviceThread()
-        self.counts_values = False  # whether a size has depended on values
-        self._was_on_card = False  # whether the last operator was
+        self._formulas, self.device_thread = Formulas(), DeviceThread()
+        self.counts_values = self._was_on_card = (
+            False  # whether a size has depended on values; and the last operator was there
+        )
         self.is_building = self.whole_program = self.is_rank = False  # is_rank: one of several
         self.host_is_card = False  # for floating-point tensors without a device
         self.refused_building: str | None = None  # where building first asked for more than the card has
@@ -212,7 +212,7 @@ class CardMode(TorchDispatchMode):
         self._was_on_card = operands.on_card
         if not operands.are_simulated:
             if kwargs.get("device", HOST) in (None, HOST, _META):
-                return self._run_on_host(func, args, kwargs, has_tensors=operands.any)
+                return self._run_on_host(func, args, kwargs, operands)
         elif func in _COMPARISONS or (func is _aten._to_copy.default and kwargs.get("device") == HOST):
             if operands.known:
                 return self.fakes.values.compute(func, args, kwargs)
@@ -252,7 +252,7 @@ class CardMode(TorchDispatchMode):
 
     def _is_transfer(self, target: torch.Tensor, on_host: list[torch.Tensor]) -> bool:
         """Whether a copy leaves both tensors where they are: a step may mean a card's by its target, as DDP does by its buckets."""
-        if on_host[0] is not target:
+        if on_host[0] is not target or target.untyped_storage() in self.fakes.pinned:
             return True
         return self.whole_program and not in_backward()
 
@@ -317,20 +317,20 @@ class CardMode(TorchDispatchMode):
                 made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in chosen]
             return made[0] if len(func._schema.returns) == 1 else tuple(made)
 
-    def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any], *, has_tensors: bool) -> Any:
+    def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any], operands: _Operands) -> Any:
         """Run an operator for real, unless it creates a large tensor, which has no values."""
-        if not has_tensors and kwargs.get("device") != _META:
+        result = None
+        if not operands.any and kwargs.get("device") != _META:
             with self.fake_mode:
                 fake = func(*args, **kwargs)
-            if isinstance(fake, torch.Tensor) and self._stays_fake(func, fake):
-                return fake
-        with torch._C._DisableTorchDispatch():
-            return func(*args, **kwargs)
-
-    def _stays_fake(self, func: Any, fake: torch.Tensor) -> bool:
-        if self.whole_program and "empty" not in func.__name__:  # which makes weights, before they are initialised
-            return fake.numel() * fake.element_size() > MAX_REAL_BYTES
-        return fake.numel() > MAX_REAL_NUMEL[fake.is_floating_point()]
+            if isinstance(fake, torch.Tensor) and _stays_fake(func, fake, whole_program=self.whole_program):
+                result = fake
+        if result is None:
+            with torch._C._DisableTorchDispatch():
+                result = func(*args, **kwargs)
+        if operands.pins:
+            self.fakes.pinned.add(result.untyped_storage())
+        return result
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
         values = self.fakes.values.of(tensor)
@@ -395,6 +395,13 @@ def _run_for_real(func: Any, args: Any, kwargs: dict[str, Any], simulated: Any) 
         return tree_map_only(FakeTensor, zeros_of, simulated)
 
 
+def _stays_fake(func: Any, fake: torch.Tensor, *, whole_program: bool) -> bool:
+    """Return whether a tensor in host memory is too large to have values."""
+    if whole_program and "empty" not in func.__name__:  # which makes weights, before they are initialised
+        return fake.numel() * fake.element_size() > MAX_REAL_BYTES
+    return fake.numel() > MAX_REAL_NUMEL[fake.is_floating_point()]
+
+
 def zeros_of(fake: FakeTensor) -> torch.Tensor:
     """Return a tensor in host memory that looks like a fake, whose values only the card could compute."""
     with torch._C._DisableTorchDispatch():
@@ -422,6 +429,7 @@ class _Operands:
         known: Whether all are of integers or booleans whose values are known.
         are_simulated: Whether one is a fake or on the card.
         on_card: Whether one is on the card.
+        pins: Whether the result is to be in pinned host memory.
         on_host: Those in host memory, without tensors of one number, which CUDA's kernels take from there.
     """
 
@@ -429,6 +437,7 @@ class _Operands:
         self._card_mode = card_mode
         self.known = True
         self.any = self.are_simulated = self.on_card = False
+        self.pins = bool(kwargs.get("pin_memory"))
         self.on_host: list[torch.Tensor] = []
         self._add(args)
         self._add(kwargs.values())

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -113,17 +113,23 @@ class Fakes:
 
     def __init__(self, mode: FakeTensorMode, views: Views, memory: CardMemory) -> None:
         self._mode, self._make_view, self._memory = mode, views.make, memory
+        self.pinned = WeakSet[torch.UntypedStorage]()  # host memory that the step asked for as such
         self._storages: WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = WeakKeyDictionary()
         self._views: WeakKeyDictionary[torch.UntypedStorage, dict[tuple[Any, ...], FakeTensor]] = WeakKeyDictionary()
         self._copies: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}  # card copies of views, by id of the view
         self.values = Values(self.has_values, self.fake)
         self.keeps_parameters = False  # whether parameters in host memory stay there
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on the card already; one without a plain storage never is."""
+        tensor = local(tensor)
+        return tensor.layout is torch.strided and self._memory.holds(self._simulated(tensor))
+
     def on_card(self, tensor: torch.Tensor) -> bool:
-        """Whether a real tensor is on the card; one without a plain storage never is."""
+        """Whether a real tensor is on the card, or goes there; one without a plain storage never is."""
         if tensor.layout is not torch.strided:
             return False
-        if self._memory.holds(self._simulated(tensor)):
+        if self.holds(tensor):
             return True
         if self.keeps_parameters or not isinstance(tensor, torch.nn.Parameter):
             return False

@@ -95,7 +95,8 @@ class DeviceThread:
     def _renumber(self, first: int, gradients: list[torch.Tensor | None]) -> None:
         mine = self._begun + 2 * self._count  # twice: the main thread's numbers include these nodes
         for node in _nodes(gradients, first):
-            node._set_sequence_nr(mine + node._sequence_nr() - first)
+            if not hasattr(node, "variable"):  # what sums the gradients of a leaf has the highest number
+                node._set_sequence_nr(mine + node._sequence_nr() - first)
 
 
 def _next_number() -> int:

@@ -8,7 +8,6 @@ from helpers import Training
 from ledger import Log
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from zoo import numbered, training_step
 
 import oomprobe
@@ -606,13 +605,6 @@ def test_the_breakdown_is_of_the_largest_step(kibs):
     assert sum(breakdown.parts.values()) == breakdown.peak_reserved_bytes
 
 
-@pytest.mark.parametrize("options", [(), (partial(checkpoint, use_reentrant=False),)])
-def test_checkpointing_is_not_suggested_twice(options):
-    model = Blocks(*options)
-    result = check(model, linear_step(model, 256), 4096, breakdown=True)
-    assert (result.breakdown.repeated is None) == bool(options)
-
-
 def test_a_failed_breakdown_keeps_the_answer():
     calls, model, limit = Log(), nn.Linear(8, 8), 10**9
 
@@ -674,3 +666,31 @@ def test_a_step_may_replace_a_module_and_its_optimizer():
     assert max(trial.steps for trial in result.trials) > 4
     assert all(map(torch.equal, before, model.parameters()))
     assert not optimizer.state
+
+
+# --- what is in host memory ---
+
+
+def test_pinned_memory_is_host_memory():
+    card = oomprobe.SimulatedDevice("1GiB")
+    with card.session():
+        on_card = torch.ones(2**20, device="cuda")
+        kept = torch.empty(2**20, pin_memory=True)
+        kept.copy_(on_card, non_blocking=True)
+        assert card.live_bytes() == on_card.nbytes
+        back = kept.to("cuda", non_blocking=True)
+        assert card.live_bytes() == on_card.nbytes + back.nbytes
+
+
+def test_what_building_leaves_in_host_memory_stays_there():
+    card = oomprobe.SimulatedDevice("1GiB")
+    with card.building():
+        counts = torch.zeros(256, 256)
+        model = nn.Linear(256, 256, bias=False).cuda()
+    card.place([*model.parameters(), counts])
+    assert card.live_bytes() == counts.nbytes
+    on_host = oomprobe.SimulatedDevice("1GiB")  # where nothing says "cuda", all of it is the card's
+    with on_host.building():
+        model = nn.Linear(256, 256, bias=False)
+    on_host.place([*model.parameters(), counts])
+    assert on_host.live_bytes() == 2 * counts.nbytes
