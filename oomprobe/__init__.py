@@ -18,7 +18,7 @@ _NAMES = {
     ),
     "probe": (
         *("check", "check_command", "check_target"),
-        *("find_max_batch", "find_max_batches", "probe_command", "probe_target"),
+        *("find_max_batch", "find_max_batches", "find_savings", "probe_command", "probe_target"),
     ),
     "records.fit": ("LinearFit",),
     "records.plan": ("PlanEntry",),
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from oomprobe.probe import check_target as check_target
     from oomprobe.probe import find_max_batch as find_max_batch
     from oomprobe.probe import find_max_batches as find_max_batches
+    from oomprobe.probe import find_savings as find_savings
     from oomprobe.probe import probe_command as probe_command
     from oomprobe.probe import probe_target as probe_target
     from oomprobe.records.fit import LinearFit as LinearFit

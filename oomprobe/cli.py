@@ -23,6 +23,7 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
 from oomprobe.ground.words import did_you_mean
+from oomprobe.records import savings
 from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.options import Options
 from oomprobe.report.blocks import as_text
@@ -51,6 +52,7 @@ TWO_TARGETS = (
     "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
 )
 OVER_CARDS = "--over and several devices make a table each: leave one out, and let build() return a step for one value of the other"
+TWO_TABLES = "--savings makes a table of its own: leave out --over, and name one device"
 NO_TABLE = "--try-larger and --no-mixed are about a table: add --over, or leave them out"
 TABLE_OF_CHECKS = "--require checks one size, and --over makes a table: leave one out"
 TABLE_OF_PLANS = "--global-batch and --world-size plan for one answer, and --over has many: in Python, table.rows[value].plan(...) does it"
@@ -138,7 +140,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _exit_status(probed: ProbeResult | ProbeTable, required: int | None, options: dict[str, Any]) -> int:
-    if isinstance(probed, ProbeTable):
+    if isinstance(probed, ProbeTable) and probed.savings is not None:
+        if required is not None and probed.cheapest(required) is None:
+            return errors.REQUIRED_FAILS
+    elif isinstance(probed, ProbeTable):
         is_cut_short = len(probed.rows) < len(options["over"][probed.axis])
         if probed.mixed_failed or is_cut_short:
             return errors.UnreliableError.exit_status
@@ -210,7 +215,7 @@ def _probe(arguments: argparse.Namespace, options: dict[str, Any]) -> ProbeResul
         what, check, search = arguments.command, probe.check_command, probe.probe_command
     if arguments.quiet and options["progress"] == "auto":
         options["progress"] = "off"
-    if arguments.require is not None and not _cards(arguments):
+    if arguments.require is not None and not _cards(arguments) and "savings" not in options:
         options.pop("multiple_of", None)
         return check(what, arguments.require, **options)
     global_batch, world_size = options.get("global_batch"), arguments.world_size or 1
@@ -307,12 +312,15 @@ What is measured: README.md and docs/ in the repository. The functions: help("oo
 EXAMPLES_OF_RUN = """\
 examples:
   oomprobe run train.py:build --multiple-of 8 --json a.json --html a.html
+  oomprobe run train.py:build --savings all --require 64 --device sim:RTX-4090
   oomprobe run --start-batch 16 -- torchrun --nproc-per-node 8 train.py --batch-size {batch}
 
 exit statuses:
 """ + "\n".join(f"{status:5}  {meaning}" for status, meaning in errors.EXIT_STATUSES.items())
 HELP = {
-    "--require": "only check that batch size N fits; exit 5 if it does not; of several cards, name the smallest on which it does",
+    "--require": "only check that batch size N fits; exit 5 if it does not; of several cards, name the smallest on which it does, and of "
+    "savings the cheapest",
+    "--savings": "find out what would make a batch fit: run the step with each saving of memory, all or NAME,NAME",
     "--world-size": "ranks that share the global batch, one of which is probed (1)",
     "--over": "make a table: the largest size for each value of an argument of the step, such as length=512,1024,2048",
     "--try-larger": "with --over: go on above a value with which nothing fits",
@@ -369,6 +377,7 @@ def parser() -> argparse.ArgumentParser:
     add(search, "--require", type=_size, metavar="N", default=None)
     add(search, "--world-size", type=_size, metavar="N", default=None)
     add(search, "--over", type=_axis, action="append", metavar="NAME=V,V,...")
+    add(search, "--savings", type=_savings, metavar="all|NAME,NAME")
     add(search, "--try-larger", action="store_true")
     add(search, "--no-mixed", action="store_false", dest="mixed")
     add(where, "--device")
@@ -398,6 +407,14 @@ def _axis(text: str) -> tuple[str, list[object]]:
     if axis is None:
         raise argparse.ArgumentTypeError(WITH_COMMAS.format(text=text))
     return axis[1], [_number(value) for value in axis[2].split(",")]
+
+
+def _savings(text: str) -> str:
+    try:
+        savings.chosen(text)
+    except InvalidArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _number(text: str) -> object:
@@ -440,6 +457,8 @@ def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
     elif cards := _cards(arguments):
         given |= {"over": {CARDS: cards}, "require": arguments.require}
         del given["device"]
+    if "savings" in given:
+        given["require"] = arguments.require
     return given
 
 
@@ -476,7 +495,7 @@ def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str |
         return ONLY_FOR_COMMANDS if "passes_after_s" in given else None
     if arguments.target is not None:
         return TWO_TARGETS.format(target=arguments.target)
-    of_targets = ("breakdown", "isolate", "nproc_per_node", "over")
+    of_targets = ("breakdown", "isolate", "nproc_per_node", "over", "savings")
     options = _flags([name for name in of_targets if hasattr(arguments, name)])
     if options:
         return NOT_FOR_COMMANDS.format(options=options)
@@ -492,6 +511,8 @@ def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str |
 def _about_table(arguments: argparse.Namespace, given: dict[str, Any]) -> str | None:
     """Return why a table cannot be made, or what only a table can take; None if all is well."""
     axes = len(getattr(arguments, "over", []))
+    if "savings" in given and (axes or _cards(arguments)):
+        return TWO_TABLES
     if not axes:
         return NO_TABLE if {"try_larger", "mixed"} & given.keys() else None
     if axes > 1:
@@ -516,7 +537,7 @@ def _about_check(arguments: argparse.Namespace, given: dict[str, Any]) -> str | 
     for option in dataclasses.fields(Options):
         if option.name in given and option.name != "multiple_of" and not option.metadata["in_checks"]:
             ignored.append(option.name)
-    if not ignored or _cards(arguments):
+    if not ignored or _cards(arguments) or "savings" in given:
         return None
     return NO_SEARCH.format(options=_flags(ignored))
 

@@ -63,6 +63,10 @@ class UnknownOptionError(InvalidArgumentError, TypeError):
     """There is no keyword argument of this name."""
 
 
+class NotApplicableError(InvalidArgumentError):
+    """A saving has nothing to apply to in this step, or is on already; the text says which, in a word."""
+
+
 class NoDeviceError(OomProbeError, RuntimeError):
     """The requested device is not available to this process.
 

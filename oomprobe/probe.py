@@ -18,17 +18,22 @@ from oomprobe.probing.cards import search_cards
 from oomprobe.probing.finish import finish
 from oomprobe.probing.opening import open_command, open_model, open_target
 from oomprobe.probing.order import CheckOptions, Order, SearchOptions, refuse_unknown
+from oomprobe.probing.savings import search_savings
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
 from oomprobe.records.axis import CARDS, NO_AXIS, Axis
 from oomprobe.records.options import RESOLUTION, Options, Steps
+from oomprobe.records.savings import ALL
 from oomprobe.report.progress import Progress
 from oomprobe.results.log import logged
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable
 from oomprobe.runners.targets import name_of
 
+TWO_TABLES = (
+    "over and savings make a table each: leave one out, and make a table of savings for each value of the other"
+)
 COMMAND_RESOLUTION = 1 / 64  # each trial is a whole run of the command
 
 
@@ -202,6 +207,54 @@ def find_max_batches(
         return _table(axis, open_model(Order.of(given, axis=axis), model, step_fn), try_larger=try_larger, mixed=mixed)
 
 
+def find_savings(
+    model: torch.nn.Module,
+    step_fn: Steps,
+    batch_size: int | None = None,
+    savings: str | Sequence[str] = ALL,
+    **options: Unpack[SearchOptions],
+) -> ProbeTable:
+    """Find out what would make a batch size fit, by running the step with each saving of memory.
+
+    Each row of the table is a whole search in which every call of the step runs with a saving, as if you had written it, and without
+    it again afterwards: ``expandable_segments``, ``bf16_autocast`` or ``fp16_autocast`` (whichever the card's attention kernels
+    take), ``checkpoint`` of the repeated blocks, ``fused_optimizer``, ``no_foreach``, ``offload_activations``. What is on already, or
+    has nothing to apply to, is named and not run. With all savings, the best two follow together and, if `batch_size` is given, further
+    pairs until three rows run it.
+
+    Args:
+        model: The model, already on its device.
+        step_fn: ``step_fn(model, batch_size)`` or a mapping of several, as in `find_max_batch`.
+        batch_size: The size that is to run, at which the rows are compared; None for the answer without savings.
+        savings: "all", or names as a list or separated by commas; ``"bf16_autocast+checkpoint"`` runs two together.
+        **options: Those of `find_max_batch`, for each row; but `time_limit_s` is for the whole table.
+
+    Returns:
+        The results by name; `ProbeTable.at` compares them, and `ProbeTable.cheapest` chooses.
+
+    Raises:
+        InvalidArgumentError: an argument is wrong; nothing was run.
+        OomProbeError: as for `find_max_batch`, of the step as it is.
+
+    Examples:
+        >>> model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(8)))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> def step(model, batch_size):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(batch_size, 512, device="cuda")).square().mean().backward()
+        ...     optimizer.step()
+        >>> options = {"device": "sim:256MiB", "multiple_of": 64, "progress": "off"}
+        >>> table = find_savings(model, step, savings="checkpoint,fused_optimizer", **options)
+        >>> table.batch_sizes()
+        {'as is': ..., 'checkpoint': ..., 'fused_optimizer': ...}
+        >>> table.cheapest(table.rows["as is"].batch_size)
+        'as is'
+    """
+    with FramesHidden():
+        opened = partial(open_model, model=model, step_fn=step_fn)
+        return logged(search_savings(savings, Order.of(options), opened, batch_size))
+
+
 def check(model: torch.nn.Module, step_fn: Steps, batch_size: int, **options: Unpack[CheckOptions]) -> ProbeResult:
     """Check that one size fits, by running a confirmed trial under the cap; the result's `batch_size` is that size.
 
@@ -227,10 +280,23 @@ def probe_target(
     target: str | Callable[[], Any],
     *,
     over: None = None,
+    savings: None = None,
     isolate: bool = ...,
     nproc_per_node: int | Literal["gpu"] | None = ...,
     **options: Unpack[SearchOptions],
 ) -> ProbeResult: ...
+
+
+@overload
+def probe_target(
+    target: str | Callable[[], Any],
+    *,
+    savings: str | Sequence[str],
+    require: int | None = ...,
+    isolate: bool = ...,
+    nproc_per_node: int | Literal["gpu"] | None = ...,
+    **options: Unpack[SearchOptions],
+) -> ProbeTable: ...
 
 
 @overload
@@ -251,6 +317,7 @@ def probe_target(
     target: str | Callable[[], Any],
     *,
     over: Mapping[str, Iterable[Any]] | None = None,
+    savings: str | Sequence[str] | None = None,
     try_larger: bool = False,
     mixed: bool = True,
     require: int | None = None,
@@ -274,9 +341,10 @@ def probe_target(
         target: ``module:function`` or ``path/to/file.py:function``, or such a function itself; it takes no arguments and
             returns ``(model, step_fn)``.
         over: Make a table of the answers for these values; see `find_max_batches`.
+        savings: Make a table of the answers with each of these savings of memory; see `find_savings`.
         try_larger: Only with `over`; see `find_max_batches`.
         mixed: Only with `over`; see `find_max_batches`.
-        require: Only with ``over={"device": [...]}``; see `find_max_batches`.
+        require: Only with ``over={"device": [...]}``, see `find_max_batches`; or with `savings`, the `batch_size` of `find_savings`.
         isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
         nproc_per_node: Ranks, at least 1, or "gpu" for as many as there are accelerators; None for one process without a
             group.
@@ -305,6 +373,10 @@ def probe_target(
             ranks = nproc_per_node if isinstance(nproc_per_node, int) else 1
             table = search_cards(over[CARDS], Order.of(options), open_order, required=require, ranks=ranks, target=name)
             return logged(table)
+        if savings is not None:
+            if over is not None:
+                raise InvalidArgumentError(TWO_TABLES)
+            return logged(search_savings(savings, Order.of(options), open_order, require, name))
         axis = NO_AXIS if over is None and require is None else _axis(over, require)
         order = Order.of(options, axis=axis)
         if over is None:
@@ -391,7 +463,7 @@ def check_command(
 
 def _refuse_for_commands(options: Mapping[str, object]) -> None:
     """Raise InvalidArgumentError for options that would need the command's processes to be ours."""
-    if refused := [name for name in ("preserve", "isolate") if name in options]:
+    if refused := [name for name in ("preserve", "isolate", "savings") if name in options]:
         raise InvalidArgumentError(f"{', '.join(refused)} cannot be given for a command, whose state is its own")
 
 

@@ -20,6 +20,7 @@ CHAPTERS = {
     "Search": (
         "find_max_batch",
         "find_max_batches",
+        "find_savings",
         "check",
         "probe_target",
         "check_target",

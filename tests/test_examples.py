@@ -49,7 +49,9 @@ def test_only_public_names_are_used(path):
 
 
 @pytest.mark.parametrize(
-    "words", commands("plain_loop.py", "length_table.py", "ddp.py", simulated=True), ids=lambda words: " ".join(words)
+    "words",
+    commands("plain_loop.py", "length_table.py", "savings.py", "ddp.py", simulated=True),
+    ids=lambda words: " ".join(words),
 )
 def test_on_a_simulated_card(words):
     status, out, err = start(typed, words).result()

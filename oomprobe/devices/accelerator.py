@@ -20,6 +20,7 @@ from oomprobe.devices.fingerprint import fingerprint
 from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
+from oomprobe.ground.torch_versions import half_of
 from oomprobe.records.trials import Verdict
 from oomprobe.verdicts import Evidence, classify_error
 
@@ -65,6 +66,8 @@ class AcceleratorDevice(Device):
         self.total_bytes = int(properties.total_memory)
         self.edge_bytes = max(EDGE_BYTES, int(EDGE_SHARE * self.total_bytes))
         self.uuid = str(getattr(properties, "uuid", ""))  # torch.cuda; of torch.xpu since 2.7
+        if device.type == "cuda" and torch.version.cuda is not None:
+            self.half = half_of((properties.major, properties.minor))
         self.name = stated_name(str(properties.name), stated_bytes, self.total_bytes)
         is_integrated = getattr(properties, "is_integrated", False)  # torch.cuda
         self.integrated = bool(is_integrated or getattr(properties, "is_integrated_gpu", False))  # torch.xpu

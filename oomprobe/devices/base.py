@@ -81,6 +81,7 @@ class Device(ABC):
             amounts. Without it, a probe cannot look for calls that need more memory than others.
         not_covered: What trials on this device leave out.
         uuid: The same for one card in every process; "" if unknown.
+        half: The 16-bit floats for which its attention kernels save memory, "bf16" or "fp16".
         world_size: Ranks of which the step is one, if the device simulates that.
         replays: Whether it can repeat and predict calls of the step without running them, as simulated cards do.
 
@@ -100,6 +101,7 @@ class Device(ABC):
     counts_bytes: bool = False
     not_covered: tuple[str, ...] = ()
     uuid: str = ""
+    half: str = "bf16"
     world_size: int = 1
     replays: bool = False
 
@@ -229,6 +231,7 @@ def describe(device: Device) -> DeviceInfo:
         replays=device.replays,
         not_covered=device.not_covered,
         uuid=device.uuid,
+        half=device.half,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
 from typing import Any
@@ -41,7 +41,6 @@ class Recorder:
         self._model, self._optimizers = model, list(optimizers)
         self._modules = {id(module): (name, type(module).__name__) for name, module in model.named_modules()}
         self._contexts = [(ACTIVATIONS, OUTSIDE)]  # a stack: the kind of memory allocated now, and the module's name
-        self._autocast = self._recomputes = False
 
     @contextmanager
     def recording(self, history: History) -> Iterator[None]:
@@ -55,7 +54,7 @@ class Recorder:
             warnings.filterwarnings("ignore", message=".*there are global hooks on modules")  # those below
             for handle in self._hooks():
                 stack.callback(handle.remove)
-            stack.enter_context(self._backward_wrapped())
+            stack.enter_context(backward_wrapped(self._in_backward))
             yield
 
     def _blocks_before(self) -> Iterator[tuple[int, str]]:
@@ -81,30 +80,17 @@ class Recorder:
             if parameter.requires_grad and parameter.is_leaf:
                 yield parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def _backward_wrapped(self) -> Iterator[None]:
-        """Wrap the two entry points of backward, because torch has no hook around all of it."""
-        originals = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+    def _in_backward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self._enter(BACKWARD)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._leave()
 
-        def wrap(run: Any) -> Any:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                self._enter(BACKWARD)
-                try:
-                    return run(*args, **kwargs)
-                finally:
-                    self._leave()
-
-            return wrapped
-
-        vars(torch.autograd).update({name: wrap(run) for name, run in originals.items()})
-        try:
-            yield
-        finally:
-            vars(torch.autograd).update(originals)
+        return wrapped
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
-        self._autocast |= torch.is_autocast_enabled("cuda")
-        self._recomputes |= any(kind == BACKWARD for kind, _ in self._contexts)
         self._enter(ACTIVATIONS, self._modules.get(id(module), (OUTSIDE, ""))[0])
 
     def _enter(self, kind: str, module: str = OUTSIDE) -> None:
@@ -133,7 +119,6 @@ class Recorder:
             if kind == ACTIVATIONS:
                 by_module[module] += nbytes
         parts[FRAGMENTATION] = max(0, peak_reserved_bytes - parts.total())
-        dtypes = Counter(str(p.dtype).removeprefix("torch.") for p in self._model.parameters()) or Counter(["float32"])
         return Breakdown(
             batch_size=batch_size,
             peak_allocated_bytes=peak_allocated_bytes,
@@ -142,9 +127,6 @@ class Recorder:
             step_name=step_name,
             peak_in={BACKWARD: "backward", STEPPING: "optimizer"}.get(kind_at_peak, "forward"),
             modules=self._largest(by_module),
-            repeated=None if self._recomputes else self._repeated(by_module),
-            autocast=self._autocast,
-            parameter_dtype=dtypes.most_common(1)[0][0],
         )
 
     def _largest(self, by_module: Counter[str]) -> tuple[ModuleMemory, ...]:
@@ -172,20 +154,34 @@ class Recorder:
         modules.sort(key=lambda memory: (-memory.activation_bytes, -memory.parameter_bytes))
         return tuple(modules[:MOST_MODULES])
 
-    def _repeated(self, by_module: Counter[str]) -> tuple[str, int, int] | None:
-        """Return class, count and activation bytes of the list of repeated modules that holds the most."""
-        repeated, most_bytes = None, -1
-        for name, module in self._model.named_modules():
-            if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential):
-                continue
-            # A module without children, such as an activation, is no block.
-            classes = Counter(type(child).__name__ for child in module if [*child.children()])
-            for kind, number in classes.most_common(1):
-                prefix = f"{name}." if name else ""
-                nbytes = sum(nbytes for owner, nbytes in by_module.items() if owner.startswith(prefix))
-                if number > 1 and nbytes > most_bytes:
-                    repeated, most_bytes = (kind, number, nbytes), nbytes
-        return repeated
+
+@contextmanager
+def backward_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Wrap the two entry points of backward, because torch has no hook around all of it; not calls of them inside backward."""
+    originals = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
+    is_inside = False
+
+    def outermost(run: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = wrap(run)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inside
+            if is_inside:
+                return run(*args, **kwargs)
+            is_inside = True
+            try:
+                return wrapped(*args, **kwargs)
+            finally:
+                is_inside = False
+
+        call.__name__ = run.__name__
+        return call
+
+    vars(torch.autograd).update({name: outermost(run) for name, run in originals.items()})
+    try:
+        yield
+    finally:
+        vars(torch.autograd).update(originals)
 
 
 def _own_bytes(module: torch.nn.Module) -> int:

@@ -75,6 +75,17 @@ def workspaces() -> Workspaces:
     return Workspaces(kept=True, lt=LtWorkspace.EACH_CALL)
 
 
+FLASH_CAPABILITY = (
+    8,
+    0,
+)  # from which kernels for attention take bfloat16 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
+
+
+def half_of(capability: tuple[int, int]) -> str:
+    """Return the 16-bit floats for which a card's attention kernels save memory."""
+    return "bf16" if capability >= FLASH_CAPABILITY else "fp16"
+
+
 def has_large_workspace(capability: tuple[int, int]) -> bool:
     """Return whether cuBLAS's workspace takes 32 MiB on a card of this compute capability."""
     if VERSION < (2, 12):

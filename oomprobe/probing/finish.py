@@ -26,13 +26,13 @@ NO_SPLIT = "no split of global_batch={global_batch} into micro-batches of at mos
 NO_PLAN = "the plan for global_batch was not run: the command itself decides how it accumulates gradients"
 
 
-def finish(session: Session, largest: Found) -> Found:
-    """Raise if nothing fits or if each step leaks; otherwise run the accumulation plan and the breakdown."""
+def finish(session: Session, largest: Found, broken_down_at: int | None = None) -> Found:
+    """Raise if nothing fits or if each step leaks; otherwise run the accumulation plan and the breakdown, of the answer or another size."""
     if largest.batch_size is None:
         raise nothing_fits(session)
     refuse_leaking(session, largest.batch_size)
     run_plan(session, largest.batch_size)
-    break_down(session, largest.batch_size)
+    break_down(session, broken_down_at or largest.batch_size)
     return largest
 
 

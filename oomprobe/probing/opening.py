@@ -45,6 +45,7 @@ from oomprobe.results.log import LOGGER
 from oomprobe.runners.hooks import OptimizerWatch, outside_modes, preload_dynamo
 from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.runners.ranks_here import check_process_group, ranks_to_start, refuse_in_a_rank
+from oomprobe.runners.savings import Savings
 from oomprobe.runners.signals import Interrupts
 from oomprobe.runners.targets import build
 from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
@@ -195,7 +196,7 @@ def _isolated(order: Order, target: str, ranks: int | None = None) -> Iterator[S
     from oomprobe.runners.workers.runner import WorkersRunner, workers
 
     with _framed(order) as frame:
-        source = workers(target, order.device, order.options, order.axis, frame.clock.patience, ranks)
+        source = workers(target, order.device, order.options, order.axis, frame.clock.patience, ranks, order.savings)
         with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
             title = runner.facts.device.name
             if ranks is not None and ranks > 1:
@@ -218,7 +219,7 @@ def _forked(
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
     try:
         with garbage_frozen(), _framed(order) as frame:
-            source = forks(model, steps, tracker, device, order.axis, frame.clock.patience)
+            source = forks(model, steps, tracker, device, order.axis, frame.clock.patience, order.savings)
             with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
                 yield frame.session(runner, runner.facts.device.name)
     finally:
@@ -269,7 +270,7 @@ def _here(
         with OptimizerWatch(keep_new_optimizer, model) as watch:
             work = Workload(
                 device=device, model=model, steps=steps, tracker=snapshot.tracker, watch=watch, interrupts=frame.interrupts,
-                snapshot=snapshot, axis=order.axis,
+                snapshot=snapshot, axis=order.axis, savings=Savings(order.savings, device),
             )  # fmt: skip
             runner = LocalRunner(work)
             session = frame.session(runner, device.name, state_verified=False)

@@ -56,6 +56,7 @@ class Order:
     preserve: Iterable[Any] = ()
     progress: Progress = "auto"
     axis: Axis = NO_AXIS
+    savings: tuple[str, ...] = ()  # that are on in every call
     patience: Patience = PATIENCE  # for tests
 
     @classmethod

@@ -71,8 +71,7 @@ class Session:
     ) -> None:
         self.runner, self.trials, self.clock = runner, trials, clock
         self.options = options.within(runner.facts.max_batch)
-        self.notes = Notes()
-        self.in_steps_s = 0.0
+        self.notes, self.in_steps_s = Notes(), 0.0
         self.budget = Budget(runner, options.memory_fraction)
         self.program = Program(runner.facts, options, clock, row)
         self.deaths = Deaths(runner, clock, trials)
@@ -80,6 +79,7 @@ class Session:
         self.neighbours = Neighbours(runner, clock.patience)
         self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
+        self.outcome: Outcome | None = None  # of the last trial
         self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
         self.has_time_to_grow = True  # to run and confirm a size twice as large as the last that passed
         self.reporter = reporter
@@ -87,7 +87,7 @@ class Session:
         self.gradients_hold_graphs = False  # as in `Outcome`
         self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
         self._asked_calls = 0  # of the last trial
-        self.predicts, self.unpredicted = True, ""  # of a device that replays: whether it may; and why not
+        self.predicts = True  # of a device that replays: whether it may
         self.calls: dict[int, Calls] = {}  # by batch size
         self._ends: dict[tuple[int, int | None, int], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
@@ -286,7 +286,7 @@ class Session:
         self.in_steps_s += outcome.in_steps_s
         self._learned = outcome.learned or self._learned
         self.gradients_hold_graphs |= outcome.gradients_hold_graphs
-        self.unpredicted = outcome.unpredicted
+        self.outcome = outcome
         if outcome.holders:
             self.held_by_step = (
                 f". At the end of a trial the step's code held {', '.join(outcome.holders)}, which was not there before"

@@ -27,7 +27,7 @@ from oomprobe.rules.search import Found
 
 PRESSED = (
     "marginal: batch {size} ran with {retries} in {calls}. Each empties the allocator's cache, which is slow; lower "
-    "memory_fraction{setting}"
+    "memory_fraction{setting}, or see what takes less (--savings all, of a target)"
 )
 GAPS_SHARE = 1.1  # of what tensors take: where more is reserved, the rest is worth a word
 GAPS = (
@@ -137,7 +137,9 @@ def nothing_fits(session: Session) -> NothingFitsError:
     options = session.options
     *_, last = (trial for trial in session.trials if not trial.passed)
     memory, which, step, where, others = "with all available memory", ", the smallest allowed,", "", "", ""
-    advice = ["a smaller model or sample, activation checkpointing or lower precision"]
+    advice = ["a smaller model or sample"]
+    if session.runner.facts.runs_plans:
+        advice.append("what takes less memory: --savings all (find_savings) runs each such saving")
     if options.min_batch == options.max_batch:
         which = ""
         advice.insert(0, "a smaller batch size")
@@ -333,9 +335,9 @@ def _simulation_note(session: Session, answer: Trial) -> Note:
 
 def _of_prediction(session: Session) -> Iterator[Note]:
     """Yield a note if every size ran, although two sizes mostly predict the others."""
-    if session.predicts and session.unpredicted:
+    if session.predicts and session.outcome is not None and session.outcome.unpredicted:
         trials, seconds = len(session.trials), session.in_steps_s
-        yield remark(UNPREDICTED.format(why=session.unpredicted, trials=trials, seconds=seconds))
+        yield remark(UNPREDICTED.format(why=session.outcome.unpredicted, trials=trials, seconds=seconds))
 
 
 def _not_covered(session: Session) -> list[str]:

@@ -14,6 +14,7 @@ from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.records.axis import Axis, is_larger, magnitude, text_of_value
 from oomprobe.records.patience import Clock
+from oomprobe.records.savings import Comparison
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable
 from oomprobe.rules.search import NEAREST, nearness
@@ -34,6 +35,7 @@ class Rows:
         self.unfit: dict[Any, str] = {}
         self.notes: list[str] = []
         self.required: int | None = None  # of cards
+        self.savings: Comparison | None = None
         self._mixed: dict[Any, int] = {}
         self._mixed_failed = False
         self._expected: int | None = None  # the size at which the last row began; None for the first
@@ -63,6 +65,7 @@ class Rows:
             mixed_failed=self._mixed_failed,
             unfit=self.unfit,
             required=self.required,
+            savings=self.savings,
             notes=tuple(self.notes),
             elapsed_s=time.monotonic() - self._started_s,
         )

@@ -45,10 +45,6 @@ class Breakdown:
         peak_in: The phase at the peak: "forward", "backward" or "optimizer".
         step_name: Which of several named steps; None for a single one.
         modules: At most a hundred places in the model, the one with the most activation memory first.
-        repeated: Class of the model's repeated blocks, their number, and the activation memory they hold including
-            submodules; None if the model has no such list, or already recomputes modules in backward.
-        autocast: Whether autocast was on in the forward pass.
-        parameter_dtype: That of most parameters, such as ``"float32"``.
     """
 
     batch_size: int
@@ -58,9 +54,6 @@ class Breakdown:
     peak_in: str
     step_name: str | None = None
     modules: tuple[ModuleMemory, ...] = ()
-    repeated: tuple[str, int, int] | None = None
-    autocast: bool = False
-    parameter_dtype: str = "float32"
 
     @property
     def live_bytes(self) -> int:

@@ -199,6 +199,7 @@ class DeviceInfo:
     replays: bool = False  # whether it can repeat and predict calls instead of running them, which takes no time
     not_covered: tuple[str, ...] = ()  # what a simulated card leaves out
     uuid: str = ""  # the same in every process; "" if unknown
+    half: str = "bf16"  # the 16-bit floats for which its attention kernels are fast: "bf16" or "fp16"
 
     @property
     def emptying(self) -> str:
@@ -369,6 +370,8 @@ class Outcome:
     # For each step the places of the optimizers that step, among those that building made; negative for all others.
     learned: Mapping[str, Sequence[int]] = field(default_factory=dict)
     breakdown: Breakdown | None = None
+    recomputed: float = 0.0  # share of the forward's module calls that backward made again, for a saving
+    typed: Mapping[str, str] = field(default_factory=dict)  # what to type for each saving
 
 
 class Runner(Protocol):

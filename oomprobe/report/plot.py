@@ -133,15 +133,15 @@ def values_figure(axis: str, sizes: Mapping[Any, int | None], products: Sequence
     return figure
 
 
-def cards_figure(sizes: Mapping[str, int | None], *, required: int | None, smallest: str | None) -> Figure:
-    """Plot the batch size on each simulated card, below one another; the smallest on which the required size runs is dark."""
+def bars_figure(sizes: Mapping[str, int | None], *, required: int | None, marked: str | None) -> Figure:
+    """Plot the batch size on each simulated card or with each saving, below one another; the smallest or cheapest is dark."""
     names = [name.removeprefix("sim:") for name in sizes]
     known = [size or 0 for size in sizes.values()]
     colours = dict.fromkeys(sizes, LIGHT)
-    if smallest is None:
+    if marked is None:
         colours = dict.fromkeys(sizes, DARK)
     else:
-        colours[smallest] = DARK
+        colours[marked] = DARK
     figure = new_figure(0.8 + 0.16 * len(sizes))
     axes = figure.subplots()
     axes.bar_label(axes.barh(names, known, color=[*colours.values()]), fontsize=SMALL - 1, padding=2)

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from oomprobe.ground.allocator_settings import to_expand
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, clip, count
 from oomprobe.records.breakdown import Breakdown
@@ -218,7 +217,7 @@ class ProbeResult(Reported):
             mentioned = _mentioned(sentences) | {*self.noted_sizes}
         blocks = [trials_block(self.trials, self.batch_size, mentioned=mentioned), Block("", sentences)]
         if self.breakdown is not None:
-            blocks += breakdown_blocks(self.breakdown, _to_expand(self.environment))
+            blocks += breakdown_blocks(self.breakdown)
         blocks += [Block(NOTES, self.notes), not_covered_block(self)]
         draw_memory = partial(
             memory_figure, self.trials, self.batch_size, self.fit, self.budget_bytes, self.available_bytes
@@ -255,11 +254,6 @@ def within(result: ProbeResult, what: str) -> str:
     share = f"{100 * fraction:.3g} % of {format_bytes(result.available_bytes)} on "
     verdict = f"{what} in {format_bytes(result.budget_bytes)} ({share}"
     return f"{verdict}{clip(clean(result.device), max(8, VERDICT_WIDTH - 1 - len(verdict)))})"
-
-
-def _to_expand(environment: Mapping[str, Any]) -> str:
-    """Return what would have given the probe expandable segments; nothing if it had them."""
-    return to_expand(environment.get("allocator_settings", {}), environment.get("torch", "2"))
 
 
 def _is_of_command(result: ProbeResult) -> bool:

@@ -7,16 +7,18 @@ import io
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, clip, count, rate
 from oomprobe.records.axis import CARDS, magnitude, text_of_value
 from oomprobe.records.notes import Note, remark
-from oomprobe.records.plain import reading, written
+from oomprobe.records.plain import from_plain, reading, written
+from oomprobe.records.savings import Comparison
 from oomprobe.records.trials import Trial, last_of
 from oomprobe.report.blocks import (
     NOTES,
@@ -31,7 +33,7 @@ from oomprobe.report.blocks import (
     cell,
     measured_columns,
 )
-from oomprobe.report.plot import cards_figure, values_figure
+from oomprobe.report.plot import bars_figure, values_figure
 from oomprobe.results.base import Reported
 from oomprobe.results.result import (
     SCHEMA_VERSION,
@@ -43,6 +45,7 @@ from oomprobe.results.result import (
     not_covered_block,
     within,
 )
+from oomprobe.results.savings import blocks_of_savings, cheapest, trial_at, verdict_of_savings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +58,7 @@ class ProbeTable(Reported):
     """The largest batch size for each value of one axis, such as each length of a sequence; or on each of several simulated cards.
 
     Attributes:
-        axis: Name of the step's argument; of cards, ``"device"``.
+        axis: Name of the step's argument; of cards, ``"device"``; of savings, ``"saving"``.
         rows: The result for each value, in the order of the search; None where even the smallest batch does not fit. Values
             that a time limit cut off are missing.
         mixed: The batch size for each value with which steps of all values took turns in one process, in random order, as in
@@ -63,6 +66,7 @@ class ProbeTable(Reported):
         mixed_failed: Whether steps of all values were to run in turn, and no sizes were found with which they do.
         unfit: Why there is no result, for each value that has none.
         required: Of cards: the batch size that must run.
+        savings: Of savings: the size at which they are compared, and what each means.
         notes: What concerns the table rather than one row.
         elapsed_s: Wall time of all searches.
         schema_version: Version of the JSON form.
@@ -98,6 +102,7 @@ class ProbeTable(Reported):
     mixed_failed: bool = False
     unfit: Mapping[Any, str] = field(default_factory=dict)
     required: int | None = None
+    savings: Comparison | None = None
     notes: tuple[str, ...] = ()
     elapsed_s: float = 0.0
     schema_version: int = SCHEMA_VERSION
@@ -142,6 +147,43 @@ class ProbeTable(Reported):
         able = {name: card.available_bytes for name, card in self.fitting() if card.batch_size >= self.required}
         return min(able, key=able.__getitem__, default=None)
 
+    def at(self, batch_size: int) -> dict[Any, tuple[int, int] | None]:
+        """Return the peaks of each row at one size, allocated and reserved in bytes; None where it ran out of memory.
+
+        Raises:
+            InvalidArgumentError: a row has not run that size.
+
+        Examples:
+            >>> import oomprobe
+            >>> table = oomprobe.probe_target("oomprobe.demo:small_gpt", savings="checkpoint", device="sim:2GiB", progress="off")
+            >>> size = table.savings.batch_size
+            >>> table.at(size)["checkpoint"] < table.at(size)["as is"]
+            True
+        """
+        peaks: dict[Any, tuple[int, int] | None] = {}
+        for value, result in self.rows.items():
+            trial = None if result is None else trial_at(result, batch_size)
+            if trial is None and (result is not None or self.savings is None):
+                raise InvalidArgumentError(f"batch {batch_size} was not run in row {text_of_value(value)}")
+            peaks[value] = None
+            if trial is not None and trial.passed:
+                peaks[value] = (trial.peak_allocated_bytes or 0, trial.peak_reserved_bytes or 0)
+        return peaks
+
+    def cheapest(self, batch_size: int, *, same_numbers: bool = False) -> Any:
+        """Return the first row that runs a size, or a larger one; of savings, that is the cheapest. None if there is none.
+
+        `same_numbers`: only of savings that do not change what training computes.
+
+        Examples:
+            >>> import oomprobe
+            >>> cards, options = {"device": ["sim:1GiB", "sim:2GiB"]}, {"multiple_of": 256, "progress": "off"}
+            >>> table = oomprobe.probe_target("oomprobe.demo:wide_mlp", over=cards, **options)
+            >>> table.cheapest(table.batch_sizes()["sim:2GiB"])
+            'sim:2GiB'
+        """
+        return cheapest(self.rows, batch_size, same_numbers=same_numbers)
+
     def summary(self) -> Flat:
         """Return the batch sizes as one flat mapping for a tracker of experiments, such as ``"length=512/batch_size"``."""
         flat: Flat = {"notes": "\n".join(self.notes), "elapsed_s": self.elapsed_s}
@@ -169,6 +211,7 @@ class ProbeTable(Reported):
             "schema_version": self.schema_version,
             "axis": self.axis,
             "required": self.required,
+            "savings": None if self.savings is None else asdict(self.savings),
             "rows": rows,
             "mixed_failed": self.mixed_failed,
             "notes": list(self.notes),
@@ -215,6 +258,7 @@ class ProbeTable(Reported):
                 mixed_failed=data.get("mixed_failed", False),
                 unfit=unfit,
                 required=data.get("required"),
+                savings=None if data.get("savings") is None else from_plain(Comparison, data["savings"]),
                 notes=tuple(data["notes"]),
                 elapsed_s=data["elapsed_s"],
             )
@@ -222,7 +266,7 @@ class ProbeTable(Reported):
     def _noted(self) -> list[Note]:
         """Return the notes of the table, and each of the rows' notes once, with the values of its rows unless it is all of them.
 
-        Of cards, only warnings are told with their rows: each card has other figures.
+        Of cards and savings, only warnings are told with their rows: each has other figures.
         """
         rows_of: dict[Note, list[str]] = defaultdict(list)
         rows = list(self.fitting())
@@ -233,7 +277,7 @@ class ProbeTable(Reported):
         for note, values in rows_of.items():
             if len(values) == len(rows):
                 shared.append(note)
-            elif self.axis != CARDS or note.warns:
+            elif (self.axis != CARDS and self.savings is None) or note.warns:
                 of_some_rows.append(replace(note, text=f"{self.axis}={', '.join(values)}: {note.text}"))
         return [*map(remark, self.notes), *shared, *of_some_rows]
 
@@ -246,7 +290,8 @@ class ProbeTable(Reported):
             if has_rows:
                 parts[f"{self.axis}={text_of_value(value)}"] = result.report(verbose=verbose, all_trials=all_trials)
         is_contaminated = any(result.contaminated for result in results)
-        blocks = [Block("", _rows(self)), Block("", _facts(self)), Block(NOTES, [note.text for note in self._noted()])]
+        shown = [Block("", _rows(self))] if self.savings is None else blocks_of_savings(self.rows, self.savings)
+        blocks = [*shown, Block("", _facts(self)), Block(NOTES, [note.text for note in self._noted()])]
         if results and not has_rows:
             blocks.append(not_covered_block(results[-1]))
         return Report(
@@ -272,11 +317,16 @@ def _value(value: Any) -> Hashable:
 def _figure(table: ProbeTable) -> Figure:
     sizes = {value: table.batch_sizes().get(value) for value in table.rows}
     if table.axis == CARDS:
-        return cards_figure(sizes, required=table.required, smallest=table.smallest())
+        return bars_figure(sizes, required=table.required, marked=table.smallest())
+    if table.savings is not None:
+        size = table.savings.batch_size
+        return bars_figure(sizes, required=size, marked=table.cheapest(size))
     return values_figure(table.axis, sizes, [table.product(value) for value in table.rows])
 
 
 def _verdict(table: ProbeTable) -> str:
+    if table.savings is not None:
+        return verdict_of_savings(table.rows, table.savings)
     if table.axis == CARDS:
         return _verdict_of_cards(table)
     results = [result for _, result in table.fitting()]

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -43,6 +43,7 @@ from oomprobe.runners.hooks import (
     outside_modes,
 )
 from oomprobe.runners.ranks_here import check_process_group
+from oomprobe.runners.savings import Savings
 from oomprobe.runners.signals import Interrupts
 from oomprobe.state import Snapshot, Tracker, addresses_of, can_copy, generator_states, largest_added
 from oomprobe.verdicts import Evidence, classify
@@ -82,6 +83,7 @@ class Workload:
         ranks: How many processes run each trial. All make the same calls, since a rank that makes one more waits for the others for
             ever; and a process ends with a failure.
         further: Returns the calls with which a trial goes on; of several ranks, all get the same.
+        savings: Are on during each call.
     """
 
     device: Device
@@ -95,6 +97,7 @@ class Workload:
     ends_with_trial: bool = False
     ranks: int = 1
     further: FurtherCalls = further_here
+    savings: Savings = field(default_factory=Savings)
 
 
 class TrialCalls:
@@ -203,7 +206,7 @@ class TrialCalls:
         self._stepping.start_call()
         started_s = time.perf_counter()
         try:
-            with micro_batch, self._device.session(), delivered:
+            with micro_batch, self._device.session(), delivered, work.savings.on(work.model):
                 step.run(work.model, call.batch_size, **work.axis.arguments(call.row))
                 self._device.synchronize()
                 check_process_group(max(work.ranks, self._device.world_size))  # the step may have made one
@@ -357,6 +360,8 @@ class LocalRunner:
         outcome = replace(
             outcome,
             in_steps_s=self._in_steps_s,
+            recomputed=self._work.savings.recomputed,
+            typed=self._work.savings.typed,
             notes=self._notes_after(outcome.trial),
             learned=self._stepping.learned(),
             is_spent=self._snapshot is None and self._tracker.has_replaced_parameters,
@@ -448,6 +453,7 @@ class LocalRunner:
         Runs after each trial, so that what a trial leaks is seen (`Baseline.settle`), and before the first.
         """
         torch.clear_autocast_cache()  # of casts of the weights, where autocast is entered once around everything
+        self._work.savings.start_trial()
         self._tracker.start_cold(gc.collect if keeps_cache else self._release)
         for put, state in self._generators:
             with suppress(Exception):  # a captured graph may have taken the generator over

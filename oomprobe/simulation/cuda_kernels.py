@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from oomprobe.ground import torch_versions
 
 _aten = torch.ops.aten
-_FLASH_CAPABILITY = (8, 0)
 _FLASH_MAX_HEAD = 256
 _CUDNN_MAX_HEAD = 128
 _MAX_GRID = 65_535  # blocks in the second dimension of a kernel's grid: flash attention's has one for each sample
@@ -194,7 +193,7 @@ def _uses_flash(
 ) -> bool:
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return False
-    if capability < _FLASH_CAPABILITY or attn_mask is not None:
+    if capability < torch_versions.FLASH_CAPABILITY or attn_mask is not None:
         return False
     if query.dim() != 4 or query.dtype not in _HALF:
         return False
@@ -207,7 +206,7 @@ def _uses_efficient(capability: tuple[int, int], query: torch.Tensor, key: torch
     multiple = _EFFICIENT_MULTIPLES.get(query.dtype)
     if multiple is None or query.dim() != 4 or query.shape[1] != key.shape[1]:
         return False
-    if query.dtype is torch.bfloat16 and capability < _FLASH_CAPABILITY:
+    if query.dtype is torch.bfloat16 and capability < torch_versions.FLASH_CAPABILITY:
         return False
     return query.shape[-1] % multiple == 0 and value.shape[-1] % multiple == 0
 

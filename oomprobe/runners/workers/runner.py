@@ -117,7 +117,13 @@ class Source:
 
 
 def forks(
-    model: torch.nn.Module, steps: Mapping[str, Step], tracker: Tracker, device: Device, axis: Axis, patience: Patience
+    model: torch.nn.Module,
+    steps: Mapping[str, Step],
+    tracker: Tracker,
+    device: Device,
+    axis: Axis,
+    patience: Patience,
+    savings: Sequence[str] = (),
 ) -> Source:
     """Return a source of children forked from this process; each runs one trial on host memory."""
     children = multiprocessing.active_children()
@@ -126,13 +132,19 @@ def forks(
     preload_dynamo()
 
     def answer(wire: Connection) -> None:
-        serve(wire, lambda: (local_runner(model, steps, tracker, device, axis=axis), device))
+        serve(wire, lambda: (local_runner(model, steps, tracker, device, axis=axis, savings=savings), device))
 
     return Source(start=lambda: Crew.forked(answer, patience))
 
 
 def workers(
-    target: str, device: Any, options: Options, axis: Axis, patience: Patience, ranks: int | None = None
+    target: str,
+    device: Any,
+    options: Options,
+    axis: Axis,
+    patience: Patience,
+    ranks: int | None = None,
+    savings: Sequence[str] = (),
 ) -> Source:
     """Return a source of workers that build a target, one or a rank each."""
     task = Task(
@@ -140,6 +152,7 @@ def workers(
         device=_pickled(device, f"the {type(device).__name__} given as device", "name it by a string such as 'cuda:1'"),
         axis=_pickled(axis, f"a value of {axis.name}", "let its name stand for it, and the step look it up"),
         options=options,
+        savings=tuple(savings),
         ranks=ranks,
     )
     template = Template.of(target) if ranks is None else None

@@ -18,6 +18,7 @@ from oomprobe.records.options import Step
 from oomprobe.records.trials import Call, CallRecord, Request, Runner
 from oomprobe.runners.hooks import OptimizerWatch
 from oomprobe.runners.local import FurtherCalls, LocalRunner, Workload, further_here
+from oomprobe.runners.savings import Savings
 from oomprobe.runners.signals import Interrupts
 from oomprobe.runners.workers.messages import Failed, Further, Lost, Message, Ready, Shown, failed, receive, send
 from oomprobe.state import Tracker
@@ -107,6 +108,7 @@ def local_runner(
     ranks: int = 1,
     axis: Axis = NO_AXIS,
     further: FurtherCalls = further_here,
+    savings: Sequence[str] = (),
 ) -> LocalRunner:
     """Make a runner of trials in this process, without a snapshot: the changed state ends with the process."""
     if is_host(device):
@@ -120,6 +122,7 @@ def local_runner(
     return LocalRunner(
         Workload(
             device=device, model=model, steps=steps, tracker=tracker, watch=watch, axis=axis, ranks=ranks, further=further,
+            savings=Savings(savings, device),
             interrupts=Interrupts(),  # the parent ends a process that hangs
             ends_with_trial=is_host(device),
         )

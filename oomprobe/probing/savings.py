@@ -1,0 +1,260 @@
+"""Search with each saving of memory, with the best two together, and with what reaches a required size; nothing is estimated."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+
+import torch
+
+from oomprobe.devices import Device
+from oomprobe.errors import (
+    NotApplicableError,
+    NothingFitsError,
+    OomProbeError,
+    StepFailedError,
+    TimeLimitError,
+    UnreliableError,
+    check_size,
+)
+from oomprobe.ground.allocator_settings import allocator_settings, to_expand
+from oomprobe.probing.finish import finish
+from oomprobe.probing.order import Order
+from oomprobe.probing.session import ContradictedError, Session
+from oomprobe.probing.summary import result_of
+from oomprobe.probing.tables import Rows
+from oomprobe.records import savings
+from oomprobe.records.axis import Axis
+from oomprobe.records.patience import Clock
+from oomprobe.records.savings import AS_IS, AUTOCAST, EXPANDABLE, Comparison, Saving, label
+from oomprobe.records.trials import Phase, RunnerInfo
+from oomprobe.results.savings import runs
+from oomprobe.results.table import ProbeTable
+
+Open = Callable[[Order], AbstractContextManager[Session]]
+
+ENOUGH = 3  # savings that reach the required size
+MOST_PAIRS = 8  # that are tried at the required size
+SET_ALREADY = "already on, or the allocator is another one"
+NOT_CUDA = "only CUDA's allocator has it"
+OWN_PROCESS = "a process must start with it: probe a target, oomprobe run train.py:build"
+OWN_CARD = "name the card by a text, such as 'sim:24GiB'"
+IDLE = "it had nothing to act on: no optimizer of torch's stepped, or no module ran forward"
+CUT_OFF = "time limit: {missing} were not run. Allow more time, or name fewer savings"
+TOO_LARGE = "nor does batch {size} run with {names}"
+
+
+def search_savings(
+    wanted: str | Sequence[str], order: Order, opened: Open, batch_size: int | None, target: str | None = None
+) -> ProbeTable:
+    """Find the largest size as the step is and with each saving, and compare them at one size.
+
+    Args:
+        wanted: The names of the savings; "all" for all, and then also the best two of them together.
+        order: What is asked of each search.
+        opened: Opens a session for an order.
+        batch_size: The size that is to run, at which all are compared; None for the answer without savings.
+        target: What is probed, if it has a name.
+
+    Raises:
+        InvalidArgumentError: there is no such saving, or no such size.
+    """
+    chosen = savings.chosen(wanted)
+    if batch_size is not None:
+        check_size("batch_size", batch_size)
+    every = [(name,) for name in savings.ORDER[1:]]
+    in_order = sorted({(), *every, *savings.pairs_of(every), *(chosen or ())}, key=savings.cost)
+    with Rows(Axis(savings.AXIS, tuple(map(label, in_order))), target) as rows:
+        search = _Search(rows, order, opened, batch_size)
+        try:
+            search.run(())
+            search.run_all(chosen)
+        except TimeLimitError:
+            if not any(rows.results.values()):
+                raise
+            search.cut_off(chosen)
+    return rows.table()
+
+
+class _Search:
+    """Searches with savings, and enters what it finds into the rows of a table."""
+
+    def __init__(self, rows: Rows, order: Order, opened: Open, required: int | None) -> None:
+        self._rows, self._order, self._opened, self._required = rows, order, opened, required
+        self._clock = Clock(order.options, patience=order.patience)
+        self._facts: RunnerInfo | None = None
+        self._typed, self._not_run = dict[str, str](), dict[str, str]()
+        self._recomputed: dict[str, float] = {}
+
+    def run_all(self, chosen: list[Saving] | None) -> None:
+        """Run the savings that are chosen; of all, also the best two together, and pairs that reach the required size."""
+        if chosen is not None:
+            for saving in chosen:
+                self.run(saving)
+            return
+        able = []
+        for saving in self._singles():
+            self.run(saving)
+            if self._answer(saving) > self._answer(()):
+                able.append(saving)
+        able.sort(key=self._answer, reverse=True)
+        for pair in savings.best_pairs(able):
+            self.run(pair)
+        if self._required is not None:
+            self._reach(self._required, savings.pairs_of(able))
+
+    def _reach(self, size: int, pairs: list[Saving]) -> None:
+        """Run pairs, the cheapest first, until enough savings reach a size."""
+        reaching = [name for name, result in self._rows.results.items() if runs(result, size) and "+" not in name]
+        too_large = []
+        for pair in pairs[:MOST_PAIRS]:
+            if len(reaching) >= ENOUGH:
+                break
+            if label(pair) not in self._rows.results:
+                self.run(pair, only_if_it_runs=True)
+            if runs(self._rows.results.get(label(pair)), size):
+                reaching.append(label(pair))
+            else:
+                too_large.append(label(pair))
+        if too_large:
+            self._rows.notes.append(TOO_LARGE.format(size=size, names=", ".join(too_large)))
+
+    def _singles(self) -> list[Saving]:
+        assert self._facts is not None
+        names = [name for name in savings.ORDER[1:] if name not in AUTOCAST.values()]
+        names.append(AUTOCAST[self._facts.device.half])
+        return [(name,) for name in sorted(names, key=savings.ORDER.index)]
+
+    def _answer(self, saving: Saving) -> int:
+        result = self._rows.results.get(label(saving))
+        if result is None:
+            return 0
+        return result.batch_size
+
+    def run(self, saving: Saving, *, only_if_it_runs: bool = False) -> None:
+        """Search, and run the size at which all are compared; `only_if_it_runs`: search only if that runs."""
+        name, rows = label(saving), self._rows
+        try:
+            with self._expandable(saving):
+                with self._started(saving) as session:
+                    if only_if_it_runs and session.confirm_only(self._required or 1).batch_size is None:
+                        return
+                    largest = session.find()
+                    self._learn(saving, session)
+                    finish(session, largest, broken_down_at=self._compared(session))
+                rows.results[name] = result_of(session, largest, rows.target)
+        except NothingFitsError as error:
+            rows.results[name], rows.unfit[name] = None, str(error)
+        except (NotApplicableError, StepFailedError, UnreliableError) as error:
+            if not saving:
+                raise
+            self._not_run[name] = str(error).splitlines()[0]
+        except TimeLimitError:
+            raise
+        except OomProbeError as error:
+            error.args = (f"{name}: {error}", *error.args[1:])
+            raise
+        self._compare()
+
+    @contextmanager
+    def _expandable(self, saving: Saving) -> Iterator[None]:
+        """Let simulated cards and workers that are made inside start with expandable segments, if these are among the savings.
+
+        Raises:
+            NotApplicableError: no process can start with them.
+        """
+        if EXPANDABLE not in saving:
+            yield
+            return
+        self._refuse_expandable()
+        before = allocator_settings()
+        self._typed[EXPANDABLE] = to_expand(before, torch.__version__)
+        name, _, value = self._typed[EXPANDABLE].partition("=")
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            del os.environ[name]
+            os.environ.update(before)
+
+    @contextmanager
+    def _started(self, saving: Saving) -> Iterator[Session]:
+        """Open a session with savings, for as long as the table may take."""
+        options = self._order.options
+        if self._clock.end_s is not None:
+            options = replace(options, time_limit_s=max(1e-3, self._clock.end_s - time.monotonic()))
+        with self._opened(replace(self._order, savings=saving, options=options)) as session:
+            session.reporter.row(label(saving))
+            self._facts = session.runner.facts
+            yield session
+
+    def _learn(self, saving: Saving, session: Session) -> None:
+        """Take over what the trials showed of savings.
+
+        Raises:
+            NotApplicableError: one has done nothing.
+        """
+        shown = session.outcome
+        if shown is None or not any(trial.passed for trial in session.trials):
+            return
+        if not {*saving} <= {EXPANDABLE, *shown.typed}:
+            raise NotApplicableError(IDLE)
+        self._typed |= shown.typed
+        if session.device.replays:
+            self._recomputed[label(saving)] = shown.recomputed
+
+    def _compared(self, session: Session) -> int | None:
+        """Run the size at which all are compared, unless the search has run it, and return it if it runs."""
+        size = self._size()
+        if size is None:
+            return None
+        ran = [trial for trial in session.trials if trial.batch_size == size and not trial.replayed]
+        if not ran:
+            request = session.requested(size, Phase.BISECT, session.budget.search_cap())
+            with suppress(ContradictedError):  # it ran, whatever was predicted of it
+                session.run(replace(request, exact=True))
+            ran = session.trials[-1:]
+        return size if ran[-1].passed else None
+
+    def cut_off(self, chosen: list[Saving] | None) -> None:
+        """Note the savings for which there was no time."""
+        missing = []
+        for saving in self._singles() if chosen is None else chosen:
+            if label(saving) not in (*self._rows.results, *self._not_run):
+                missing.append(label(saving))
+        self._rows.notes.append(CUT_OFF.format(missing=", ".join(missing) or "pairs"))
+
+    def _compare(self) -> None:
+        """Give the table what it shows beside the answers."""
+        size = self._size()
+        if size is not None:
+            self._rows.savings = Comparison(
+                batch_size=size,
+                required=self._required is not None,
+                typed=self._typed,
+                recomputed=self._recomputed,
+                not_run=self._not_run,
+            )
+
+    def _size(self) -> int | None:
+        """Return the size at which all are compared; None while the answer without savings is not known."""
+        if self._required is not None or AS_IS not in self._rows.results:
+            return self._required
+        return self._answer(()) or self._order.options.sizes.first
+
+    def _refuse_expandable(self) -> None:
+        """Raise NotApplicableError if no process can start with expandable segments."""
+        assert self._facts is not None
+        device = self._facts.device
+        is_of_process = not device.replays
+        if device.on_host or (is_of_process and not device.torch_device.startswith("cuda")):
+            raise NotApplicableError(NOT_CUDA)
+        if not to_expand(allocator_settings(), torch.__version__):
+            raise NotApplicableError(SET_ALREADY)
+        if isinstance(self._order.device, Device):
+            raise NotApplicableError(OWN_CARD)
+        if is_of_process and not self._facts.replaceable:
+            raise NotApplicableError(OWN_PROCESS)

@@ -1,0 +1,131 @@
+"""Savings of memory: their names in the order of what they cost, what each does to the numbers, and what to type for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.ground.words import did_you_mean
+
+AXIS = "saving"  # of their table
+ALL = "all"
+AS_IS = "as is"
+EXPANDABLE, BF16, FP16, CHECKPOINT = "expandable_segments", "bf16_autocast", "fp16_autocast", "checkpoint"
+FUSED, NO_FOREACH, OFFLOAD = "fused_optimizer", "no_foreach", "offload_activations"
+SAME, ROUNDING = "same numbers", "changes rounding"
+# From the cheapest: a setting, faster kernels, a third more computing, slower updates, and copies over the bus.
+NUMBERS = {
+    AS_IS: SAME,
+    EXPANDABLE: SAME,
+    BF16: ROUNDING,
+    FP16: ROUNDING,
+    CHECKPOINT: SAME,
+    FUSED: ROUNDING,
+    NO_FOREACH: SAME,
+    OFFLOAD: SAME,
+}
+ORDER = tuple(NUMBERS)
+EXCLUDE_EACH_OTHER = ({BF16, FP16}, {FUSED, NO_FOREACH})
+AUTOCAST = {"bf16": BF16, "fp16": FP16}  # by `DeviceInfo.half`
+
+Saving = tuple[str, ...]  # the names of those that act together; none: as is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What a table of savings shows beside the answers.
+
+    Attributes:
+        batch_size: The size at which the savings are compared.
+        required: Whether that size was asked for; otherwise it is the answer without savings.
+        typed: What to type, by saving.
+        recomputed: On a simulated card, the share of the forward's module calls that backward makes again, by row.
+        not_run: Why a saving was not run, by name: it is on already, or has nothing to apply to.
+    """
+
+    batch_size: int
+    required: bool = False
+    typed: Mapping[str, str] = field(default_factory=dict)
+    recomputed: Mapping[str, float] = field(default_factory=dict)
+    not_run: Mapping[str, str] = field(default_factory=dict)
+
+
+def label(saving: Saving) -> str:
+    """Return the name of a row, such as ``"bf16_autocast+checkpoint"``."""
+    return "+".join(saving) or AS_IS
+
+
+def names_in(row: str) -> Saving:
+    """Return the savings that a row names."""
+    if row == AS_IS:
+        return ()
+    return tuple(row.split("+"))
+
+
+def numbers_of(saving: Saving) -> str:
+    """Return what savings do to the numbers that training computes."""
+    if all(NUMBERS[name] == SAME for name in saving):
+        return SAME
+    return ROUNDING
+
+
+def cost(saving: Saving) -> tuple[int, ...]:
+    """Return a key by which savings are sorted from the cheapest: fewer first, then by the dearest of them.
+
+    Examples:
+        >>> sorted([(CHECKPOINT,), (BF16, CHECKPOINT), (), (EXPANDABLE, OFFLOAD), (BF16,)], key=cost)
+        [(), ('bf16_autocast',), ('checkpoint',), ('bf16_autocast', 'checkpoint'), ('expandable_segments', 'offload_activations')]
+    """
+    places = sorted((ORDER.index(name) for name in saving), reverse=True)
+    return (len(places), *places)
+
+
+def go_together(saving: Saving) -> bool:
+    """Return whether savings can act together."""
+    return all(len(pair.intersection(saving)) < 2 for pair in EXCLUDE_EACH_OTHER)
+
+
+def pairs_of(savings: Iterable[Saving]) -> list[Saving]:
+    """Return the pairs of single savings that can act together, the cheapest first."""
+    names = sorted((name for saving in savings for name in saving), key=ORDER.index)
+    return sorted(filter(go_together, combinations(names, 2)), key=cost)
+
+
+def best_pairs(savings: Sequence[Saving]) -> list[Saving]:
+    """Return the best two of single savings that can act together, the best first; none if no two can."""
+    for best, second in combinations(savings, 2):
+        if go_together(best + second):
+            return [tuple(sorted(best + second, key=ORDER.index))]
+    return []
+
+
+def chosen(savings: str | Sequence[str]) -> list[Saving] | None:
+    """Return the savings that are named, each once, the cheapest first; None for all.
+
+    Raises:
+        InvalidArgumentError: there is no such saving, or two cannot act together.
+
+    Examples:
+        >>> chosen("checkpoint+bf16_autocast,no_foreach")
+        [('no_foreach',), ('bf16_autocast', 'checkpoint')]
+    """
+    if savings == ALL:
+        return None
+    rows = savings
+    if isinstance(savings, str):
+        rows = savings.split(",")
+    named = set[Saving]()
+    for row in rows:
+        saving = names_in(row)
+        for name in saving:
+            if name not in ORDER[1:]:
+                known = ", ".join(ORDER[1:])
+                raise InvalidArgumentError(
+                    f"there is no saving {name!r}{did_you_mean(name, ORDER) or '.'} Name some of {known}, or 'all'"
+                )
+        if not go_together(saving) or len({*saving}) < len(saving):
+            raise InvalidArgumentError(f"{row} cannot act together: name each by itself")
+        named.add(tuple(sorted(saving, key=ORDER.index)))
+    return sorted(named - {()}, key=cost)

@@ -1,0 +1,401 @@
+"""Savings of memory that are on while a call of the step runs: written around the user's code, and taken off again after the call.
+
+Each does what its line to type would do. Sources: torch/amp/autocast_mode.py, torch/utils/checkpoint.py, torch/autograd/graph.py and the
+parameter groups of torch/optim/adam.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
+
+from oomprobe.devices import Device
+from oomprobe.devices.recorder import backward_wrapped
+from oomprobe.errors import NotApplicableError
+from oomprobe.records.savings import BF16, CHECKPOINT, EXPANDABLE, FP16, FUSED, NO_FOREACH, OFFLOAD
+
+_MISSING: Any = object()
+HALVES = {BF16: torch.bfloat16, FP16: torch.float16}
+HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # on accelerators, in every torch since 2.6
+# Methods of a model that make it recompute its blocks in backward, and what to type.
+SWITCHES: dict[str, tuple[dict[str, Any], str]] = {
+    # transformers, and its older versions
+    "activation_checkpointing_enable": (
+        {"activation_checkpointing_kwargs": {"use_reentrant": False}},
+        'model.activation_checkpointing_enable({"use_reentrant": False})',
+    ),
+    "gradient_checkpointing_enable": (
+        {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        'model.gradient_checkpointing_enable({"use_reentrant": False})',
+    ),
+    "set_grad_checkpointing": ({}, "model.set_grad_checkpointing()"),  # timm
+    "enable_gradient_checkpointing": ({}, "model.enable_gradient_checkpointing()"),  # diffusers
+}
+# The flags that these methods set, on the model or its modules.
+FLAGS = ("gradient_checkpointing", "grad_checkpointing")
+ALREADY_ON = "already on"
+NO_BLOCKS = "no repeated blocks"
+HALF_ALREADY = "its parameters are {dtype} already"
+NO_FUSED = "{kind} has no fused version here"
+NO_LISTS = "{kind} makes no lists of tensors"
+TYPED = {
+    BF16: 'with torch.autocast("{type}", torch.bfloat16): loss = ...',
+    FP16: 'with torch.autocast("{type}", torch.float16): loss = ..., and a GradScaler',
+    CHECKPOINT: "checkpoint(block, x, use_reentrant=False), for each {kind}",
+    FUSED: "{optimizer}(..., fused=True)",
+    NO_FOREACH: "{optimizer}(..., foreach=False)",
+    OFFLOAD: "with torch.autograd.graph.save_on_cpu(pin_memory=True):",
+}
+
+
+class _Scope:
+    """A context around forward and loss, such as autocast: entered where forward begins, and left before backward."""
+
+    def __init__(self, name: str, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.name, self._make = name, make
+        self._context: AbstractContextManager[Any] | None = None
+
+    def enter(self) -> None:
+        """Enter it, unless it is entered."""
+        if self._context is None:
+            self._context = self._make()
+            self._context.__enter__()
+
+    def leave(self) -> bool:
+        """Leave it, and return whether it was entered."""
+        context, self._context = self._context, None
+        if context is None:
+            return False
+        context.__exit__(None, None, None)
+        return True
+
+    def is_made_by(self, context: object) -> bool:
+        return context is self._context
+
+
+class Savings:
+    """Savings that are on during each call of a step.
+
+    Attributes:
+        typed: What to type for each, once a call has shown it.
+    """
+
+    def __init__(self, saving: Sequence[str] = (), device: Device | None = None) -> None:
+        self._saving = tuple(name for name in saving if name != EXPANDABLE)  # that one is a setting of the process
+        self._type = "cuda" if device is None or device.replays else device.torch_device.type
+        self.typed: dict[str, str] = {}
+        self._why_not: dict[str, str] = {}  # the savings that did nothing in a call
+        self._scopes: list[_Scope] = []
+        self._scaler: Any = None
+        self._in_backward = False
+        self._forward_calls = self._recomputed_calls = 0
+
+    @property
+    def recomputed(self) -> float:
+        """Share of the forward's module calls that backward made again."""
+        if not self._forward_calls:
+            return 0.0
+        return self._recomputed_calls / self._forward_calls
+
+    def start_trial(self) -> None:
+        """Forget what the last trial's loss scaler held."""
+        self._scaler = None
+
+    @contextmanager
+    def on(self, model: torch.nn.Module) -> Iterator[None]:
+        """Turn them on for one call.
+
+        Raises:
+            NotApplicableError: one of them did nothing in the call, because it is on already, or because there is nothing to apply it to.
+        """
+        if not self._saving:
+            yield
+            return
+        ways = {
+            BF16: self._autocast, FP16: self._autocast, CHECKPOINT: self._checkpoint, FUSED: self._optimizer,
+            NO_FOREACH: self._optimizer, OFFLOAD: self._offload,
+        }  # fmt: skip
+        with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message=".*there are global hooks on modules")  # the next one
+            stack.callback(register_module_forward_pre_hook(self._before_forward).remove)
+            stack.enter_context(backward_wrapped(self._outside_forward))
+            stack.callback(self._leave_scopes)
+            for name in self._saving:
+                stack.enter_context(ways[name](name, model))
+            yield
+        for reason in self._why_not.values():
+            raise NotApplicableError(reason)
+
+    # --- forward, loss and backward ---
+
+    def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if self._in_backward:
+            self._recomputed_calls += 1
+            return
+        self._forward_calls += 1
+        if self._scopes and next(module.parameters(), None) is not None:
+            for scope in self._scopes:
+                self.typed[scope.name] = TYPED[scope.name].format(type=self._type)
+                scope.enter()
+
+    def _outside_forward(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `torch.autograd.backward` or `torch.autograd.grad`, run outside what is around forward and loss."""
+
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            left = [scope for scope in self._scopes if scope.leave()]
+            if self._scaler is not None and run.__name__ == "backward":
+                args, kwargs = self._scaled(args, kwargs)
+            self._in_backward = True
+            try:
+                return run(*args, **kwargs)
+            finally:
+                self._in_backward = False
+                if run.__name__ == "grad":  # the loss goes on, with a penalty on gradients
+                    for scope in left:
+                        scope.enter()
+
+        return outside
+
+    def _leave_scopes(self) -> None:
+        for scope in self._scopes:
+            scope.leave()
+        self._scopes.clear()
+
+    def _scaled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of backward with scaled losses."""
+        if args:
+            return (self._scaler.scale(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "tensors": self._scaler.scale(kwargs["tensors"])}
+
+    @contextmanager
+    def _seen(self, name: str, kind: type, tells: Callable[[Any], bool]) -> Iterator[None]:
+        """Notice contexts of a class that the user's own code enters outside backward, of which `tells` says that they are the saving."""
+        before, enter = vars(kind).get("__enter__", _MISSING), kind.__enter__  # type: ignore[attr-defined]
+
+        def entering(context: Any) -> Any:
+            is_own = any(scope.is_made_by(context) for scope in self._scopes)
+            if not is_own and not self._in_backward and tells(context):
+                self._why_not[name] = ALREADY_ON
+            return enter(context)
+
+        kind.__enter__ = entering  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            _put_back(kind, "__enter__", before)
+
+    # --- each saving ---
+
+    @contextmanager
+    def _autocast(self, name: str, model: torch.nn.Module) -> Iterator[None]:
+        dtype = _most_parameters(model)
+        if torch.is_autocast_enabled(self._type):
+            self._why_not[name] = ALREADY_ON
+        if dtype in HALVES.values():
+            self._why_not[name] = HALF_ALREADY.format(dtype=str(dtype).removeprefix("torch."))
+
+        device = torch.autocast(self._type, HALVES[name]).device  # a simulated card's is the CPU's
+
+        def is_the_saving(context: Any) -> bool:
+            return bool(context._enabled) and context.device == device
+
+        with ExitStack() as stack:
+            stack.enter_context(self._seen(name, torch.autocast, is_the_saving))
+            if name == FP16:
+                self._scale(stack)
+            self._scopes.append(_Scope(name, lambda: torch.autocast(self._type, HALVES[name])))
+            yield
+
+    def _scale(self, stack: ExitStack) -> None:
+        """Scale losses until `stack` closes, and unscale gradients, as a GradScaler does."""
+        if self._scaler is None:
+            self._scaler = torch.amp.GradScaler(self._type, init_scale=1.0)  # a larger one would skip first steps
+        scaler = self._scaler
+
+        def unscale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            scaler.unscale_(optimizer)
+
+        def update(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]:
+                scaler.update()
+
+        stack.callback(register_optimizer_step_pre_hook(unscale).remove)
+        stack.callback(register_optimizer_step_post_hook(update).remove)
+
+    @contextmanager
+    def _checkpoint(self, name: str, model: torch.nn.Module) -> Iterator[None]:
+        modules = [*model.modules()]
+        if any(vars(module).get(flag) is True for module in modules for flag in FLAGS):
+            self._why_not[name] = ALREADY_ON
+            yield
+            return
+        with ExitStack() as stack:
+            if not self._switched(modules, stack):
+                blocks = repeated_blocks(model)
+                if not blocks:
+                    self._why_not[name] = NO_BLOCKS
+                for block in blocks:
+                    self.typed[name] = TYPED[name].format(kind=type(block).__name__)
+                    stack.callback(_put_back, block, "forward", vars(block).get("forward", _MISSING))
+                    vars(block)["forward"] = self._recomputing(block.forward)
+            yield
+
+    def _switched(self, modules: list[torch.nn.Module], stack: ExitStack) -> bool:
+        """Let the model recompute its blocks by a method of its own, if it has one; what that sets is put back when `stack` closes."""
+        for module in modules:
+            for method, (arguments, typed) in SWITCHES.items():
+                is_able = getattr(module, "supports_gradient_checkpointing", True)  # transformers
+                if not hasattr(type(module), method) or not is_able:
+                    continue
+                before = [(module, dict(vars(module))) for module in modules]
+                getattr(module, method)(**arguments)
+                for changed, values in before:
+                    for attribute, value in vars(changed).items():
+                        if values.get(attribute, _MISSING) is not value:
+                            stack.callback(_put_back, changed, attribute, values.get(attribute, _MISSING))
+                self.typed[CHECKPOINT] = typed
+                return True
+        return False
+
+    def _recomputing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def recomputing(*args: Any, **kwargs: Any) -> Any:
+            if self._in_backward:  # the user's own code recomputes it
+                self._why_not[CHECKPOINT] = ALREADY_ON
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+        return recomputing
+
+    @contextmanager
+    def _optimizer(self, name: str, model: torch.nn.Module) -> Iterator[None]:
+        """Set flags of the optimizers that step, in their parameter groups."""
+        refused: dict[str, str] = {}
+        with ExitStack() as stack:
+
+            def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                kind = type(optimizer).__name__
+                reason = _why_no_flags(name, optimizer)
+                if reason:
+                    refused[kind] = reason
+                    return
+                self.typed[name] = TYPED[name].format(optimizer=kind)
+                _set_flags(name, optimizer, stack)
+
+            hook = register_optimizer_step_pre_hook(before_step)
+            try:
+                yield
+            finally:
+                hook.remove()
+        if refused and name not in self.typed:
+            self._why_not[name] = "; ".join(refused.values())
+
+    @contextmanager
+    def _offload(self, name: str, model: torch.nn.Module) -> Iterator[None]:
+        kind = torch.autograd.graph.save_on_cpu
+        with self._seen(name, kind, lambda _: True):
+            self._scopes.append(_Scope(name, lambda: kind(pin_memory=True)))
+            yield
+
+
+def _put_back(holder: Any, attribute: str, value: object) -> None:
+    """Give a class or a module the attribute of its own that it had, or none."""
+    if isinstance(holder, type):
+        if value is _MISSING:
+            delattr(holder, attribute)
+        else:
+            setattr(holder, attribute, value)
+    elif value is _MISSING:
+        vars(holder).pop(attribute, None)
+    else:
+        vars(holder)[attribute] = value
+
+
+def _most_parameters(model: torch.nn.Module) -> torch.dtype | None:
+    """Return the dtype of most parameters, by their bytes."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
+    return max(sizes, key=sizes.__getitem__, default=None)
+
+
+def _why_no_flags(name: str, optimizer: torch.optim.Optimizer) -> str:
+    """Return why an optimizer cannot be fused, or be made to work without lists of tensors; "" if it can."""
+    groups, kind = optimizer.param_groups, type(optimizer).__name__
+    if any(group.get("fused") for group in groups):
+        return ALREADY_ON if name == FUSED else NO_LISTS.format(kind=f"a fused {kind}")
+    if name == FUSED:
+        is_able = type(optimizer) in HAVE_FUSED and not any(group.get("differentiable") for group in groups)
+        return "" if is_able else NO_FUSED.format(kind=kind)
+    if all(group.get("foreach") is False for group in groups):
+        return ALREADY_ON
+    return "" if all("foreach" in group for group in groups) else NO_LISTS.format(kind=kind)
+
+
+def _set_flags(name: str, optimizer: torch.optim.Optimizer, stack: ExitStack) -> None:
+    """Set the flags of all groups until `stack` closes; a fused step counts on the device."""
+    is_fused = name == FUSED
+    for group in optimizer.param_groups:
+        stack.callback(group.update, {"fused": group["fused"], "foreach": group["foreach"]})
+        group.update(fused=is_fused, foreach=False)
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {}) if is_fused else {}
+            steps = state.get("step")
+            if isinstance(steps, torch.Tensor) and steps.device != parameter.device:
+                state["step"] = steps.to(parameter.device)
+    if is_fused:
+        stack.callback(
+            _put_back,
+            optimizer,
+            "_step_supports_amp_scaling",
+            vars(optimizer).get("_step_supports_amp_scaling", _MISSING),
+        )
+        vars(optimizer)["_step_supports_amp_scaling"] = True
+
+
+MOST_OF_A_STAGE = 0.75  # of the parameters of repeated stages: where blocks in them hold more, the blocks are meant
+
+
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the blocks that the model repeats: the modules of one class in its lists, such as the layers of a transformer.
+
+    Where each of them is mostly a sequence of smaller blocks, as a stage of a convolutional net is, the blocks are the smaller ones.
+
+    Examples:
+        >>> stage = lambda: torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in range(3)))
+        >>> len(repeated_blocks(torch.nn.Sequential(stage(), stage())))
+        6
+    """
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)]
+    blocks = max(_by_class(lists).values(), key=_parameter_bytes, default=[])
+    outer = {id(block) for block in blocks}
+    blocks = [block for block in blocks if outer.isdisjoint(id(inner) for inner in [*block.modules()][1:])]
+    if len(blocks) < 2:
+        return []
+    sequences = [module for block in blocks for module in block.modules() if isinstance(module, torch.nn.Sequential)]
+    smaller = max(_by_class(sequences).values(), key=_parameter_bytes, default=[])
+    is_stages = _parameter_bytes(smaller) > MOST_OF_A_STAGE * _parameter_bytes(blocks)
+    return smaller if is_stages and len(smaller) > len(blocks) else blocks
+
+
+def _by_class(lists: Iterable[torch.nn.ModuleList | torch.nn.Sequential]) -> dict[type, list[torch.nn.Module]]:
+    """Return the modules in lists, by class. One without children, such as an activation, is no block."""
+    members: dict[type, list[torch.nn.Module]] = defaultdict(list)
+    for modules in lists:
+        for module in modules:
+            if [*module.children()]:
+                members[type(module)].append(module)
+    return members
+
+
+def _parameter_bytes(modules: Iterable[torch.nn.Module]) -> int:
+    return sum(parameter.nbytes for module in modules for parameter in module.parameters())

@@ -1,0 +1,89 @@
+"""A saving on a simulated card, and on torch's own allocator, takes what the same saving takes when it is written by hand."""
+
+from functools import partial
+
+import pytest
+import savings_by_hand
+import torch
+from bed import forked
+from savings_by_hand import LOOPS
+from zoo import peaks
+
+import oomprobe
+
+CARD = "8.0,108,2048"  # an A100's
+SAVINGS = (
+    "expandable_segments", "bf16_autocast", "fp16_autocast", "checkpoint", "fused_optimizer", "no_foreach",
+    "offload_activations",
+)  # fmt: skip
+# What the simulated card allocates beyond the peak on the bed.
+DIFFER = {("transformers", "checkpoint"): 0.016, ("penalised", "offload_activations"): 0.0001}
+QUIET = {"progress": "off"}
+
+
+def in_a_table(loop, device, savings=SAVINGS, **options):
+    """Return the peaks of each row at one size."""
+    size = LOOPS[loop][1]
+    target = f"{savings_by_hand.__file__}:{loop}_as_is"
+    limits = {"min_batch": size, "max_batch": size, **QUIET}
+    table = oomprobe.probe_target(target, savings=savings, require=size, device=device, **limits, **options)
+    assert not table.savings.not_run
+    return table.at(size)
+
+
+def by_hand(loop, saving):
+    build, size = LOOPS[loop]
+    settings = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if saving == "expandable_segments" else {}
+    return forked(lambda: peaks(lambda: build(saving), size, 4), memory="40GiB", card=CARD, **settings)[-1]
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [name if name in ("decoder", "adversarial") else pytest.param(name, marks=pytest.mark.slow) for name in LOOPS],
+)
+def test_each_saving_takes_what_it_takes_by_hand(loop):
+    found = forked(in_a_table, loop, "sim:A100-40GB", limit_s=300)
+    for saving in ("as is", *SAVINGS):
+        wanted = by_hand(loop, saving)
+        if share := DIFFER.get((loop, saving), 0):
+            assert found[saving] == pytest.approx(wanted, rel=share), saving
+        else:
+            assert found[saving] == wanted, saving
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_on_a_card_the_same_is_run(isolate):
+    savings = [name for name in SAVINGS if isolate or name != "expandable_segments"]
+    bed = {"memory": "40GiB", "card": CARD, "limit_s": 300}
+    found = forked(lambda: in_a_table("decoder", None, savings, isolate=isolate), **bed)
+    for saving in ("as is", *savings):
+        allocated, reserved = by_hand("decoder", saving)
+        assert found[saving][0] == allocated, saving
+        assert found[saving][1] == pytest.approx(reserved, rel=0.02), saving  # another trial may have left its layout
+
+
+def test_a_process_that_runs_cannot_get_expandable_segments():
+    def probed():
+        model, step = savings_by_hand.decoder("as is")
+        table = oomprobe.find_savings(model, step, 8, "expandable_segments", max_batch=8, **QUIET)
+        return dict(table.savings.not_run), table.rows["as is"].state_verified
+
+    not_run, verified = forked(probed)
+    assert verified
+    assert "a process must start with it" in not_run["expandable_segments"]
+
+
+def test_steps_are_timed_and_optimizer_state_that_exists_comes_back():
+    def probed():
+        model, step = savings_by_hand.accumulating("as is")
+        step(model, 2)
+        torch.cuda.synchronize()
+        optimizer = next(cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "param_groups"))
+        steps = partial(map, lambda held: held["step"].device.type, optimizer.state.values())
+        table = oomprobe.find_savings(model, step, 8, "fused_optimizer", max_batch=8, **QUIET)
+        return str(table), {*steps()}, [result.state_verified for result in table.rows.values()]
+
+    printed, devices, verified = forked(probed)
+    assert devices == {"cpu"}
+    assert verified == [True, True]
+    assert "samples/s" in printed

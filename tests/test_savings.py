@@ -1,0 +1,364 @@
+"""Savings on a simulated card: which are run, what the table says, and that nothing of the user's changes."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+from example_results import gpu_oom, gpu_trial
+from helpers import a_result, bits, same_as_golden
+from savings_by_hand import ByHand, Mixer, Pyramid
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oomprobe
+from oomprobe.cli import main
+from oomprobe.devices.host import HostDevice
+from oomprobe.records.savings import NUMBERS, ORDER, SAME, Comparison, chosen
+from oomprobe.records.trials import Phase
+from oomprobe.report.blocks import as_text
+from oomprobe.runners.savings import Savings, repeated_blocks
+
+QUIET = {"progress": "off", "multiple_of": 64}
+WIDTH = 192
+
+
+def mixer(**options):
+    return Mixer(ByHand(""), layers=4, **options)
+
+
+def step_of(optimizer, around=contextlib.nullcontext, loss=lambda output: output.square().mean()):
+    def step(model, batch_size):
+        with around():
+            value = loss(model(torch.randn(batch_size, WIDTH)))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def found(model, step, savings="all", batch_size=None, **options):
+    return oomprobe.find_savings(model, step, batch_size, savings, **{"device": "sim:1GiB", **QUIET, **options})
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), **options)
+
+
+# --- what is run ---
+
+
+def test_all_savings_and_the_best_two_together_are_run_and_compared_at_the_answer_without():
+    model = mixer()
+    table = found(model, step_of(adamw(model)))
+    answers = table.batch_sizes()
+    assert [*answers][:7] == [
+        "as is", "expandable_segments", "bf16_autocast", "checkpoint", "fused_optimizer", "no_foreach",
+        "offload_activations",
+    ]  # fmt: skip
+    pair = [*answers][-1]
+    assert pair == "checkpoint+offload_activations"
+    assert answers["checkpoint"] > 2 * answers["as is"]
+    size = table.savings.batch_size
+    assert size == answers["as is"]
+    peaks = table.at(size)
+    assert set(peaks) == set(answers)
+    assert peaks["checkpoint"][0] < 0.6 * peaks["as is"][0]
+    assert all(result.state_verified for result in table.rows.values())
+    with pytest.raises(oomprobe.InvalidArgumentError, match="batch 3 was not run in row as is"):
+        table.at(3)
+    assert table.cheapest(size) == "as is"
+    assert table.cheapest(2 * size) == table.cheapest(2 * size, same_numbers=True) == "checkpoint"
+    assert table.cheapest(10**9) is None
+    assert oomprobe.ProbeTable.from_dict(json.loads(table.to_json())) == table
+    assert 0.5 < table.savings.recomputed["checkpoint"] < 1
+    assert not table.savings.recomputed["no_foreach"]
+    assert not any(trial.step_s for trial in table.rows["checkpoint"].trials)
+
+
+def test_pairs_follow_until_three_rows_reach_the_required_size():
+    model, size = mixer(), 80 * 1024
+    table = found(model, step_of(adamw(model)), "all", size, resolution=0.2)
+    reaching = [name for name, peaks in table.at(size).items() if peaks]
+    assert "as is" not in reaching
+    assert len(reaching) >= 3
+    assert table.cheapest(size) == "checkpoint"
+    assert f"the cheapest that runs batch {size}: checkpoint" in str(table)
+
+
+class Recomputing(Mixer):
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Casting(Mixer):
+    def forward(self, x):
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(x)
+
+
+class Flagged(Mixer):
+    gradient_checkpointing = False
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.gradient_checkpointing = True
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of the user's own."""
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "around", "saving", "reason"),
+    [
+        (Mixer, {}, lambda: torch.autocast("cuda", torch.bfloat16), "bf16_autocast", "already on"),
+        (Casting, {}, None, "bf16_autocast", "already on"),
+        (lambda hand: Mixer(hand).bfloat16(), {}, None, "bf16_autocast", "its parameters are bfloat16 already"),
+        (Mixer, {}, torch.autograd.graph.save_on_cpu, "offload_activations", "already on"),
+        (Recomputing, {}, None, "checkpoint", "already on"),
+        (Flagged, {}, None, "checkpoint", "already on"),
+        (lambda hand: nn.Sequential(nn.Linear(WIDTH, 8)), {}, None, "checkpoint", "no repeated blocks"),
+        (Mixer, {"fused": True}, None, "fused_optimizer", "already on"),
+        (Mixer, {"fused": True}, None, "no_foreach", "a fused AdamW makes no lists of tensors"),
+        (Mixer, {"foreach": False}, None, "no_foreach", "already on"),
+        (Mixer, None, None, "fused_optimizer", "Own has no fused version here"),
+        (Mixer, "by hand", None, "no_foreach", "it had nothing to act on"),
+    ],
+)
+def test_what_does_not_apply_is_named_and_not_run(model, optimizer, around, saving, reason):
+    model = model(ByHand(""))
+    dtype = next(model.parameters()).dtype
+    if optimizer is None:
+        optimizer = Own(model.parameters(), lr=0.1)
+    elif optimizer != "by hand":
+        optimizer = adamw(model, **optimizer)
+
+    def step(model, batch_size):
+        with around() if around else contextlib.nullcontext():
+            loss = model(torch.randn(batch_size, WIDTH, dtype=dtype)).square().mean()
+        loss.backward()
+        if optimizer == "by hand":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad)
+            model.zero_grad()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    table = found(model, step, saving, max_batch=128)
+    assert [*table.rows] == ["as is"]
+    assert table.savings.not_run[saving].startswith(reason)
+    assert f"{saving}: {reason}" in str(table)
+
+
+def test_a_card_without_bfloat16_attention_gets_fp16():
+    model = mixer()
+    names = [*found(model, step_of(adamw(model)), device="sim:T4", max_batch=64).rows]
+    assert "fp16_autocast" in names
+    assert "bf16_autocast" not in names
+
+
+def test_what_raises_the_peak_is_called_no_saving():
+    """Copies of the weights in 16 bits take more than inference saves."""
+    model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).eval()
+
+    @torch.no_grad()
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 2048))
+
+    table = found(model, step, "bf16_autocast", max_batch=64)
+    without, with_it = (peaks[1] for peaks in table.at(64).values())
+    assert with_it > without
+    assert "raises the peak, so it saves nothing here" in str(table)
+
+
+# --- where each acts ---
+
+
+def test_autocast_is_around_forward_and_loss_and_not_around_backward():
+    seen, model = [], mixer()
+    optimizer = adamw(model)
+
+    def is_on():
+        return torch.is_autocast_enabled("cpu")
+
+    def step(model, batch_size):
+        x = torch.randn(batch_size, WIDTH)
+        seen.append(("batch", is_on()))
+        output = model(x)
+        output.register_hook(lambda gradient: seen.append(("backward", is_on())))
+        loss = output.square().mean()
+        seen.append(("loss", is_on()))
+        loss.backward()
+        seen.append(("optimizer", is_on()))
+        optimizer.step()
+
+    with Savings(("bf16_autocast",), HostDevice()).on(model):
+        step(model, 4)
+    assert seen == [("batch", False), ("loss", True), ("backward", False), ("optimizer", False)]
+    assert not is_on()
+
+
+@pytest.mark.parametrize("saving", [name for name in ORDER[2:] if name != "fp16_autocast"])
+def test_numbers_change_as_said(saving):
+    def trained(*names):
+        torch.manual_seed(0)
+        model = mixer()
+        savings = Savings(names, HostDevice())
+        step = step_of(adamw(model))
+        for _ in range(3):
+            with savings.on(model):
+                step(model, 16)
+        return [bits(parameter) for parameter in model.parameters()]
+
+    assert (trained(saving) == trained()) == (NUMBERS[saving] == SAME)
+
+
+@pytest.mark.parametrize("saving", ["bf16_autocast", "fp16_autocast", "checkpoint", "fused_optimizer", "no_foreach"])
+def test_a_model_that_has_trained_comes_back_bit_for_bit(saving):
+    model = mixer()
+    optimizer = adamw(model)
+    step = step_of(optimizer)
+    step(model, 2)
+
+    def state():
+        groups = [
+            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+        ]
+        values = [bits(value) for held in optimizer.state.values() for value in held.values()]
+        devices = [value.device for held in optimizer.state.values() for value in held.values()]
+        attributes = [sorted(vars(module)) for module in model.modules()]
+        return [bits(p) for p in model.parameters()], values, devices, groups, attributes, sorted(vars(optimizer))
+
+    before = state()
+    table = found(model, step, saving, max_batch=128)
+    assert [*table.rows] == ["as is", saving]
+    assert state() == before
+    assert torch.autocast.__enter__.__qualname__ == "autocast.__enter__"
+    assert torch.autograd.backward.__module__ == "torch.autograd"
+
+
+def test_blocks_of_stages_are_the_blocks_that_are_recomputed():
+    assert [type(block).__name__ for block in repeated_blocks(Pyramid(ByHand("")))] == ["Bottleneck"] * 4
+    stages = nn.Sequential(*(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))) for _ in range(2)))
+    assert len(repeated_blocks(stages)) == 6
+    assert not repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+
+
+def test_a_failing_saving_ends_no_table():
+    class Strict(Mixer):
+        def forward(self, x):
+            if torch.is_autocast_enabled("cuda"):
+                raise ValueError("no autocast, please")
+            return super().forward(x)
+
+    strict = Strict(ByHand(""))
+    table = found(strict, step_of(adamw(strict)), "bf16_autocast,checkpoint", max_batch=64)
+    assert [*table.rows] == ["as is", "checkpoint"]
+    assert "no autocast, please" in table.savings.not_run["bf16_autocast"]
+
+
+# --- arguments, the report and the command line ---
+
+
+@pytest.mark.parametrize(
+    ("savings", "said"),
+    [
+        ("chekpoint", "there is no saving 'chekpoint'; did you mean checkpoint?"),
+        ("fused_optimizer+no_foreach", "cannot act together"),
+        (["as is", "quantize"], "there is no saving 'quantize'"),
+    ],
+)
+def test_names_are_checked_before_anything_runs(savings, said):
+    with pytest.raises(oomprobe.InvalidArgumentError, match=said.replace("+", r"\+").replace("?", r"\?")):
+        found(nn.Linear(2, 2), print, savings)
+
+
+def test_pairs_may_be_named():
+    assert chosen("checkpoint+bf16_autocast,no_foreach") == [("no_foreach",), ("bf16_autocast", "checkpoint")]
+    model = mixer()
+    table = found(model, step_of(adamw(model)), "checkpoint+bf16_autocast", max_batch=64)
+    assert [*table.rows] == ["as is", "bf16_autocast+checkpoint"]
+
+
+def a_table():
+    def result(answer):
+        sizes = sorted({answer, 64})
+        trials = [gpu_trial(size, Phase.CONFIRM) if size <= answer else gpu_oom(size) for size in sizes]
+        return a_result(batch_size=answer, limit_batch_size=answer, trials=tuple(trials))
+
+    rows = {"as is": 48, "bf16_autocast": 64, "checkpoint": 96, "no_foreach": 40, "bf16_autocast+checkpoint": 128}
+    return oomprobe.ProbeTable(
+        axis="saving",
+        rows={name: result(answer) for name, answer in rows.items()},
+        elapsed_s=64.0,
+        savings=Comparison(
+            batch_size=64,
+            required=True,
+            typed={
+                "bf16_autocast": 'with torch.autocast("cuda", torch.bfloat16): loss = ...',
+                "checkpoint": "model.set_grad_checkpointing()",
+                "no_foreach": "SGD(..., foreach=False)",
+            },
+            not_run={"fused_optimizer": "already on"},
+        ),
+    )
+
+
+def test_a_report_equals_its_golden_file():
+    same_as_golden(as_text(a_table().report()), "savings.txt")
+    assert a_table().cheapest(64) == "bf16_autocast"
+    assert a_table().cheapest(64, same_numbers=True) == "checkpoint"
+
+
+TARGET = """
+import torch
+from savings_by_hand import ByHand, Mixer
+
+def build():
+    model = Mixer(ByHand("")).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 192, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "said"),
+    [
+        (["--require", "1024"], 0, "as is"),
+        (["--require", "999936"], 5, "none that was run runs batch 999936"),
+        (["--over", "length=1,2"], 2, "--savings makes a table of its own"),
+        (["--device", "sim:1GiB,sim:2GiB"], 2, "--savings makes a table of its own"),
+    ],
+)
+def test_the_command_line(tmp_path, capsys, options, status, said):
+    path = tmp_path / "mixed.py"
+    path.write_text(TARGET)
+    words = ["run", f"{path}:build", "--savings", "checkpoint", "--multiple-of", "64", "--device", "sim:256MiB"]
+    assert main([*words, "--progress", "off", "--resolution", "0.1", *options]) == status
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    if status == 5:
+        assert "global_batch=999936 (--global-batch 999936) plans and runs it" in " ".join(printed.out.split())
+
+
+def test_a_command_has_no_savings(capsys):
+    assert main(["run", "--savings", "all", "--", "python", "train.py", "{batch}"]) == 2
+    assert "--savings cannot be given for a command" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_points_at_savings():
+    model = mixer()
+    with pytest.raises(oomprobe.NothingFitsError, match=r"--savings all \(find_savings\)"):
+        oomprobe.check(model, step_of(adamw(model)), 10**6, device="sim:1GiB", progress="off")
