@@ -362,3 +362,23 @@ def test_what_does_not_fit_points_at_savings():
     model = mixer()
     with pytest.raises(oomprobe.NothingFitsError, match=r"--savings all \(find_savings\)"):
         oomprobe.check(model, step_of(adamw(model)), 10**6, device="sim:1GiB", progress="off")
+
+
+def test_a_compiled_model_is_compiled_once():
+    torch._dynamo.reset()
+    graphs, model = [], mixer()
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled, optimizer = torch.compile(model, backend=backend), adamw(model)
+    savings = Savings(("bf16_autocast",), HostDevice())
+    for _ in range(3):
+        with savings.on(compiled):
+            loss = compiled(torch.randn(4, WIDTH)).square().mean()
+            assert loss.dtype is torch.bfloat16
+        loss.backward()
+        optimizer.step()
+    assert len(graphs) == 1
+    torch._dynamo.reset()

@@ -83,8 +83,10 @@ def cost(saving: Saving) -> tuple[int, ...]:
 
 
 def go_together(saving: Saving) -> bool:
-    """Return whether savings can act together."""
-    return all(len(pair.intersection(saving)) < 2 for pair in EXCLUDE_EACH_OTHER)
+    """Return whether savings can act together; none does twice."""
+    if len({*saving}) < len(saving):
+        return False
+    return not any(pair.issubset(saving) for pair in EXCLUDE_EACH_OTHER)
 
 
 def pairs_of(savings: Iterable[Saving]) -> list[Saving]:
@@ -125,7 +127,7 @@ def chosen(savings: str | Sequence[str]) -> list[Saving] | None:
                 raise InvalidArgumentError(
                     f"there is no saving {name!r}{did_you_mean(name, ORDER) or '.'} Name some of {known}, or 'all'"
                 )
-        if not go_together(saving) or len({*saving}) < len(saving):
+        if not go_together(saving):
             raise InvalidArgumentError(f"{row} cannot act together: name each by itself")
         named.add(tuple(sorted(saving, key=ORDER.index)))
     return sorted(named - {()}, key=cost)

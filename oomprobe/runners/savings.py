@@ -92,10 +92,12 @@ class Savings:
     def __init__(self, saving: Sequence[str] = (), device: Device | None = None) -> None:
         self._saving = tuple(name for name in saving if name != EXPANDABLE)  # that one is a setting of the process
         self._type = "cuda" if device is None or device.replays else device.torch_device.type
+        self._pins = OFFLOAD in self._saving and device is not None and device.torch_device.type == "cuda"
         self.typed: dict[str, str] = {}
         self._why_not: dict[str, str] = {}  # the savings that did nothing in a call
         self._scopes: list[_Scope] = []
         self._scaler: Any = None
+        self._hook: Any = None
         self._in_backward = False
         self._forward_calls = self._recomputed_calls = 0
 
@@ -107,8 +109,10 @@ class Savings:
         return self._recomputed_calls / self._forward_calls
 
     def start_trial(self) -> None:
-        """Forget what the last trial's loss scaler held."""
+        """Let go of what the last trial's loss scaler held, and of host memory that was pinned for it."""
         self._scaler = None
+        if self._pins:
+            getattr(torch._C, "_host_emptyCache", int)()
 
     @contextmanager
     def on(self, model: torch.nn.Module) -> Iterator[None]:
@@ -127,7 +131,7 @@ class Savings:
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message=".*there are global hooks on modules")  # the next one
-            stack.callback(register_module_forward_pre_hook(self._before_forward).remove)
+            stack.enter_context(self._hooked())
             stack.enter_context(backward_wrapped(self._outside_forward))
             stack.callback(self._leave_scopes)
             for name in self._saving:
@@ -136,9 +140,23 @@ class Savings:
         for reason in self._why_not.values():
             raise NotApplicableError(reason)
 
+    @contextmanager
+    def _hooked(self) -> Iterator[None]:
+        """Call `_before_forward` before each module; always by the same hook, for which torch.compile need not compile anew."""
+        if self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._before_forward)
+            self._hooks = {self._hook.id: self._hook.hooks_dict_ref()[self._hook.id]}
+        self._hook.hooks_dict_ref().update(self._hooks)
+        try:
+            yield
+        finally:
+            self._hook.remove()
+
     # --- forward, loss and backward ---
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # the compiled module has been entered from outside already
+            return
         if self._in_backward:
             self._recomputed_calls += 1
             return

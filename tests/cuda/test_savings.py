@@ -87,3 +87,13 @@ def test_steps_are_timed_and_optimizer_state_that_exists_comes_back():
     assert devices == {"cpu"}
     assert verified == [True, True]
     assert "samples/s" in printed
+
+
+def test_pinned_memory_is_given_back():
+    def probed():
+        model, step = savings_by_hand.decoder("as is")
+        oomprobe.find_savings(model, step, 64, "offload_activations", max_batch=64, **QUIET)
+        return torch.cuda.host_memory_stats()["allocated_bytes.current"]
+
+    if VERSION >= (2, 10):
+        assert forked(probed) == 0
