@@ -6,6 +6,7 @@ import pytest
 import savings_by_hand
 import torch
 from bed import forked
+from ledger import Log
 from savings_by_hand import LOOPS
 from zoo import peaks
 
@@ -79,11 +80,14 @@ def test_steps_are_timed_and_optimizer_state_that_exists_comes_back():
         step(model, 2)
         torch.cuda.synchronize()
         optimizer = next(cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "param_groups"))
+        seen = Log()
+        optimizer.register_step_pre_hook(lambda *_: seen.extend(steps()))
         steps = partial(map, lambda held: held["step"].device.type, optimizer.state.values())
         table = oomprobe.find_savings(model, step, 8, "fused_optimizer", max_batch=8, **QUIET)
-        return str(table), {*steps()}, [result.state_verified for result in table.rows.values()]
+        return str(table), {*seen}, {*steps()}, [result.state_verified for result in table.rows.values()]
 
-    printed, devices, verified = forked(probed)
+    printed, seen, devices, verified = forked(probed)
+    assert seen == {"cpu", "cuda"}  # a fused step counts on the card
     assert devices == {"cpu"}
     assert verified == [True, True]
     assert "samples/s" in printed
