@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import savings_by_hand
+import sharded
 import torch
 from bed import forked
 from ledger import Log
@@ -13,6 +14,8 @@ from zoo import peaks
 import oomprobe
 from oomprobe.ground.allocator_settings import to_expand
 from oomprobe.ground.torch_versions import VERSION
+
+from .ranks import on_ranks
 
 CARD = "8.0,108,2048"  # an A100's
 SAVINGS = (
@@ -61,6 +64,21 @@ def test_on_a_card_the_same_is_run(isolate):
         allocated, reserved = by_hand("decoder", saving)
         assert found[saving][0] == allocated, saving
         assert found[saving][1] == pytest.approx(reserved, rel=0.02), saving  # another trial may have left its layout
+
+
+@pytest.mark.slow
+def test_two_ranks_take_what_a_simulated_rank_takes(tmp_path):
+    savings = ["checkpoint", "bf16_autocast", "no_foreach", "offload_activations", "expandable_segments"]
+
+    def compared(device):
+        limits = {"min_batch": 32, "max_batch": 32, "memory_fraction": 1.0, **QUIET}
+        target = f"{sharded.__file__}:plain"
+        table = oomprobe.probe_target(target, nproc_per_node=2, savings=savings, require=32, device=device, **limits)
+        return table.at(32)
+
+    with_two = on_ranks(tmp_path, lambda: compared(None), count=2, limit_s=300, CUDASTUB_ASSERT="0")
+    assert len(with_two) == 6
+    assert with_two == forked(compared, "sim:1GiB", limit_s=300)
 
 
 def test_a_process_that_runs_cannot_get_expandable_segments():
