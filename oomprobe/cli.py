@@ -170,17 +170,21 @@ def _tell_warnings(probed: ProbeResult | ProbeTable, is_contaminated: bool) -> N
 
 
 def _numbers(probed: ProbeResult | ProbeTable) -> str:
-    """Return the batch size; of a table, a line with each value and its size, ``-`` if it does not fit; or the smallest card.
+    """Return the batch size; of a table, a line with each value and its size, ``-`` if it does not fit; or the smallest card or cheapest saving.
 
     Sizes that ran with all values in turn come first: a script may train with them.
     """
     if isinstance(probed, ProbeResult):
         return f"{probed.batch_size}\n"
+    chosen = None
     if probed.required is not None:
-        card = probed.smallest()
-        return "" if card is None else f"{card}\n"
-    sizes = probed.mixed or probed.batch_sizes()
-    return "".join(f"{value} {sizes.get(value, '-')}\n" for value in probed.rows)
+        chosen = probed.smallest()
+    elif probed.savings is not None and probed.savings.required:
+        chosen = probed.cheapest(probed.savings.batch_size)
+    else:
+        sizes = probed.mixed or probed.batch_sizes()
+        return "".join(f"{value} {sizes.get(value, '-')}\n" for value in probed.rows)
+    return "" if chosen is None else f"{chosen}\n"
 
 
 def _save(probed: ProbeResult | ProbeTable, arguments: argparse.Namespace) -> None:

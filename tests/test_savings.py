@@ -90,6 +90,15 @@ def test_pairs_follow_until_three_rows_reach_the_required_size():
     assert "nor does batch" in str(table)  # with pairs that are cheaper than those that reach it
 
 
+def test_a_size_that_grew_over_the_margin_does_not_run():
+    model, size = mixer(), 32 * 1024
+    table = found(model, step_of(adamw(model)), "checkpoint", size, memory_fraction=0.5)
+    assert any(trial.passed for trial in table.rows["as is"].trials if trial.batch_size == size)
+    assert table.rows["as is"].batch_size < size
+    assert table.at(size)["as is"] is None
+    assert table.cheapest(size) == "checkpoint"
+
+
 class Recomputing(Mixer):
     def forward(self, x):
         for layer in self.layers:
@@ -356,6 +365,8 @@ def build():
     ("options", "status", "said"),
     [
         (["--require", "1024"], 0, "as is"),
+        (["--require", "1024", "--quiet"], 0, "as is\n"),
+        (["--quiet"], 0, "\ncheckpoint "),
         (["--require", "999936"], 5, "none that was run runs batch 999936"),
         (["--over", "length=1,2"], 2, "--savings makes a table of its own"),
         (["--device", "sim:1GiB,sim:2GiB"], 2, "--savings makes a table of its own"),

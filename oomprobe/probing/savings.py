@@ -31,7 +31,7 @@ from oomprobe.records.axis import Axis
 from oomprobe.records.patience import Clock
 from oomprobe.records.savings import AS_IS, AUTOCAST, EXPANDABLE, Comparison, Saving, label
 from oomprobe.records.trials import Phase, RunnerInfo
-from oomprobe.results.savings import runs
+from oomprobe.results.savings import last_run, runs
 from oomprobe.results.table import ProbeTable
 
 Open = Callable[[Order], AbstractContextManager[Session]]
@@ -211,13 +211,15 @@ class _Search:
         size = self._size()
         if size is None:
             return None
-        ran = [trial for trial in session.trials if trial.batch_size == size and not trial.replayed]
-        if not ran:
+        trial = last_run(session.trials, size)
+        if trial is None or not session.budget.holds(trial):  # sizes grow without the cap
             request = session.requested(size, Phase.BISECT, session.budget.search_cap())
             with suppress(ContradictedError):  # it ran, whatever was predicted of it
                 session.run(replace(request, exact=True))
-            ran = session.trials[-1:]
-        return size if ran[-1].passed else None
+            trial = session.trials[-1]
+        if not trial.passed:
+            return None
+        return size
 
     def cut_off(self, chosen: list[Saving] | None) -> None:
         """Note the savings for which there was no time."""

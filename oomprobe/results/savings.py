@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from oomprobe.ground.units import format_bytes, format_seconds
@@ -27,13 +27,20 @@ ACCUMULATE = "global_batch={size} (--global-batch {size}) plans and runs it as s
 WITH_SAME = " with the same numbers"
 
 
-def trial_at(result: ProbeResult | None, batch_size: int) -> Trial | None:
-    """Return the last trial that ran a size; None if it was not run."""
+def last_run(trials: Sequence[Trial], batch_size: int) -> Trial | None:
+    """Return the last trial that ran a size, and did not only replay it; None if there is none."""
     ran = None
-    for trial in () if result is None else result.trials:
+    for trial in trials:
         if trial.batch_size == batch_size and trial.accumulation_steps == 1 and not trial.replayed:
             ran = trial
     return ran
+
+
+def trial_at(result: ProbeResult | None, batch_size: int) -> Trial | None:
+    """Return the last trial of a result that ran a size; None if it was not run."""
+    if result is None:
+        return None
+    return last_run(result.trials, batch_size)
 
 
 def _peak_bytes(result: ProbeResult | None, batch_size: int) -> int | None:
