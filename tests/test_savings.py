@@ -291,6 +291,22 @@ def test_a_failing_saving_ends_no_table():
     assert "no autocast, please" in table.savings.not_run["bf16_autocast"]
 
 
+def test_a_model_that_does_not_fit_is_an_error():
+    model = mixer()
+    with pytest.raises(oomprobe.NothingFitsError, match="the model alone"):
+        found(model, step_of(adamw(model)), device="sim:1MiB")
+
+
+def test_savings_may_fit_what_does_not_fit_without():
+    model = mixer()
+    table = found(model, step_of(adamw(model)), "checkpoint", min_batch=64 * 1024)
+    assert table.rows["as is"] is None
+    assert table.at(64 * 1024) == {"as is": None, "checkpoint": table.at(64 * 1024)["checkpoint"]}
+    assert table.cheapest(64 * 1024) == "checkpoint"
+    assert oomprobe.ProbeTable.from_dict(json.loads(table.to_json())) == table
+    assert "out of memory" in str(table)
+
+
 # --- arguments, the report and the command line ---
 
 

@@ -147,6 +147,8 @@ class _Search:
                     finish(session, largest, broken_down_at=self._compared(session))
                 rows.results[name] = result_of(session, largest, rows.target)
         except NothingFitsError as error:
+            if self._facts is None:  # not even the model does
+                raise
             rows.results[name], rows.unfit[name] = None, str(error)
         except (NotApplicableError, StepFailedError, UnreliableError) as error:
             if not saving:
