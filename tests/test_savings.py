@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import time
 
 import pytest
 import torch
@@ -295,6 +296,20 @@ def test_a_model_that_does_not_fit_is_an_error():
     model = mixer()
     with pytest.raises(oomprobe.NothingFitsError, match="the model alone"):
         found(model, step_of(adamw(model)), device="sim:1MiB")
+
+
+def test_time_that_is_over_leaves_the_rows_that_are_finished():
+    model, limit_s, confirmed = mixer(), 5, []
+
+    def wait_in_the_second_row(trial):
+        if confirmed:
+            time.sleep(limit_s)
+        confirmed.extend([trial] if trial.phase is Phase.CONFIRM else [])
+
+    options = {"progress": wait_in_the_second_row, "time_limit_s": limit_s, "max_batch": 64}
+    table = found(model, step_of(adamw(model)), "checkpoint,no_foreach", **options)
+    assert [*table.rows] == ["as is"]
+    assert "time limit: checkpoint, no_foreach were not run" in str(table)
 
 
 def test_savings_may_fit_what_does_not_fit_without():

@@ -75,10 +75,8 @@ def workspaces() -> Workspaces:
     return Workspaces(kept=True, lt=LtWorkspace.EACH_CALL)
 
 
-FLASH_CAPABILITY = (
-    8,
-    0,
-)  # from which kernels for attention take bfloat16 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
+# From which kernels for attention take bfloat16. Source: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+FLASH_CAPABILITY = (8, 0)
 
 
 def half_of(capability: tuple[int, int]) -> str:

@@ -101,8 +101,9 @@ class _Search:
             if self._answer(saving) > self._answer(()):
                 able.append(saving)
         able.sort(key=self._answer, reverse=True)
-        for pair in savings.best_pairs(able):
-            self.run(pair)
+        best = savings.best_pair(able)
+        if best is not None:
+            self.run(best)
         if self._required is not None:
             self._reach(self._required, savings.pairs_of(able))
 

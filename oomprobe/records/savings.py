@@ -95,12 +95,12 @@ def pairs_of(savings: Iterable[Saving]) -> list[Saving]:
     return sorted(filter(go_together, combinations(names, 2)), key=cost)
 
 
-def best_pairs(savings: Sequence[Saving]) -> list[Saving]:
-    """Return the best two of single savings that can act together, the best first; none if no two can."""
+def best_pair(savings: Sequence[Saving]) -> Saving | None:
+    """Return the first two single savings, given from the best, that can act together; None if no two can."""
     for best, second in combinations(savings, 2):
         if go_together(best + second):
-            return [tuple(sorted(best + second, key=ORDER.index))]
-    return []
+            return tuple(sorted(best + second, key=ORDER.index))
+    return None
 
 
 def chosen(savings: str | Sequence[str]) -> list[Saving] | None:

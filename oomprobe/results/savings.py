@@ -144,10 +144,8 @@ def _cells(rows: Results, name: str, compared: Comparison) -> list[str]:
     if trial is None or not trial.passed:
         return [clean(name), FAILED, UNKNOWN, UNKNOWN, largest, UNKNOWN, UNKNOWN, recomputed]
     difference = None
-    before_bytes, now_bytes = (
-        _peak_bytes(rows.get(AS_IS), compared.batch_size),
-        _peak_bytes(result, compared.batch_size),
-    )
+    before_bytes = _peak_bytes(rows.get(AS_IS), compared.batch_size)
+    now_bytes = _peak_bytes(result, compared.batch_size)
     if name != AS_IS and before_bytes and now_bytes:
         difference = now_bytes - before_bytes
     return [

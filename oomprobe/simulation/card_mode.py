@@ -94,9 +94,8 @@ class CardMode(TorchDispatchMode):
         self._results = Results(self.fake_mode, views)
         self._known_bools: KnownBools = weakref.WeakKeyDictionary()
         self._formulas, self.device_thread = Formulas(), DeviceThread()
-        self.counts_values = self._was_on_card = (
-            False  # whether a size has depended on values; and the last operator was there
-        )
+        # Whether a size has depended on values; whether the last operator was on the card.
+        self.counts_values = self._was_on_card = False
         self.is_building = self.whole_program = self.is_rank = False  # is_rank: one of several
         self.host_is_card = False  # for floating-point tensors without a device
         self.refused_building: str | None = None  # where building first asked for more than the card has
