@@ -102,6 +102,7 @@ def brackets(name, arguments):
 UNITS = {
     "bert": ("MiB", 2**20, 0),
     "litgpt": ("GB", 10**9, 2),
+    "litgpt_hub": ("GB", 10**9, 2),
     "torchtitan": ("GiB", 2**30, 2),
     "card": ("bytes", 1, 0),
     "cublas": ("bytes", 1, 0),

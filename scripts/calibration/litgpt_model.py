@@ -192,7 +192,7 @@ class LoRAQKV(nn.Module):
         return torch.cat([functional.conv1d(part, part_weight) for part, part_weight in parts], dim=1)
 
     def _padded(self, added):
-        """Insert zeros for the keys, if they have no addition, in as many columns as litgpt, though not in its order."""
+        """Insert zeros for keys without an addition, in as many columns as litgpt does, but in another order."""
         if sum(self.added) == self.outputs:
             return added
         columns = torch.arange(self.outputs, device=added.device)
@@ -244,13 +244,18 @@ class NF4Product(torch.autograd.Function):
     def forward(ctx, x, shape, bias):
         ctx.shape = shape
         ctx.kept = x if ctx.needs_input_grad[0] else None
-        return functional.linear(x, torch.empty(shape, dtype=x.dtype, device=x.device), bias)
+        return functional.linear(x, weight_anew(shape, x), bias)
 
     @staticmethod
     def backward(ctx, gradient):
         if not ctx.needs_input_grad[0]:
             return None, None, None
-        return gradient @ torch.empty(ctx.shape, dtype=gradient.dtype, device=gradient.device), None, None
+        return gradient @ weight_anew(ctx.shape, gradient), None, None
+
+
+def weight_anew(shape, x):
+    """Return a weight in the dtype of `x`, made by way of fp16: as such, Lightning's Fabric gave it to bitsandbytes."""
+    return torch.empty(shape, dtype=torch.float16, device=x.device).to(x.dtype)
 
 
 class MLP(nn.Module):
