@@ -1,4 +1,4 @@
-"""The command line: ``oomprobe run | demo | show | compare | devices``.
+"""The command line: ``oomprobe run | demo | show | compare | explain | devices``.
 
 The report goes to stdout. If a machine reads stdout (``--quiet``, ``--json -``), everything else goes to stderr,
 including what the target writes to file descriptor 1. `oomprobe.errors.EXIT_STATUSES` says what each exit status means.
@@ -276,6 +276,19 @@ def _compare(arguments: argparse.Namespace) -> int:
     return errors.REQUIRED_FAILS
 
 
+def _explain(arguments: argparse.Namespace) -> int:
+    from oomprobe.explaining import explain as explanation_of
+
+    explanation = explanation_of(arguments.file, device=arguments.index)
+    if arguments.json == STDOUT:
+        write(sys.stdout, json.dumps(explanation.to_dict(), indent=1) + "\n")
+        return 0
+    print(explanation, end="", flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(explanation.to_dict(), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
 def _read(path: str) -> ProbeResult | ProbeTable:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -303,6 +316,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "demo": (_demo, "probe two small models, on a simulated card and here"),
     "show": (_show, "print a result that was saved as JSON"),
     "compare": (_compare, "print two saved results side by side"),
+    "explain": (_explain, "say why memory ran out: a snapshot of torch's, or a log; - for stdin"),
     "devices": (_devices, "list what can be probed"),
 }
 EXAMPLES = """\
@@ -331,6 +345,7 @@ HELP = {
     "--no-mixed": "with --over: do not look for sizes that run with all values in turn, as training with buckets does",
     "--device": "cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is); for a table of "
     "simulated cards, names with commas, or sim:all",
+    "--device N": "the index of a device in a snapshot (that on which a request was refused)",
     "--nproc-per-node": "run each trial on N ranks of this machine, as torchrun would; gpu: on every GPU; on a simulated card, "
     "the first of N ranks of DDP",
     "--in-process": "run trials in this process",
@@ -360,6 +375,8 @@ def parser() -> argparse.ArgumentParser:
     own["show"].add_argument("result", metavar="RESULT.json")
     own["compare"].add_argument("first", metavar="A.json")
     own["compare"].add_argument("second", metavar="B.json")
+    own["explain"].add_argument("file", metavar="FILE")
+    own["explain"].add_argument("--device", type=int, metavar="N", dest="index", help=HELP["--device N"])
     run = own["run"]
     run.usage = "%(prog)s [options] TARGET\n       %(prog)s [options] -- COMMAND ... {batch} ..."
     run.description = "Probe a target, or a command in whose arguments {batch} stands for the batch size."
@@ -389,7 +406,8 @@ def parser() -> argparse.ArgumentParser:
     add(where, "--in-process", action="store_false", dest="isolate")
     add(where, "--passes-after", type=float, metavar="S", dest="passes_after_s")
     add(own["compare"], "--tolerance", type=_tolerance, metavar="SHARE", default=None)
-    add(output, "--json", type=_file, metavar="FILE", default=None)
+    for place in (output, own["explain"]):
+        add(place, "--json", type=_file, metavar="FILE", default=None)
     add(output, "--quiet", action="store_true", default=False)
     for place in (output, own["show"]):
         add(place, "--html", type=_file, metavar="FILE", default=None)

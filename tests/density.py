@@ -63,8 +63,15 @@ def _is_text(node):
 
 
 def names_that_say_nothing(tree):
-    """Yield the variables and parameters with such a name that are not a comprehension's or a lambda's."""
+    """Yield the variables and parameters with such a name that are not a comprehension's or a lambda's, nor fields of a class."""
     small = {id(part) for node in ast.walk(tree) if isinstance(node, _COMPREHENSIONS) for part in ast.walk(node)}
+    small |= {
+        id(field.target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        for field in node.body
+        if isinstance(field, ast.AnnAssign)
+    }
     for node in ast.walk(tree):
         if id(node) in small:
             continue

@@ -62,6 +62,80 @@ def requests_of(events, before=0):
     return [event + before if isinstance(event, int) else event[0] for event in kept]
 
 
+APART = 2**40  # between the addresses of segments
+
+
+def snapshot_of(recording):
+    """Return what `torch.cuda.memory._snapshot` would have returned when a recording ended, without stacks.
+
+    A recording does not say the size of a block, so a free block in it may begin early, where one in use ends.
+    """
+    trace, live, numbered = [], {}, []  # in use: address -> requested bytes
+    segments = {segment: size for segment, size, *_ in recording.begins}
+
+    def happened(action, **more):
+        trace.append({"action": action, "addr": 0, "stream": 0, "frames": []} | more)
+
+    def made(address, nbytes):
+        live[address] = nbytes
+        numbered.append((address, nbytes))
+
+    for segment, _, *inside in recording.begins:
+        for offset, nbytes in zip(inside[::2], inside[1::2], strict=True):
+            made(segment * APART + offset, nbytes)
+    for event in recording.events:
+        if isinstance(event, int):
+            address, nbytes = numbered[-event - 1]
+            del live[address]
+            happened("free_requested", addr=address, size=nbytes)
+            happened("free_completed", addr=address, size=nbytes)
+            continue
+        kind, *numbers = event
+        match kind:
+            case "s":
+                segments[numbers[0]] = numbers[1]
+                happened("segment_alloc", addr=numbers[0] * APART, size=numbers[1])
+            case "r":
+                happened("segment_free", addr=numbers[0] * APART, size=segments.pop(numbers[0]))
+            case "m":
+                happened("segment_map", size=numbers[0])
+            case "u":
+                happened("segment_unmap", size=numbers[0])
+            case "o":
+                free = 0 if recording.limit_bytes is None else 2**36  # a limit of torch's, on a card with memory left
+                happened("oom", device_free=free, size=numbers[0])
+            case nbytes:
+                made(numbers[0] * APART + numbers[1], nbytes)
+                happened("alloc", addr=numbers[0] * APART + numbers[1], size=nbytes)
+    is_expandable = recording.expandable_segments
+    if is_expandable:  # a recording does not say where pages are mapped: where there are blocks, and the rest anywhere
+        shown = [
+            _shown(address, -(-nbytes // 512) * 512, [(address, nbytes)], True) for address, nbytes in live.items()
+        ]
+        rest = sum(size for _, size in recording.ends) - sum(segment["total_size"] for segment in shown)
+        shown.append(_shown(0, rest, [], True))
+    else:
+        shown = []
+        for segment, size in segments.items():
+            blocks = [(address, nbytes) for address, nbytes in sorted(live.items()) if address // APART == segment]
+            shown.append(_shown(segment * APART, size, blocks, False))
+    settings = {"expandable_segments": is_expandable, "max_split_size": -1, "garbage_collection_threshold": 0.0}
+    return {"segments": shown, "device_traces": [trace], "allocator_settings": settings}
+
+
+def _shown(start, size, blocks, is_expandable):
+    shown, at = [], start
+    for address, nbytes in [*blocks, (start + size, 0)]:
+        if address > at:
+            shown.append({"size": address - at, "requested_size": 0, "state": "inactive", "frames": []})
+        if nbytes:
+            rounded = -(-nbytes // 512) * 512
+            shown.append({"size": rounded, "requested_size": nbytes, "state": "active_allocated", "frames": []})
+            at = address + rounded
+    segment = {"device": 0, "address": start, "total_size": size, "stream": 0, "segment_pool_id": (0, 0)}
+    return segment | {"is_expandable": is_expandable, "blocks": shown}
+
+
 class Nothing:
     """An allocator that does nothing."""
 

@@ -13,7 +13,8 @@ Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch; constants from c10/core/Al
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 from oomprobe.ground.torch_versions import BlockOrder
 from oomprobe.simulation.settings import AllocatorSettings
@@ -484,6 +485,48 @@ def _blocks_of(allocator: CachingAllocator) -> Iterator[Block]:
             yield block
         for _, block in pool.unmapped:
             yield block
+
+
+def adopt(allocator: CachingAllocator, address: int, nbytes: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
+    """Add a segment of the current stream that exists already, and is not expandable; return the handles of its blocks.
+
+    Args:
+        allocator: Gets the segment.
+        address: Of the segment.
+        nbytes: Its size: 2 MiB for small blocks, more for large ones.
+        blocks: Address and requested bytes of each block in use, ascending; each holds what is too little to be split off.
+
+    Raises:
+        ValueError: the blocks overlap, or are not inside the segment.
+    """
+    pool = allocator._of_stream[nbytes == SMALL_SEGMENT]
+    end = address + nbytes
+    rest: Block | None = Block(pool, address, nbytes, allocator._next_order())
+    handles = []
+    for (start, requested), (next_start, _) in pairwise([*blocks, (end, 0)]):
+        size = _rounded_up(requested, SMALLEST_BLOCK)
+        if rest is None or not rest.address <= start < start + size <= next_start:
+            raise ValueError(f"a block of {requested} bytes overlaps another, or the end of a segment of {nbytes}")
+        block = rest
+        if start > block.address:
+            block = rest.cut_after(start - rest.address)
+            pool.add(rest)
+        if next_start - start - size < pool.smallest_remainder:
+            size = next_start - start
+        rest = None
+        if start + size < end:
+            rest = block.cut_after(size)
+        block.requested = requested
+        allocator.served += 1
+        handles.append(allocator.served)
+        allocator._live[allocator.served] = block
+        allocator.allocated_bytes += block.size
+        allocator.requested_bytes += requested
+    if rest is not None:
+        pool.add(rest)
+    allocator._reserve(nbytes)
+    allocator._next_address = min(allocator._next_address, address)
+    return handles
 
 
 def oom_message(allocator: CachingAllocator, segment: int) -> str:

@@ -1,0 +1,351 @@
+"""Why memory ran out: a snapshot or a log, explained."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.explaining.history import Contradiction, History, Moment
+from oomprobe.explaining.log import ALMOST_FULL, OomText, read_log
+from oomprobe.explaining.replay import NotSimulated, Replay, replayed
+from oomprobe.explaining.snapshot import MOST_FILE_BYTES, Event, Snapshot, is_pickle, read_snapshot
+from oomprobe.explaining.stacks import UNKNOWN, Modules, Stacks, total_by
+from oomprobe.ground.units import format_bytes
+from oomprobe.report.blocks import Block, Fact, Report, Row, Table, as_text
+from oomprobe.simulation.allocator import LARGE_SEGMENT
+from oomprobe.simulation.catalogue import CATALOGUE
+
+MOST_ROWS = 12
+TITLES = {
+    "live": "live tensors fill the memory",
+    "fragmentation": "fragmentation: enough memory is free, but in pieces that are too small",
+    "cap": "a cap: the device has memory, and this process may not use it",
+    "others": "other processes hold the memory",
+    "unknown": "it does not say what held the memory",
+    None: "no request was refused",
+}
+RECORD = (
+    "torch.cuda.memory._record_memory_history(max_entries=1_000_000)  # before the model is made",
+    'torch.cuda.memory._dump_snapshot("snapshot.pickle")  # in "except torch.OutOfMemoryError"',
+)
+EXPANDABLE = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+ADVICE: Mapping[str | None, tuple[str, ...]] = {
+    "live": ("oomprobe run train.py:build --savings all  # what would make this batch fit, and what it costs",),
+    "fragmentation": ("oomprobe run train.py:build --over length=512,1024,2048  # sizes for steps whose shapes vary",),
+    "cap": ("torch.cuda.set_per_process_memory_fraction(1.0)  # or raise the limit that set the cap",),
+    "others": (
+        "nvidia-smi  # which processes hold the memory",
+        "CUDA_VISIBLE_DEVICES=1 python train.py  # another device",
+    ),
+    "unknown": RECORD,
+    None: (),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why memory ran out, or what held it at its peak. Sizes are in bytes; None where a file does not say.
+
+    Attributes:
+        source: The file.
+        cause: ``"live"``, ``"fragmentation"``, ``"cap"``, ``"others"`` or ``"unknown"``; None: nothing was refused.
+        requested_bytes: The request that was refused, the last one if there were several.
+        where: The line that asked for it, such as ``"by model.py:7 in forward"``.
+        live_bytes: Held by tensors then, or at the peak; each block counts as a multiple of 512 bytes, as torch rounds it.
+        reserved_bytes: Held by torch's allocator then, or at most.
+        free_bytes: Free on the device when the request was refused.
+        held: What was live, largest first: by line of code, or of a log by what it tells apart.
+        kinds: The same bytes by kind: parameters and buffers, forward, backward, optimizer, ...
+        modules: Calls of equal modules: the line, how many hold memory, and the bytes of all.
+        least_bytes: The smallest memory for torch in which the recording runs, with the refused requests.
+        least_bytes_expandable: The same with ``expandable_segments``.
+        advice: What to type.
+        notes: How certain this is, and what the file does not say.
+
+    Examples:
+        >>> import oomprobe, tempfile
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
+        ...     _ = log.write("CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 23.65 GiB total capacity; 12.10 GiB "
+        ...         "already allocated; 1.04 GiB free; 22.31 GiB reserved in total by PyTorch)")
+        ...     log.flush()
+        ...     found = oomprobe.explain(log.name)
+        >>> found.cause, found.requested_bytes, round(found.live_bytes / 2**30, 1)
+        ('fragmentation', 2147483648, 12.1)
+    """
+
+    source: str
+    cause: str | None = None
+    requested_bytes: int | None = None
+    where: str = ""
+    live_bytes: int | None = None
+    reserved_bytes: int | None = None
+    free_bytes: int | None = None
+    held: Mapping[str, int] = field(default_factory=dict)
+    kinds: Mapping[str, int] = field(default_factory=dict)
+    modules: tuple[Modules, ...] = ()
+    least_bytes: int | None = None
+    least_bytes_expandable: int | None = None
+    advice: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as plain data, as JSON has it."""
+        return asdict(self) | {
+            "modules": [asdict(calls) for calls in self.modules],
+            "advice": [*self.advice],
+            "notes": [*self.notes],
+        }
+
+    def __str__(self) -> str:
+        """Return the report, of at most 100 columns."""
+        return as_text(self.report())
+
+    def report(self) -> Report:
+        """Return what people read."""
+        facts = {
+            "asked for": _sizes(self.requested_bytes, f" {self.where}"),
+            "live": _sizes(self.live_bytes),
+            "reserved": _sizes(self.reserved_bytes, " by torch's allocator"),
+            "free": _sizes(self.free_bytes, " on the device"),
+        }
+        calls = [
+            f"{calls.where}: {calls.count} x {format_bytes(calls.held_bytes / calls.count)}" for calls in self.modules
+        ]
+        blocks = (
+            Block("memory", {label: facts for label, facts in facts.items() if facts}),
+            _shares("what was live", self.held),
+            _shares("by kind", self.kinds),
+            Block("calls of equal modules", calls[:MOST_ROWS]),
+            Block("the least memory for torch in which the same requests run", self._least()),
+            Block("what to type", self.advice),
+            Block("notes:", self.notes),
+        )
+        return Report(verdict=TITLES[self.cause], blocks=blocks)
+
+    def _least(self) -> list[str]:
+        if self.least_bytes is None or self.least_bytes_expandable is None:
+            return []
+        lines = []
+        if self.free_bytes is not None and self.reserved_bytes is not None and self.cause != "cap":
+            lines.append(f"it had: {format_bytes(self.reserved_bytes + self.free_bytes)}")
+        lines += [f"as recorded: {format_bytes(self.least_bytes)}; {_smallest_card(self.least_bytes)}"]
+        if self.least_bytes_expandable != self.least_bytes:
+            change = self.least_bytes_expandable / self.least_bytes - 1
+            lines.append(f"with expandable segments: {format_bytes(self.least_bytes_expandable)} ({change:+.1%})")
+        return lines
+
+
+def explain(path: str | Path, *, device: int | None = None) -> Explanation:
+    """Explain why a device ran out of memory, from a snapshot or from a log.
+
+    A snapshot with history is replayed on the simulated allocator, which decides as recorded cards did, to find the least memory in
+    which it runs.
+
+    Args:
+        path: What ``torch.cuda.memory._dump_snapshot`` wrote, or a log with an out-of-memory error; ``"-"``: a log on stdin.
+        device: The index of the device in a snapshot; None: that on which a request was refused, or which held the most.
+
+    Returns:
+        The cause, what was live, the least memory, and what to type; ``print`` shows it.
+
+    Raises:
+        InvalidArgumentError: the file cannot be read, or says nothing about memory. Nothing in it is run: it is read as plain data.
+
+    Examples:
+        >>> import oomprobe
+        >>> oomprobe.explain("no such file")
+        Traceback (most recent call last):
+        oomprobe.errors.InvalidArgumentError: no such file cannot be explained: ...
+    """
+    try:
+        data = _contents(path)
+        if not is_pickle(data):
+            return _of_log(str(path), read_log(data.decode("utf-8", errors="replace")))
+        snapshots = read_snapshot(data)
+        return _of_snapshot(str(path), snapshots, _chosen(snapshots, device))
+    except (OSError, InvalidArgumentError) as error:
+        raise InvalidArgumentError(f"{path} cannot be explained: {error}") from None
+
+
+def _contents(path: str | Path) -> bytes:
+    if str(path) == "-":
+        return sys.stdin.buffer.read(MOST_FILE_BYTES)
+    with open(path, "rb") as file:
+        data = file.read(MOST_FILE_BYTES + 1)
+    if len(data) > MOST_FILE_BYTES:
+        raise InvalidArgumentError(
+            f"it is larger than {format_bytes(MOST_FILE_BYTES)}: record less, with _record_memory_history(max_entries=1_000_000)"
+        )
+    return data
+
+
+# --- of a log ---
+
+
+def _of_log(source: str, text: OomText) -> Explanation:
+    cause = text.cause()
+    held_bytes = {
+        "tensors of this process": text.live or 0,
+        "reserved by torch's allocator, but not allocated": (text.reserved or 0) - (text.live or 0),
+        "this process, outside of torch's allocator": (text.own or 0) - (text.reserved or 0),
+        "other processes": text.others or 0,
+    }
+    largest_first = sorted(held_bytes.items(), key=lambda item: -item[1])
+    notes = [f"Likely, not certain: the text does not say how free memory lies. It is: {text.line}"]
+    advice = [*ADVICE[cause], *RECORD]
+    match cause:
+        case "unknown":
+            notes.append(
+                "Other processes may hold the memory, or libraries outside of torch's allocator: watch nvidia-smi while it runs."
+            )
+        case "fragmentation":
+            advice.insert(0, EXPANDABLE)
+    if text.count > 1:
+        notes.append(f"The log has {text.count} such errors; this is about the last.")
+    notes.append(
+        "A snapshot would say which lines hold the memory: record one the next time with the last two lines above."
+    )
+    return Explanation(
+        source=source,
+        cause=cause,
+        requested_bytes=text.requested,
+        live_bytes=text.live,
+        reserved_bytes=text.reserved,
+        free_bytes=text.free,
+        held={name: nbytes for name, nbytes in largest_first if nbytes > 0},
+        advice=tuple(advice),
+        notes=tuple(notes),
+    )
+
+
+# --- of a snapshot ---
+
+
+def _chosen(snapshots: Sequence[Snapshot], device: int | None) -> Snapshot:
+    """Return the device that was asked for; else that on which a request was refused, or which held the most."""
+    if device is not None:
+        snapshots = [snapshot for snapshot in snapshots if snapshot.device == device]
+    if not snapshots:
+        raise InvalidArgumentError(
+            "it has neither memory nor history of this device: begin to record before the first tensor is made"
+        )
+    return max(snapshots, key=lambda snapshot: (len(snapshot.refused()), snapshot.held_bytes()))
+
+
+def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot) -> Explanation:
+    notes: list[str] = []
+    history, replay = _replayed(snapshot, notes)
+    moment = history.moment()
+    known: dict[str, Any] = {}
+    refused = moment.refused
+    if replay is not None:
+        known |= {"least_bytes": replay.least_bytes, "least_bytes_expandable": replay.least_bytes_expandable}
+    stacks = Stacks(block.frames for block in moment.live)
+    if refused is not None:
+        known |= {
+            "requested_bytes": refused.size,
+            "free_bytes": refused.address,
+            "where": f"by {stacks.line_of(refused.frames)}",
+        }
+        known |= {"cause": _cause(history, moment, refused, replay)}
+        known |= {"advice": ADVICE[known["cause"]]}
+        if known["cause"] == "fragmentation" and not history.is_expandable:
+            known["advice"] = (EXPANDABLE, *known["advice"])
+    notes += _notes_on_others(snapshots, snapshot)
+    return Explanation(
+        source=source,
+        live_bytes=moment.live_bytes,
+        reserved_bytes=moment.reserved_bytes,
+        held=total_by(stacks.line_of, moment.live),
+        kinds=total_by(stacks.kind_of, moment.live),
+        modules=stacks.equal_modules(moment.live),
+        notes=tuple(notes),
+        **known,
+    )
+
+
+def _replayed(snapshot: Snapshot, notes: list[str]) -> tuple[History, Replay | None]:
+    """Return the history, as far as it can be known, and what its replay showed; add to the notes what was replayed, or why not."""
+    try:
+        history = History(snapshot)
+        replay = replayed(history)
+    except Contradiction as error:
+        notes.append(f"Not replayed, and shown as it was at the end, because events are missing: {error}.")
+        return History(snapshot.without_events()), None
+    except NotSimulated as error:
+        notes.append(f"Not replayed: {error}.")
+        return history, None
+    notes.append(
+        f"Replayed {replay.requests:,} requests: after {replay.same:,} of them the simulated allocator held as many bytes as the device's."
+    )
+    if history.begins:
+        start = f"{format_bytes(sum(block.size for block in history.begins.values()))} were live when recording began"
+        if history.is_expandable:
+            notes.append(f"{start}. The replay requests them anew: a snapshot does not say where free pages were.")
+        else:
+            notes.append(
+                f"{start}, where the segments at the end tell; with expandable segments they are requested anew."
+            )
+    return history, replay
+
+
+def _cause(history: History, moment: Moment, refused: Event, replay: Replay | None) -> str:
+    available = moment.reserved_bytes + refused.address
+    is_capped = refused.address >= refused.size + LARGE_SEGMENT  # the device had room for any segment
+    if is_capped:
+        available = moment.reserved_bytes
+    is_fragmented = moment.live_bytes + refused.size <= ALMOST_FULL * available
+    if replay is not None and not history.is_expandable:
+        is_fragmented = replay.least_bytes_expandable <= available
+    if is_fragmented:
+        return "fragmentation"
+    return "cap" if is_capped else "live"
+
+
+def _notes_on_others(snapshots: Sequence[Snapshot], chosen: Snapshot) -> Iterator[str]:
+    if len(chosen.refused()) > 1:
+        yield f"{len(chosen.refused())} requests were refused; this is about the last."
+    if chosen.events and not any(event.frames for event in chosen.events):
+        yield "No stacks were recorded, so that no line can be named: leave context and stacks of _record_memory_history at their defaults."
+    streams = {event.stream for event in chosen.events if event.action == "alloc"}
+    if len(streams) > 1:
+        yield f"Blocks of {len(streams)} streams: each stream reuses its own, and a block counts as live until all streams are done with it."
+    if private_bytes := chosen.held_bytes(private=True):
+        yield f"Private pools, as CUDA graphs use them, held {format_bytes(private_bytes)} at the end."
+    for snapshot in snapshots:
+        if snapshot is not chosen:
+            yield f"Device {snapshot.device} held {format_bytes(snapshot.held_bytes())} at the end: --device {snapshot.device} explains it."
+
+
+# --- the report ---
+
+
+def _sizes(nbytes: int | None, more: str = "") -> list[Fact]:
+    if nbytes is None:
+        return []
+    return [Fact(f"{format_bytes(nbytes)}{more}")]
+
+
+def _shares(title: str, sizes: Mapping[str, int]) -> Block:
+    """Return a table of bytes and shares by name, with the small ones together."""
+    total = sum(sizes.values())
+    shown = list(sizes.items())[:MOST_ROWS]
+    rest = total - sum(nbytes for _, nbytes in shown)
+    if rest:
+        shown.append((f"{len(sizes) - MOST_ROWS} more", rest))
+    rows = [Row(cells=(name, format_bytes(nbytes), f"{nbytes / total:.1%}")) for name, nbytes in shown]
+    if {*sizes} <= {UNKNOWN}:
+        return Block(title, "")
+    return Block(title, Table(heads=("", "bytes", "share"), rows=rows, texts=frozenset({0})))
+
+
+def _smallest_card(nbytes: int) -> str:
+    cards = [card for card in CATALOGUE if card.available_bytes >= nbytes]
+    if not cards:
+        return "more than any card of the catalogue leaves to torch"
+    card = min(cards, key=lambda card: card.available_bytes)
+    return f"the smallest card that leaves it to torch is {card.name}, with {format_bytes(card.available_bytes)}"

@@ -1,0 +1,152 @@
+"""What a recorded history says: the state in which it begins, and what was live at the moment that matters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from oomprobe.explaining.snapshot import Event, Frames, Snapshot
+from oomprobe.simulation.allocator import SMALLEST_BLOCK
+
+_MAKES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}  # of reserved memory
+
+
+class Contradiction(Exception):
+    """An event cannot have happened, given those after it and the segments at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A block in use: requested bytes, and where that was."""
+
+    requested: int
+    stream: int
+    frames: Frames
+
+    @property
+    def size(self) -> int:
+        """Bytes of the block, as far as they are certain: the allocator rounds up to 512."""
+        return -(-self.requested // SMALLEST_BLOCK) * SMALLEST_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The last request that was refused, or the highest peak.
+
+    Attributes:
+        refused: The request; None if nothing was refused.
+        live: Blocks in use.
+        reserved_bytes: What the allocator held.
+    """
+
+    refused: Event | None
+    live: tuple[Live, ...]
+    reserved_bytes: int
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(block.size for block in self.live)
+
+
+class History:
+    """The events of a device, from the state in which they begin, which the state at their end tells.
+
+    Args:
+        snapshot: With segments as they were when the events ended.
+
+    Raises:
+        Contradiction: an event contradicts those after it or the segments at the end.
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot, self.events = snapshot, snapshot.events
+        self._actions = {event.action for event in snapshot.events}
+        self.begins = {
+            start: Live(nbytes, s.stream, frames) for s in snapshot.segments for start, nbytes, frames in s.blocks
+        }
+        self.segments = {segment.address: (segment.size, segment.stream) for segment in snapshot.segments}
+        self.reserved_at_end = sum(segment.size for segment in snapshot.segments)
+        self.reserved_at_begin = self.reserved_at_end
+        for number, event in reversed([*enumerate(self.events)]):
+            self.reserved_at_begin -= _MAKES.get(event.action, 0) * event.size
+            try:
+                self._undo(event)
+            except KeyError:
+                raise Contradiction(
+                    f"event {number}, {event.action} of {event.size} bytes, contradicts what follows"
+                ) from None
+
+    def _undo(self, event: Event) -> None:
+        match event.action:
+            case "alloc":
+                del self.begins[event.address]
+            case "free_completed":
+                self.begins[event.address] = Live(event.size, event.stream, ())
+            case "segment_alloc":
+                del self.segments[event.address]
+            case "segment_free":
+                self.segments[event.address] = (event.size, event.stream)
+
+    @property
+    def is_expandable(self) -> bool:
+        """Whether the allocator had expandable segments."""
+        return any(segment.is_expandable for segment in self.snapshot.segments) or "segment_map" in self._actions
+
+    def reserved(self) -> Iterator[int]:
+        """Yield what the allocator held after each event."""
+        held_bytes = self.reserved_at_begin
+        for event in self.events:
+            held_bytes += _MAKES.get(event.action, 0) * event.size
+            yield held_bytes
+
+    def card_bytes(self) -> int:
+        """Return the most that the allocator held and that was free on the device when a request was refused; 0: none was."""
+        most = 0
+        for event, reserved_bytes in zip(self.events, self.reserved(), strict=True):
+            if event.action == "oom":
+                most = max(most, reserved_bytes + event.address)
+        return most
+
+    def moment(self) -> Moment:
+        """Return the last refusal, or the highest peak of live memory."""
+        reserved = [*self.reserved()]
+        if "oom" not in self._actions:
+            return Moment(None, tuple(self._live_before(self._peak())), max(reserved, default=self.reserved_at_end))
+        number = max(number for number, event in enumerate(self.events) if event.action == "oom")
+        return Moment(self.events[number], tuple(self._live_before(number)), reserved[number])
+
+    def live_peak_bytes(self) -> int:
+        """Return the most that was live at once, with each refused request."""
+        return max(self._live_bytes(), default=0)
+
+    def _peak(self) -> int:
+        """Return the number of events before the highest peak."""
+        live = [sum(block.size for block in self.begins.values()), *self._live_bytes()]
+        return live.index(max(live))
+
+    def _live_bytes(self) -> Iterator[int]:
+        """Yield the live bytes, with what is asked for, after each event."""
+        sizes = {address: block.size for address, block in self.begins.items()}
+        live = sum(sizes.values())
+        for event in self.events:
+            asked = 0
+            match event.action:
+                case "alloc":
+                    sizes[event.address] = Live(event.size, 0, ()).size
+                    live += sizes[event.address]
+                case "free_completed":
+                    live -= sizes.pop(event.address)
+                case "oom":
+                    asked = Live(event.size, 0, ()).size
+            yield live + asked
+
+    def _live_before(self, number: int) -> Iterator[Live]:
+        """Yield the blocks in use before an event, in the order in which they were allocated."""
+        live = dict(self.begins)
+        for event in self.events[:number]:
+            match event.action:
+                case "alloc":
+                    live[event.address] = Live(event.size, event.stream, event.frames)
+                case "free_completed":
+                    del live[event.address]
+        yield from live.values()

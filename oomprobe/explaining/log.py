@@ -1,0 +1,127 @@
+"""What the text of an out-of-memory error says, in numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.ground.units import parse_bytes
+from oomprobe.records.trials import Verdict
+from oomprobe.verdicts.texts import ERROR_TEXTS
+
+ALMOST_FULL = 0.98  # of the memory that there is: that so little is in pieces is no reason
+_SIZE = r"([\d.]+ (?:[KkMGT]i?B|bytes))"
+_MESSAGE_CHARACTERS = 2000  # after "Tried to allocate", or before it where Metal says what is allocated
+_ASKED = re.compile(rf"Tried to allocate {_SIZE}")
+_PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
+# New torch, then old torch or other devices. Sources: c10/cuda/CUDACachingAllocator.cpp, aten/src/ATen/mps/MPSAllocator.mm.
+_FIELDS = {
+    "total": re.compile(rf"total capacity of {_SIZE}|{_SIZE} total capacity"),
+    "free": re.compile(rf"of which {_SIZE} is free|; {_SIZE} free"),
+    "own": re.compile(rf"this process has {_SIZE} memory in use"),
+    "allowed": re.compile(rf"{_SIZE} allowed;|max allowed: {_SIZE}"),
+    "live": re.compile(rf"allocated memory {_SIZE} is allocated|{_SIZE} already allocated|allocated: {_SIZE}"),
+    "unused": re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated"),
+    "reserved": re.compile(rf"{_SIZE} (?:reserved in total|cached)"),
+    "others": re.compile(rf"other allocations: {_SIZE}"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomText:
+    """An out-of-memory error in bytes; None where the text does not say.
+
+    Attributes:
+        line: The first line of the error.
+        count: How many such errors the log has; this is the last.
+        requested: Bytes that were asked for.
+        total: The device's memory.
+        free: What was free on the device.
+        allowed: The cap that was set for this process.
+        live: What tensors held.
+        reserved: What torch's allocator held.
+        own: What this process held, with what torch does not count.
+        others: What other processes held.
+    """
+
+    line: str
+    count: int = 1
+    requested: int | None = None
+    total: int | None = None
+    free: int | None = None
+    allowed: int | None = None
+    live: int | None = None
+    reserved: int | None = None
+    own: int | None = None
+    others: int | None = None
+
+    def cause(self) -> str:
+        """Return the likely cause: "live", "fragmentation", "cap", "others" or "unknown"."""
+        if self.requested is None or self.live is None or self.reserved is None or self.free is None:
+            return "unknown"
+        available, needed = self.reserved + self.free, self.live + self.requested
+        is_capped = self.allowed is not None and self.allowed < available
+        if is_capped:
+            available = self.allowed or 0
+        elif self.free >= self.requested:
+            return "unknown"  # there was room, and no cap that torch knows of
+        if needed <= ALMOST_FULL * available:
+            return "fragmentation"
+        if is_capped:
+            return "cap"
+        if needed <= available + (self.others or 0):
+            return "others"
+        return "live"
+
+
+def read_log(text: str) -> OomText:
+    """Return the last out-of-memory error of a log.
+
+    Raises:
+        InvalidArgumentError: it has none.
+    """
+    messages = list(_ASKED.finditer(text))
+    if not messages:
+        return _without_numbers(text)
+    asked = messages[-1]
+    line_start = text.rfind("\n", 0, asked.start()) + 1
+    message = " ".join(text[line_start : asked.start() + _MESSAGE_CHARACTERS].split())  # terminals wrap lines
+    sizes: dict[str, int] = {}
+    for name, pattern in _FIELDS.items():
+        if match := pattern.search(message):
+            sizes[name] = _bytes_of(next(filter(None, match.groups())))
+    live, unused = sizes.get("live"), sizes.pop("unused", None)
+    if live is not None and unused is not None:
+        sizes["reserved"] = live + unused
+    processes = sorted(map(_bytes_of, _PROCESS.findall(message)))
+    if (
+        processes and "own" not in sizes
+    ):  # in a container, torch does not know its own number: the first that is large enough
+        sizes["own"] = next((nbytes for nbytes in processes if nbytes >= sizes.get("reserved", 0)), processes[-1])
+        processes.remove(sizes["own"])
+    if processes:
+        sizes["others"] = sum(processes)
+    elif "others" not in sizes and {"total", "free", "own"} <= sizes.keys():
+        sizes["others"] = max(0, sizes["total"] - sizes["free"] - sizes["own"])
+    return OomText(line=message.partition(". ")[0], count=len(messages), requested=_bytes_of(asked[1]), **sizes)
+
+
+def _without_numbers(text: str) -> OomText:
+    """Return an error of a kind that gives no numbers, such as "CUDA error: out of memory"."""
+    lines = []
+    for line in text.splitlines():
+        lowered = line.lower()
+        row = next((row for row in ERROR_TEXTS if row.pattern.search(lowered)), None)
+        if row is not None and row.verdict is Verdict.OOM and not row.of_host:
+            lines.append(line.strip())
+    if not lines:
+        raise InvalidArgumentError("it holds no out-of-memory error of a device")
+    return OomText(line=lines[-1], count=len(lines))
+
+
+def _bytes_of(size: str) -> int:
+    number, unit = size.split()
+    if float(number) == 0:
+        return 0
+    return parse_bytes(number if unit == "bytes" else size)

@@ -1,0 +1,171 @@
+"""A recorded history, replayed on the simulated allocator: does it decide as the card did, and in how little memory does it run?"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from oomprobe.explaining.history import Contradiction, History
+from oomprobe.explaining.snapshot import NO_POOL, Event, Snapshot
+from oomprobe.ground.torch_versions import BlockOrder
+from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, adopt
+from oomprobe.simulation.settings import AllocatorSettings
+
+_UNLIMITED = 2**41  # more than any card has, and little beside the addresses that there are
+_RELEASES = ("segment_free", "segment_unmap")
+# The values of settings that change blocks or segments, as a snapshot of an allocator without them has them.
+_NOT_SET = {"max_split_size": (-1, None), "garbage_collection_threshold": (0, None), "max_round_threshold": (-1, None)}
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What replaying showed.
+
+    Attributes:
+        same: Requests after which the simulated allocator held as many bytes as the card's.
+        requests: All that were served.
+        least_bytes: The smallest memory in which the recording runs, refused requests included.
+        least_bytes_expandable: The same with expandable segments.
+    """
+
+    same: int
+    requests: int
+    least_bytes: int
+    least_bytes_expandable: int
+
+
+class NotSimulated(Exception):
+    """The simulated allocator does not do what the recorded one did."""
+
+
+def replayed(history: History) -> Replay:
+    """Replay a history under both settings, by the rule of torch's versions that fits it best.
+
+    Raises:
+        NotSimulated: the allocator had settings, or pools, that are not simulated.
+        Contradiction: the blocks in use when recording began overlap.
+    """
+    _require_simulated(history.snapshot)
+    as_recorded = AllocatorSettings(expandable_segments=history.is_expandable)
+    requests = sum(event.action == "alloc" for event in history.events)
+    same = -1
+    for order in BlockOrder:
+        settings = replace(as_recorded, block_order=order)
+        equal = _same(history, settings)
+        if equal > same:
+            same, as_recorded = equal, settings
+        if same == requests:
+            break
+    expandable = replace(as_recorded, expandable_segments=True)
+    least_bytes = least_bytes_expandable = _least_bytes(history, expandable)
+    if not history.is_expandable:
+        least_bytes = _least_bytes(history, as_recorded)
+    return Replay(same, requests, least_bytes, least_bytes_expandable)
+
+
+def _require_simulated(snapshot: Snapshot) -> None:
+    if not snapshot.events:
+        raise NotSimulated("no history was recorded, so that this is the state at the end")
+    for name, values in _NOT_SET.items():
+        if snapshot.settings.get(name) not in values:
+            raise NotSimulated(
+                f"the allocator was set to {name}={snapshot.settings[name]!r:.40}, which is not simulated"
+            )
+    divisions = snapshot.settings.get("roundup_power2_divisions")
+    if isinstance(divisions, dict) and any(divisions.values()):
+        raise NotSimulated("the allocator was set to roundup_power2_divisions, which is not simulated")
+    if snapshot.pools() != {NO_POOL}:
+        raise NotSimulated("it has private pools, as CUDA graphs use them, which are not simulated")
+
+
+def _same(history: History, settings: AllocatorSettings) -> int:
+    """Return after how many requests the simulated allocator holds as much as the card's did."""
+    allocator = CachingAllocator(_UNLIMITED, settings, total_bytes=history.card_bytes() or _UNLIMITED)
+    same = 0
+    for event, reserved_bytes in zip(_serve(history, settings, allocator), history.reserved(), strict=True):
+        same += event.action == "alloc" and allocator.reserved_bytes == reserved_bytes
+    return same
+
+
+def _least_bytes(history: History, settings: AllocatorSettings) -> int:
+    """Return the capacity, a multiple of 2 MiB, with which all requests are served, and with 2 MiB less they are not.
+
+    An expandable segment may extend as far as it needs to, as on a card with memory to spare.
+    """
+    enough = _peak_bytes(history, settings, _UNLIMITED)
+    too_little = (history.live_peak_bytes() - 1) // SMALL_SEGMENT * SMALL_SEGMENT
+    assert enough is not None
+    while enough - too_little > SMALL_SEGMENT:
+        tried = (enough + too_little) // 2 // SMALL_SEGMENT * SMALL_SEGMENT
+        peak_bytes = _peak_bytes(history, settings, tried)
+        if peak_bytes is None:
+            too_little = tried
+        else:
+            enough = peak_bytes
+    return enough
+
+
+def _peak_bytes(history: History, settings: AllocatorSettings, capacity_bytes: int) -> int | None:
+    """Return the most that the allocator holds while it serves all requests; None if it cannot."""
+    allocator = CachingAllocator(capacity_bytes, settings, total_bytes=_UNLIMITED)
+    try:
+        for event in _serve(history, settings, allocator):
+            if (
+                event.action == "oom"
+            ):  # this time it is served, and its block freed at once: what came after did not have it
+                allocator.use_stream(event.stream)
+                allocator.free(allocator.malloc(event.size))
+    except AllocatorOutOfMemory:
+        return None
+    return allocator.peak_reserved_bytes
+
+
+def _serve(history: History, settings: AllocatorSettings, allocator: CachingAllocator) -> Iterator[Event]:
+    """Give an empty allocator the requests of a history, and yield each event once it has happened, a request before it is refused."""
+    is_expandable = history.is_expandable or settings.expandable_segments
+    blocks = _begin(history, allocator, requests_begin=is_expandable)
+    was_release = False
+    for event in history.events:
+        is_release = event.action in _RELEASES
+        match event.action:
+            case "alloc":
+                allocator.use_stream(event.stream)
+                blocks[event.address] = allocator.malloc(event.size)
+            case "free_completed":
+                allocator.free(blocks.pop(event.address))
+        if is_release and not was_release:
+            allocator.empty_cache()
+        was_release = is_release
+        yield event
+
+
+def _begin(history: History, allocator: CachingAllocator, *, requests_begin: bool) -> dict[int, int]:
+    """Bring an empty allocator into the state in which the history begins; return the handles of blocks by address.
+
+    The segments are taken over as they were, or the blocks are requested anew: a layout is of one setting, and where an expandable
+    segment has free pages is not known.
+    """
+    blocks: dict[int, int] = {}
+    addresses = sorted(history.begins)
+    if requests_begin:
+        for address in addresses:
+            allocator.use_stream(history.begins[address].stream)
+            blocks[address] = allocator.malloc(history.begins[address].requested)
+        return blocks
+    for start, (size, stream) in sorted(history.segments.items(), reverse=True):
+        inside = addresses[bisect_left(addresses, start) : bisect_left(addresses, start + size)]
+        allocator.use_stream(stream)
+        try:
+            handles = adopt(
+                allocator, start, size, [(address, history.begins[address].requested) for address in inside]
+            )
+        except ValueError as error:
+            raise Contradiction(str(error)) from None
+        blocks |= zip(inside, handles, strict=True)
+    if allocator.reserved_bytes > allocator.capacity_bytes:
+        allocator.empty_cache()
+        allocator.reset_peaks()
+    if allocator.reserved_bytes > allocator.capacity_bytes:
+        raise AllocatorOutOfMemory("the segments in use when recording began are larger")
+    return blocks

@@ -1,0 +1,238 @@
+"""`oomprobe.explain` on snapshots that torch's own allocator wrote on the bed, and its counterfactuals, run there too."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from bed import forked
+from torch import nn
+
+import oomprobe
+from oomprobe.explaining.snapshot import read_snapshot
+
+MIB, GIB = 2**20, 2**30
+SEGMENT = 2 * MIB
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, width=256, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def record(path, lengths, *, late=0, fraction=None, entries=100_000, streams=False, **recorded):
+    """Train with batches of these lengths until memory runs out; return what torch says then, or at the end."""
+    record_history = partial(torch.cuda.memory._record_memory_history, max_entries=entries, **recorded)
+    if not late:
+        record_history()
+    side = torch.cuda.Stream()
+    if fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(fraction)
+    model = Net().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused = ""
+    for number, length in enumerate(lengths):
+        if late and number == late:
+            record_history()
+        try:
+            x = torch.randn(length, 256, device="cuda")
+            if streams:
+                with torch.cuda.stream(side):
+                    x = x + 1
+                x.record_stream(torch.cuda.current_stream())
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        except torch.OutOfMemoryError as error:
+            refused = str(error)
+            break
+    torch.cuda.memory._dump_snapshot(path)
+    return {"refused": refused, "peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+
+
+def stated(message, pattern, abs=0):
+    """Return a size that torch's message states, in bytes, and its rounding."""
+    number, unit = re.search(rf"{pattern}([\d.]+) (MiB|GiB)", message).groups()
+    factor = {"MiB": 2**20, "GiB": 2**30}[unit]
+    return pytest.approx(float(number) * factor, abs=abs + 0.005 * factor)
+
+
+def fed(path):
+    """Give torch's allocator the requests of a snapshot; return whether it served them all."""
+    torch.cuda.init()
+    [snapshot] = read_snapshot(path.read_bytes())
+    blocks = {}
+    allocate, free = torch.cuda.caching_allocator_alloc, torch.cuda.caching_allocator_delete
+    was_release = False
+    try:
+        for event in snapshot.events:
+            is_release = event.action in ("segment_free", "segment_unmap")
+            match event.action:
+                case "alloc":
+                    blocks[event.address] = allocate(event.size, stream=event.stream)
+                case "free_completed":
+                    free(blocks.pop(event.address))
+                case "oom":
+                    free(allocate(event.size))
+            if is_release and not was_release:
+                torch.cuda.empty_cache()
+            was_release = is_release
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+RAGGED = [
+    900,
+    5000,
+    1300,
+    7000,
+    2100,
+    9000,
+    3100,
+    11000,
+    500,
+    13000,
+    4100,
+    15000,
+    6100,
+    17000,
+    700,
+    19000,
+    21000,
+    23000,
+    24000,
+    26000,
+]
+PROGRAMS = {  # lengths, memory, other arguments, environment, cause
+    "everything is live": ([1000, 40_000], "512MiB", {}, {}, "live"),
+    "lengths vary": (RAGGED, "900MiB", {}, {}, "fragmentation"),
+    "lengths vary, expandable": (RAGGED, "700MiB", {}, EXPANDABLE, "fragmentation"),
+    "nothing is refused": ([4000, 9000, 3000], "4GiB", {}, {}, None),
+    "a cap": ([1000, 40_000], "4GiB", {"fraction": 0.125}, {}, "cap"),
+    "two streams": (RAGGED, "900MiB", {"streams": True}, {}, "fragmentation"),
+    "without stacks": ([1000, 40_000], "512MiB", {"context": None}, {}, "live"),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program(name, tmp_path):
+    lengths, memory, more, variables, cause = PROGRAMS[name]
+    path = tmp_path / "snapshot.pickle"
+    seen = forked(partial(record, path, lengths, **more), memory=memory, **variables)
+    explanation = oomprobe.explain(path)
+    assert explanation.cause == cause
+    requests = re.fullmatch(r"Replayed ([\d,]+) requests: after ([\d,]+) of them .*", explanation.notes[0]).groups()
+    assert requests[0] == requests[1]
+    if cause is None:
+        assert seen["refused"] == ""
+        assert explanation.live_bytes == pytest.approx(
+            seen["peak"], abs=8 * MIB
+        )  # torch counts what it did not split off
+        assert explanation.reserved_bytes == seen["reserved"]
+    else:
+        segment_bytes = stated(
+            seen["refused"], "Tried to allocate "
+        )  # torch states the segment that it would have made
+        assert -(-explanation.requested_bytes // SEGMENT) * SEGMENT == segment_bytes
+        assert explanation.live_bytes == stated(
+            seen["refused"], "Of the allocated memory ", 8 * MIB
+        )  # what is not split off
+        assert explanation.free_bytes == stated(seen["refused"], "of which ")
+    # The two counterfactuals, on torch's own allocator: what a larger card leaves to it.
+    for least_bytes, setting in (
+        (explanation.least_bytes, variables),
+        (explanation.least_bytes_expandable, EXPANDABLE),
+    ):
+        for nbytes in (least_bytes, least_bytes - SEGMENT):
+            served = forked(fed, path, memory=str(8 * GIB), context=str(8 * GIB - nbytes), **setting)
+            assert served is (nbytes == least_bytes)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"late": 4}, {"entries": 1500}, {"late": 4, "streams": True}],
+    ids=["begins late", "the first events are lost", "begins late, two streams"],
+)
+@pytest.mark.parametrize("expandable", [{}, EXPANDABLE], ids=["segments", "expandable"])
+def test_a_start_that_was_not_recorded(more, expandable, tmp_path):
+    """The segments at the end tell what was live: the replay holds what torch's allocator held throughout."""
+    path = tmp_path / "snapshot.pickle"
+    forked(partial(record, path, RAGGED[:10], **more), memory="8GiB", **expandable)
+    explanation = oomprobe.explain(path)
+    requests, same = (int(number) for number in re.findall(r"[\d]+", explanation.notes[0].replace(",", "")))
+    assert requests > 300
+    if not expandable:
+        assert same == requests
+    assert "were live when recording began" in explanation.notes[1]
+    whole = tmp_path / "whole.pickle"
+    forked(partial(record, whole, RAGGED[:10], streams=more.get("streams", False)), memory="8GiB", **expandable)
+    assert explanation.live_bytes == oomprobe.explain(whole).live_bytes
+    assert explanation.least_bytes == pytest.approx(oomprobe.explain(whole).least_bytes, rel=0.05)
+
+
+def test_private_pools_are_not_replayed(tmp_path):
+    def in_a_pool():
+        torch.cuda.memory._record_memory_history()
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            kept = torch.zeros(5 * MIB, device="cuda")
+        torch.cuda.memory._dump_snapshot(tmp_path / "snapshot.pickle")
+        return kept.nbytes
+
+    held_bytes = forked(in_a_pool)
+    explanation = oomprobe.explain(tmp_path / "snapshot.pickle")
+    assert (
+        explanation.notes[0] == "Not replayed: it has private pools, as CUDA graphs use them, which are not simulated."
+    )
+    assert (explanation.live_bytes, explanation.least_bytes) == (held_bytes, None)
+
+
+def test_what_holds_the_memory(tmp_path):
+    """Lines, kinds and calls of equal modules, of a step whose backward asks for too much."""
+    path = tmp_path / "snapshot.pickle"
+    forked(record, path, [1000, 20_000], memory="512MiB")
+    explanation = oomprobe.explain(path)
+    assert re.fullmatch(r"by .*test_explain\.py:\d+ in forward", explanation.where)
+    largest = next(iter(explanation.held))
+    assert re.fullmatch(r".*test_explain\.py:\d+ in forward", largest)
+    parameters = 4 * (2 * 4 * 256 * 256 + 5 * 256) * 4
+    assert explanation.kinds["parameters and buffers"] == pytest.approx(parameters, rel=0.01)
+    assert explanation.kinds["optimizer"] == pytest.approx(2 * parameters, rel=0.01)
+    assert explanation.kinds["forward"] > explanation.live_bytes / 2
+    [calls] = explanation.modules
+    assert re.fullmatch(r".*test_explain\.py:\d+ in forward", calls.where)
+    assert 2 <= calls.count <= 4
+    assert calls.held_bytes == pytest.approx(explanation.kinds["forward"], rel=0.05)
+
+
+def test_two_devices(tmp_path):
+    def on_both():
+        torch.cuda.memory._record_memory_history()
+        kept = torch.zeros(MIB, device="cuda:1")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(2**30, device="cuda:0")
+        torch.cuda.memory._dump_snapshot(tmp_path / "snapshot.pickle")
+        return kept.nbytes
+
+    assert forked(on_both, memory="1GiB,1GiB") == 4 * MIB
+    explanation = oomprobe.explain(tmp_path / "snapshot.pickle")
+    assert (explanation.cause, explanation.requested_bytes, explanation.live_bytes) == ("live", 4 * 2**30, 0)
+    assert explanation.notes[-1].startswith("Device 1 held 20.00 MiB")
+    assert oomprobe.explain(tmp_path / "snapshot.pickle", device=1).live_bytes == 4 * MIB

@@ -1,0 +1,346 @@
+"""`oomprobe.explain`: recordings of physical cards, logs, and files that nobody should trust."""
+
+import io
+import json
+import pickle
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from recordings import NAMES, Recording, snapshot_of
+
+import oomprobe
+from oomprobe.cli import main
+
+GIB, MIB = 2**30, 2**20
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Return a function that pickles a snapshot, as torch does, and returns the path."""
+
+    def write(snapshot, protocol=4):
+        path = tmp_path / "snapshot.pickle"
+        path.write_bytes(pickle.dumps(snapshot, protocol=protocol))
+        return path
+
+    return write
+
+
+# --- recordings of physical cards ---
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recording_is_replayed_as_the_card_did(name, written):
+    recording = Recording.named(name)
+    explanation = oomprobe.explain(written(snapshot_of(recording)))
+    assert f"Replayed {recording.blocks:,} requests: after {recording.blocks:,} of them" in explanation.notes[0]
+    peak_bytes = recording.peak_reserved_bytes
+    if not recording.refused:
+        assert explanation.cause is None
+        assert explanation.requested_bytes is None
+        assert explanation.reserved_bytes >= peak_bytes  # the peak after a request; before the first it may be higher
+        assert explanation.live_bytes <= explanation.least_bytes <= explanation.reserved_bytes
+    else:
+        assert explanation.live_bytes + explanation.requested_bytes <= explanation.least_bytes
+        assert explanation.least_bytes > recording.capacity_bytes
+    assert explanation.live_bytes <= explanation.least_bytes_expandable
+    assert sum(explanation.held.values()) == explanation.live_bytes
+    assert ("where the segments at the end tell" in str(explanation.notes)) is bool(recording.begins)
+    if recording.expandable_segments:
+        assert explanation.least_bytes == explanation.least_bytes_expandable
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "requested_bytes", "advice"),
+    [
+        ("Constructor-Sun-b5ef67-device1", "live", 5_308_694_528, "--savings all"),
+        ("h100-ragged", "fragmentation", 202_768_384, "expandable_segments:True"),
+    ],
+)
+def test_an_error_that_a_card_recorded(name, cause, requested_bytes, advice, written):
+    explanation = oomprobe.explain(written(snapshot_of(Recording.named(name))))
+    assert (explanation.cause, explanation.requested_bytes) == (cause, requested_bytes)
+    assert advice in explanation.advice[0]
+    assert oomprobe.explain(written(snapshot_of(Recording.named(name)), protocol=2)).to_dict() == explanation.to_dict()
+
+
+def test_what_the_replays_of_all_recordings_show(written):
+    """The figures in docs/explain.md."""
+    changes = {}
+    for name in NAMES:
+        explanation = oomprobe.explain(written(snapshot_of(Recording.named(name))))
+        changes[name] = explanation.least_bytes_expandable / explanation.least_bytes - 1
+    recorded = {name: change for name, change in changes.items() if not Recording.named(name).expandable_segments}
+    assert len(recorded) == 15
+    assert sum(change < -0.05 for change in recorded.values()) == 6
+    assert sum(change > 0 for change in recorded.values()) == 4
+    assert round(min(recorded.values()), 3) == -0.218
+
+
+def test_lost_events_are_told(written):
+    """A second recording of one process begins where the first one ended; what happened between is in neither."""
+    snapshot = snapshot_of(Recording.named("silmont2000-b61be4"))
+    [trace] = snapshot["device_traces"]
+    snapshot["device_traces"] = [[event for event in trace if event["action"] != "free_completed"]]
+    explanation = oomprobe.explain(written(snapshot))
+    assert "events are missing" in explanation.notes[0]
+    assert (explanation.cause, explanation.least_bytes) == (None, None)
+    assert explanation.live_bytes == sum(
+        block["size"] for segment in snapshot["segments"] for block in segment["blocks"] if block["state"] != "inactive"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"allocator_settings": {"max_split_size": 2**27}}, "max_split_size=134217728"),
+        ({"allocator_settings": {"garbage_collection_threshold": 0.8}}, "garbage_collection_threshold=0.8"),
+        ({"allocator_settings": {"roundup_power2_divisions": {"256": 4}}}, "roundup_power2_divisions"),
+        ({"device_traces": []}, "no history was recorded"),
+    ],
+)
+def test_what_is_not_replayed_is_told(change, reason, written):
+    explanation = oomprobe.explain(written(snapshot_of(Recording.named("silmont2000-b61be4")) | change))
+    assert reason in explanation.notes[0]
+    assert explanation.least_bytes is explanation.least_bytes_expandable is None
+    assert explanation.live_bytes > 0
+
+
+def test_private_pools_streams_and_devices_are_named(written):
+    snapshot = snapshot_of(Recording.named("shreyansh26-2b1505"))
+    [trace] = snapshot["device_traces"]
+    snapshot["device_traces"] = [[], trace]
+    for segment in snapshot["segments"]:
+        segment["device"] = 1
+    graphs = {
+        "device": 0,
+        "address": 2**20,
+        "total_size": 2 * MIB,
+        "stream": 0,
+        "segment_pool_id": (0, 1),
+        "is_expandable": False,
+    }
+    snapshot["segments"].append(graphs | {"blocks": [{"size": 2 * MIB, "state": "active_allocated", "frames": []}]})
+    explanation = oomprobe.explain(written(snapshot))
+    assert explanation.least_bytes is not None
+    assert explanation.notes[-1] == "Device 0 held 2.00 MiB at the end: --device 0 explains it."
+    explanation = oomprobe.explain(written(snapshot), device=0)
+    assert "Private pools, as CUDA graphs use them, held 2.00 MiB" in str(explanation.notes)
+    for event in trace[:6]:
+        event["stream"] = 7
+    assert "Blocks of 2 streams" in str(oomprobe.explain(written(snapshot)).notes)
+    with pytest.raises(oomprobe.InvalidArgumentError, match="of this device"):
+        oomprobe.explain(written(snapshot), device=3)
+
+
+# --- logs ---
+
+NEW = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked} GiB. GPU 0 has a total capacity of 23.64 GiB of which "
+    "{free} GiB is free. {processes}Of the allocated memory {live} GiB is allocated by PyTorch, and {unused} GiB is reserved by "
+    "PyTorch but unallocated. If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=..."
+)
+OLD = (
+    "RuntimeError: CUDA out of memory. Tried to allocate {asked} GiB (GPU 0; 23.65 GiB total capacity; {live} GiB already allocated; "
+    "{free} GiB free; {processes}{unused} GiB reserved in total by PyTorch)"
+)
+OWN = "Including non-PyTorch memory, this process has {} GiB memory in use. "
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "free", "processes", "live", "unused", "cause"),
+    [
+        (NEW, 2.00, 1.04, OWN.format(22.60), 12.0, 10.2, "fragmentation"),
+        (NEW, 2.00, 1.04, OWN.format(22.60), 21.9, 0.30, "live"),
+        (NEW, 2.00, 0.04, OWN.format(3.60) + "Process 812 has 20.00 GiB memory in use. ", 2.9, 0.30, "others"),
+        (
+            NEW,
+            2.00,
+            0.04,
+            "Process 812 has 3.60 GiB memory in use. Process 9 has 20.00 GiB memory in use. ",
+            2.9,
+            0.3,
+            "others",
+        ),
+        (NEW, 2.00, 0.04, OWN.format(3.60), 2.9, 0.30, "others"),  # in use, and not by this process
+        (NEW, 2.00, 11.0, OWN.format(12.6) + "12.00 GiB allowed; ", 11.9, 0.05, "cap"),
+        (NEW, 2.00, 11.0, OWN.format(12.6) + "12.00 GiB allowed; ", 7.0, 4.90, "fragmentation"),
+        (NEW, 2.00, 11.0, OWN.format(12.6), 11.9, 0.05, "unknown"),
+        (NEW, 40.0, 1.04, OWN.format(22.60), 12.0, 10.2, "live"),
+        (OLD, 2.00, 1.04, "", 12.1, 22.31, "fragmentation"),
+        (OLD, 2.00, 0.04, "", 22.0, 23.20, "live"),
+        (OLD, 2.00, 9.00, "12.00 GiB allowed; ", 11.9, 12.00, "cap"),
+    ],
+)
+def test_the_text_of_an_error(text, asked, free, processes, live, unused, cause, tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(
+        f"step 12\n{text.format(asked=asked, free=free, processes=processes, live=live, unused=unused)}\nbye\n"
+    )
+    explanation = oomprobe.explain(log)
+    assert explanation.cause == cause
+    assert explanation.requested_bytes == int(asked * GIB)
+    assert explanation.live_bytes == int(live * GIB)
+    assert explanation.least_bytes is None
+    assert list(explanation.held.values()) == sorted(explanation.held.values(), reverse=True)
+    assert "_record_memory_history" in explanation.advice[-2]
+    if cause == "fragmentation":
+        assert "expandable_segments:True" in explanation.advice[0]
+
+
+def test_what_other_processes_hold_is_a_figure(tmp_path):
+    log = tmp_path / "train.log"
+    processes = OWN.format(3.60) + "Process 812 has 20.00 GiB memory in use. "
+    log.write_text(NEW.format(asked=2.0, free=0.04, processes=processes, live=2.9, unused=0.3))
+    held = oomprobe.explain(log).held
+    assert list(held) == [
+        "other processes",
+        "tensors of this process",
+        "this process, outside of torch's allocator",
+        "reserved by torch's allocator, but not allocated",
+    ]
+    assert held["other processes"] == 20 * GIB
+    assert held["this process, outside of torch's allocator"] == pytest.approx(0.4 * GIB, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "text", ["CUDA error: out of memory", "cuBLAS: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
+)
+def test_an_error_without_numbers(text, tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(f"step 1\nRuntimeError: {text}\n")
+    explanation = oomprobe.explain(log)
+    assert (explanation.cause, explanation.live_bytes, explanation.requested_bytes) == ("unknown", None, None)
+    assert text in explanation.notes[0]
+
+
+def test_the_last_of_several_errors_and_a_wrapped_line(tmp_path):
+    log = tmp_path / "train.log"
+    first = NEW.format(asked=9.0, free=1.04, processes="", live=12.0, unused=10.2)
+    last = NEW.format(asked=2.0, free=1.04, processes=OWN.format(22.6), live=12.0, unused=10.2)
+    log.write_text(f"{first}\n{last[:95]}\n{last[95:180]}\n{last[180:]}")
+    explanation = oomprobe.explain(log)
+    assert (explanation.cause, explanation.requested_bytes) == ("fragmentation", 2 * GIB)
+    assert "The log has 2 such errors; this is about the last." in explanation.notes
+
+
+# --- the command line ---
+
+
+def test_explain_on_the_command_line(written, tmp_path, capsys):
+    path = written(snapshot_of(Recording.named("h100-ragged")))
+    assert main(["explain", str(path), "--json", str(tmp_path / "why.json")]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("verdict: fragmentation")
+    assert max(map(len, out.splitlines())) <= 100
+    explanation = oomprobe.explain(path)
+    assert json.loads((tmp_path / "why.json").read_text()) == explanation.to_dict()
+    assert main(["explain", str(path), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == explanation.to_dict()
+
+
+def test_a_log_on_stdin():
+    text = OLD.format(asked=2.0, free=1.04, processes="", live=12.1, unused=22.31)
+    ran = subprocess.run(
+        [sys.executable, "-m", "oomprobe", "explain", "-"], input=text, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.startswith("verdict: fragmentation")
+
+
+# --- files of strangers ---
+
+
+class Evil:
+    def __init__(self, call, *arguments):
+        self.call, self.arguments = call, arguments
+
+    def __reduce__(self):
+        return self.call, self.arguments
+
+
+class Persistent(pickle.Pickler):
+    def persistent_id(self, thing):
+        return "x" if isinstance(thing, Evil) else None
+
+
+def persistent():
+    file = io.BytesIO()
+    Persistent(file, protocol=4).dump({"segments": [Evil(print)]})
+    return file.getvalue()
+
+
+def with_event(**changes):
+    snapshot = snapshot_of(Recording.named("shreyansh26-2b1505"))
+    snapshot["device_traces"][0][1] |= changes
+    return pickle.dumps(snapshot)
+
+
+WHOLE = pickle.dumps(snapshot_of(Recording.named("shreyansh26-2b1505")))
+PROTO = b"\x80\x04"
+HOSTILE = {
+    "eval": pickle.dumps({"segments": Evil(eval, "print('ran')")}),
+    "import": pickle.dumps({"segments": Evil(__import__, "antigravity")}),
+    "getattr": pickle.dumps([Evil(getattr, {}, "clear")]),
+    "a global alone": PROTO + b"cbuiltins\nprint\n.",
+    "a global of protocol 4": PROTO + b"\x8c\x08builtins\x8c\x05print\x93.",
+    "an extension": PROTO + b"\x82\x01.",
+    "a persistent id": persistent(),
+    "a class of a module that is loaded": pickle.dumps(replace),
+    "an instance": PROTO + b"(ibuiltins\nprint\n.",
+    "text opcodes": PROTO + b"I" + b"9" * 100_000 + b"\n.",
+    "a long integer": PROTO + b"\x8b" + struct.pack("<I", 2**30) + b"1",
+    "a memo index": PROTO + b"]r" + struct.pack("<I", 2**32 - 1) + b".",
+    "a memo bomb": PROTO + b"]\x94" + b"(h\x00h\x00h\x00e" * 10_000 + b".",
+    "deep lists": PROTO + b"]" * 300_000 + b"a" * 299_999 + b".",
+    "deep tuples as a key": PROTO + b"}" + b")" + b"\x85" * 300_000 + b"Ks.",
+    "a huge string": PROTO + b"X" + struct.pack("<I", 2**32 - 1) + b"abc.",
+    "huge bytes": PROTO + b"\x8e" + struct.pack("<Q", 2**62) + b".",
+    "a huge frame": PROTO + b"\x95" + struct.pack("<Q", 2**62) + b".",
+    "cut off": WHOLE[: len(WHOLE) // 2],
+    "one byte": PROTO[:1],
+    "only a header": PROTO,
+    "a list": pickle.dumps([1, 2, 3]),
+    "no segments": pickle.dumps({"device_traces": [[]]}),
+    "nothing recorded": pickle.dumps({"segments": [], "device_traces": [[]]}),
+    "segments that are numbers": pickle.dumps({"segments": [1], "device_traces": []}),
+    "a negative size": with_event(size=-1),
+    "a size that is a text": with_event(size="1"),
+    "a size that is no number": with_event(size=float("nan")),
+    "a size beyond 64 bits": with_event(size=2**70),
+    "an address that is true": with_event(addr=True),
+    "an unknown block": pickle.dumps({"segments": [{"device": 0}], "device_traces": []}),
+    "binary noise": bytes(range(256)) * 40,
+    "an empty file": b"",
+    "a text without an error": b"step 1\nstep 2\n",
+    "an error of the host": b"RuntimeError: DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_file_of_a_stranger_ends_in_a_sentence(name, tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_bytes(HOSTILE[name])
+    assert main(["explain", str(path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "cannot be explained: " in err
+    assert "Traceback" not in err
+    assert "ran" not in err.split()
+
+
+def test_shared_stacks_and_blocks_cost_no_more_than_they_say(written):
+    """A stack of 100,000 frames that all events share, as a file of a few bytes can have it."""
+    snapshot = snapshot_of(Recording.named("shreyansh26-2b1505"))
+    frames = 100_000 * [{"name": "f", "filename": "/a.py", "line": 7}]
+    for event in snapshot["device_traces"][0]:
+        event["frames"] = frames
+    assert list(oomprobe.explain(written(snapshot)).held) == ["a.py:7 in f"]
+
+
+def test_a_missing_file_and_a_folder(tmp_path, capsys):
+    for path in (tmp_path / "none", tmp_path):
+        assert main(["explain", str(path)]) == 2
+        assert "cannot be explained" in capsys.readouterr().err
