@@ -80,6 +80,18 @@ def test_what_the_replays_of_all_recordings_show(written):
     assert round(min(recorded.values()), 3) == -0.218
 
 
+def test_a_request_that_was_refused_and_then_done_without(written):
+    """As cuDNN asks for a smaller workspace, and a program that catches the error for a smaller batch."""
+    snapshot = snapshot_of(Recording.named("h100-ragged"))
+    alone = oomprobe.explain(written(snapshot))
+    snapshot["device_traces"][0].insert(
+        3, {"action": "oom", "device_free": 2**36, "size": 2**38, "stream": 0, "frames": []}
+    )
+    explanation = oomprobe.explain(written(snapshot))
+    assert explanation.notes[1] == "2 requests were refused; this is about the last."
+    assert replace(explanation, notes=alone.notes) == alone
+
+
 def test_lost_events_are_told(written):
     """A second recording of one process begins where the first one ended; what happened between is in neither."""
     snapshot = snapshot_of(Recording.named("silmont2000-b61be4"))

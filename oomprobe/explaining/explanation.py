@@ -15,6 +15,7 @@ from oomprobe.explaining.replay import NotSimulated, Replay, replayed
 from oomprobe.explaining.snapshot import MOST_FILE_BYTES, Event, Snapshot, is_pickle, read_snapshot
 from oomprobe.explaining.stacks import UNKNOWN, Modules, Stacks, total_by
 from oomprobe.ground.units import format_bytes
+from oomprobe.ground.words import shortened
 from oomprobe.report.blocks import Block, Fact, Report, Row, Table, as_text
 from oomprobe.simulation.allocator import LARGE_SEGMENT
 from oomprobe.simulation.catalogue import CATALOGUE
@@ -54,10 +55,11 @@ class Explanation:
         source: The file.
         cause: ``"live"``, ``"fragmentation"``, ``"cap"``, ``"others"`` or ``"unknown"``; None: nothing was refused.
         requested_bytes: The request that was refused, the last one if there were several.
-        where: The line that asked for it, such as ``"by model.py:7 in forward"``.
+        where: The line that asked for it, such as ``"model.py:7 in forward"``.
         live_bytes: Held by tensors then, or at the peak; each block counts as a multiple of 512 bytes, as torch rounds it.
         reserved_bytes: Held by torch's allocator then, or at most.
         free_bytes: Free on the device when the request was refused.
+        available_bytes: What torch's allocator could have held then: what it had reserved, with what was free unless a cap held it back.
         held: What was live, largest first: by line of code, or of a log by what it tells apart.
         kinds: The same bytes by kind: parameters and buffers, forward, backward, optimizer, ...
         modules: Calls of equal modules: the line, how many hold memory, and the bytes of all.
@@ -84,6 +86,7 @@ class Explanation:
     live_bytes: int | None = None
     reserved_bytes: int | None = None
     free_bytes: int | None = None
+    available_bytes: int | None = None
     held: Mapping[str, int] = field(default_factory=dict)
     kinds: Mapping[str, int] = field(default_factory=dict)
     modules: tuple[Modules, ...] = ()
@@ -107,7 +110,8 @@ class Explanation:
     def report(self) -> Report:
         """Return what people read."""
         facts = {
-            "asked for": _sizes(self.requested_bytes, f" {self.where}"),
+            "asked for": _sizes(self.requested_bytes),
+            "where": [Fact(self.where)] if self.where else [],
             "live": _sizes(self.live_bytes),
             "reserved": _sizes(self.reserved_bytes, " by torch's allocator"),
             "free": _sizes(self.free_bytes, " on the device"),
@@ -130,8 +134,8 @@ class Explanation:
         if self.least_bytes is None or self.least_bytes_expandable is None:
             return []
         lines = []
-        if self.free_bytes is not None and self.reserved_bytes is not None and self.cause != "cap":
-            lines.append(f"it had: {format_bytes(self.reserved_bytes + self.free_bytes)}")
+        if self.available_bytes is not None:
+            lines.append(f"it had: {format_bytes(self.available_bytes)}")
         lines += [f"as recorded: {format_bytes(self.least_bytes)}; {_smallest_card(self.least_bytes)}"]
         if self.least_bytes_expandable != self.least_bytes:
             change = self.least_bytes_expandable / self.least_bytes - 1
@@ -195,7 +199,7 @@ def _of_log(source: str, text: OomText) -> Explanation:
         "other processes": text.others or 0,
     }
     largest_first = sorted(held_bytes.items(), key=lambda item: -item[1])
-    notes = [f"Likely, not certain: the text does not say how free memory lies. It is: {text.line}"]
+    notes = [f"Likely, not certain: the text does not say how free memory lies. It is: {shortened(text.line)}"]
     advice = [*ADVICE[cause], *RECORD]
     match cause:
         case "unknown":
@@ -249,12 +253,12 @@ def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot)
         known |= {
             "requested_bytes": refused.size,
             "free_bytes": refused.address,
-            "where": f"by {stacks.line_of(refused.frames)}",
+            "where": stacks.line_of(refused.frames),
         }
-        known |= {"cause": _cause(history, moment, refused, replay)}
-        known |= {"advice": ADVICE[known["cause"]]}
-        if known["cause"] == "fragmentation" and not history.is_expandable:
-            known["advice"] = (EXPANDABLE, *known["advice"])
+        cause, available_bytes = _cause(history, moment, refused, replay)
+        known |= {"cause": cause, "available_bytes": available_bytes, "advice": ADVICE[cause]}
+        if cause == "fragmentation" and not history.is_expandable:
+            known["advice"] = (EXPANDABLE, *ADVICE[cause])
     notes += _notes_on_others(snapshots, snapshot)
     return Explanation(
         source=source,
@@ -293,17 +297,18 @@ def _replayed(snapshot: Snapshot, notes: list[str]) -> tuple[History, Replay | N
     return history, replay
 
 
-def _cause(history: History, moment: Moment, refused: Event, replay: Replay | None) -> str:
-    available = moment.reserved_bytes + refused.address
+def _cause(history: History, moment: Moment, refused: Event, replay: Replay | None) -> tuple[str, int]:
+    """Return the cause, and what the allocator could have held when the request was refused."""
     is_capped = refused.address >= refused.size + LARGE_SEGMENT  # the device had room for any segment
-    if is_capped:
-        available = moment.reserved_bytes
-    is_fragmented = moment.live_bytes + refused.size <= ALMOST_FULL * available
+    available_bytes = moment.reserved_bytes
+    if not is_capped:
+        available_bytes += refused.address
+    is_fragmented = moment.live_bytes + refused.size <= ALMOST_FULL * available_bytes
     if replay is not None and not history.is_expandable:
-        is_fragmented = replay.least_bytes_expandable <= available
+        is_fragmented = replay.least_bytes_expandable <= available_bytes
     if is_fragmented:
-        return "fragmentation"
-    return "cap" if is_capped else "live"
+        return "fragmentation", available_bytes
+    return "cap" if is_capped else "live", available_bytes
 
 
 def _notes_on_others(snapshots: Sequence[Snapshot], chosen: Snapshot) -> Iterator[str]:

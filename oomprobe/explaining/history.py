@@ -110,13 +110,18 @@ class History:
     def moment(self) -> Moment:
         """Return the last refusal, or the highest peak of live memory."""
         reserved = [*self.reserved()]
-        if "oom" not in self._actions:
+        refused = self.last_refused()
+        if refused is None:
             return Moment(None, tuple(self._live_before(self._peak())), max(reserved, default=self.reserved_at_end))
-        number = max(number for number, event in enumerate(self.events) if event.action == "oom")
-        return Moment(self.events[number], tuple(self._live_before(number)), reserved[number])
+        number = next(number for number, event in enumerate(self.events) if event is refused)
+        return Moment(refused, tuple(self._live_before(number)), reserved[number])
+
+    def last_refused(self) -> Event | None:
+        """Return the last request that was refused: a program, or cuDNN, may have done with less after those before it."""
+        return next((event for event in reversed(self.events) if event.action == "oom"), None)
 
     def live_peak_bytes(self) -> int:
-        """Return the most that was live at once, with each refused request."""
+        """Return the most that was live at once, with the last refused request."""
         return max(self._live_bytes(), default=0)
 
     def _peak(self) -> int:
@@ -128,6 +133,7 @@ class History:
         """Yield the live bytes, with what is asked for, after each event."""
         sizes = {address: block.size for address, block in self.begins.items()}
         live = sum(sizes.values())
+        refused = self.last_refused()
         for event in self.events:
             asked = 0
             match event.action:
@@ -136,7 +142,7 @@ class History:
                     live += sizes[event.address]
                 case "free_completed":
                     live -= sizes.pop(event.address)
-                case "oom":
+                case "oom" if event is refused:
                     asked = Live(event.size, 0, ()).size
             yield live + asked
 

@@ -104,7 +104,7 @@ def read_log(text: str) -> OomText:
         sizes["others"] = sum(processes)
     elif "others" not in sizes and {"total", "free", "own"} <= sizes.keys():
         sizes["others"] = max(0, sizes["total"] - sizes["free"] - sizes["own"])
-    return OomText(line=message.partition(". ")[0], count=len(messages), requested=_bytes_of(asked[1]), **sizes)
+    return OomText(line=message, count=len(messages), requested=_bytes_of(asked[1]), **sizes)
 
 
 def _without_numbers(text: str) -> OomText:

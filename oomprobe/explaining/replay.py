@@ -25,7 +25,7 @@ class Replay:
     Attributes:
         same: Requests after which the simulated allocator held as many bytes as the card's.
         requests: All that were served.
-        least_bytes: The smallest memory in which the recording runs, refused requests included.
+        least_bytes: The smallest memory in which the recording runs, with the last request that was refused.
         least_bytes_expandable: The same with expandable segments.
     """
 
@@ -89,7 +89,7 @@ def _same(history: History, settings: AllocatorSettings) -> int:
 
 
 def _least_bytes(history: History, settings: AllocatorSettings) -> int:
-    """Return the capacity, a multiple of 2 MiB, with which all requests are served, and with 2 MiB less they are not.
+    """Return the capacity, a multiple of 2 MiB, with which the recording runs, and with 2 MiB less it does not.
 
     An expandable segment may extend as far as it needs to, as on a card with memory to spare.
     """
@@ -107,13 +107,12 @@ def _least_bytes(history: History, settings: AllocatorSettings) -> int:
 
 
 def _peak_bytes(history: History, settings: AllocatorSettings, capacity_bytes: int) -> int | None:
-    """Return the most that the allocator holds while it serves all requests; None if it cannot."""
+    """Return the most that the allocator holds while it serves all requests and the last refused one; None if it cannot."""
     allocator = CachingAllocator(capacity_bytes, settings, total_bytes=_UNLIMITED)
+    refused = history.last_refused()
     try:
         for event in _serve(history, settings, allocator):
-            if (
-                event.action == "oom"
-            ):  # this time it is served, and its block freed at once: what came after did not have it
+            if event is refused:  # served this time, and its block freed at once: what came after did not have it
                 allocator.use_stream(event.stream)
                 allocator.free(allocator.malloc(event.size))
     except AllocatorOutOfMemory:
