@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from recordings import NAMES, Recording, snapshot_of
@@ -78,6 +79,13 @@ def test_what_the_replays_of_all_recordings_show(written):
     assert sum(change < -0.05 for change in recorded.values()) == 6
     assert sum(change > 0 for change in recorded.values()) == 4
     assert round(min(recorded.values()), 3) == -0.218
+
+
+def test_the_page_shows_what_a_card_recorded(written, monkeypatch):
+    path = written(snapshot_of(Recording.named("h100-ragged")))
+    monkeypatch.chdir(path.parent)
+    page = Path(__file__).parent.parent / "docs" / "explain.md"
+    assert f"```console\n{oomprobe.explain(path.name)}```\n" in page.read_text()
 
 
 def test_a_request_that_was_refused_and_then_done_without(written):
