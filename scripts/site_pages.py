@@ -28,6 +28,7 @@ CHAPTERS = {
         "check_command",
     ),
     "Results": ("ProbeResult", "ProbeTable", "Trial", "Phase", "Verdict", "LinearFit", "PlanEntry"),
+    "Real runs": ("explain", "Explanation"),
     "Data": ("worst_case_batches", "WorstCaseBatches"),
     "Devices": ("Device", "SimulatedDevice"),
     "Errors": (

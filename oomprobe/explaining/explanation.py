@@ -77,6 +77,8 @@ class Explanation:
         ...     found = oomprobe.explain(log.name)
         >>> found.cause, found.requested_bytes, round(found.live_bytes / 2**30, 1)
         ('fragmentation', 2147483648, 12.1)
+        >>> found.to_dict()["reserved_bytes"]
+        23955180257
     """
 
     source: str
