@@ -78,7 +78,7 @@ class Explanation:
         >>> found.cause, found.requested_bytes, round(found.live_bytes / 2**30, 1)
         ('fragmentation', 2147483648, 12.1)
         >>> found.to_dict()["reserved_bytes"]
-        23955180257
+        23955180093
     """
 
     source: str
@@ -107,9 +107,9 @@ class Explanation:
 
     def __str__(self) -> str:
         """Return the report, of at most 100 columns."""
-        return as_text(self.report())
+        return as_text(self._report())
 
-    def report(self) -> Report:
+    def _report(self) -> Report:
         """Return what people read."""
         facts = {
             "asked for": _sizes(self.requested_bytes),
