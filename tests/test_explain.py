@@ -298,6 +298,10 @@ def with_event(**changes):
     return pickle.dumps(snapshot)
 
 
+def with_more(thing):
+    return pickle.dumps(snapshot_of(Recording.named("shreyansh26-2b1505")) | {"more": thing})
+
+
 WHOLE = pickle.dumps(snapshot_of(Recording.named("shreyansh26-2b1505")))
 PROTO = b"\x80\x04"
 HOSTILE = {
@@ -308,6 +312,8 @@ HOSTILE = {
     "a global of protocol 4": PROTO + b"\x8c\x08builtins\x8c\x05print\x93.",
     "an extension": PROTO + b"\x82\x01.",
     "a persistent id": persistent(),
+    "a set beside what is read": with_more({1, 2}),
+    "an integer of 3,000 digits beside what is read": with_more(10**3000),
     "a class of a module that is loaded": pickle.dumps(replace),
     "an instance": PROTO + b"(ibuiltins\nprint\n.",
     "text opcodes": PROTO + b"I" + b"9" * 100_000 + b"\n.",
