@@ -30,7 +30,7 @@ from oomprobe.report.blocks import as_text
 from oomprobe.report.plot import new_figure
 from oomprobe.report.trials import trials_table
 from oomprobe.results.result import ProbeResult
-from oomprobe.results.table import ProbeTable
+from oomprobe.results.table import ProbeTable, read_result
 from oomprobe.runners.targets import name_of
 
 STDOUT = Path("-")
@@ -252,7 +252,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _show(arguments: argparse.Namespace) -> int:
     check_pictures(arguments)
-    shown = _read(arguments.result)
+    shown = read_result(arguments.result)
     print(as_text(shown.report(verbose=arguments.verbose)), end="", flush=True)
     _save(shown, arguments)
     return 0
@@ -263,7 +263,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from oomprobe.results.regression import grown
 
     names = arguments.first, arguments.second
-    first, second = map(_read, names)
+    first, second = map(read_result, names)
     if isinstance(first, ProbeTable) or isinstance(second, ProbeTable):
         raise InvalidArgumentError("compare takes two results, and one of these is a table: oomprobe show prints it")
     print(comparison(first, second, names), end="")
@@ -287,16 +287,6 @@ def _explain(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(explanation.to_dict(), indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def _read(path: str) -> ProbeResult | ProbeTable:
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-        if isinstance(data, dict) and "axis" in data:
-            return ProbeTable.from_dict(data)
-        return ProbeResult.from_dict(data)
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None
 
 
 def _devices(arguments: argparse.Namespace) -> int:

@@ -96,6 +96,11 @@ class Statistics:
         path = name, "all", "peak"
         return max(_at(self.read(), *path), self._trial_peaks.get((self._index, path), 0))
 
+    def peaks(self) -> tuple[int, int]:
+        """Return the most bytes allocated and reserved since somebody last reset the peaks, from one reading."""
+        stats = self.read()
+        return _at(stats, "allocated_bytes", "all", "peak"), _at(stats, "reserved_bytes", "all", "peak")
+
     def total(self, *path: str) -> int:
         """Return a count of all that ever happened, such as ``total("num_alloc_retries")``."""
         return _at(self.read(), *path) + self._lost[self._index, path]

@@ -27,6 +27,13 @@ LAST_TRIALS = 2  # after bisecting: the recheck of the smallest failure, and the
 FREE_LINES = 3  # of the screen, below the table of trials
 
 
+def notice(line: str) -> None:
+    """Write a line to stderr, on a terminal in place of what another program's progress bar has drawn there."""
+    if _is_terminal():
+        line = _ERASE + line
+    _write(f"{line}\n")
+
+
 def _ignore(*arguments: object) -> None:
     pass
 

@@ -457,3 +457,18 @@ def _cells_of_card(name: str, result: ProbeResult) -> list[str]:
         _percent(peak_bytes / result.available_bytes),
         "replay" if result.was_replayed else "ran",
     ]
+
+
+def read_result(path: str | Path) -> ProbeResult | ProbeTable:
+    """Return the result or the table that `to_json` wrote to a file.
+
+    Raises:
+        InvalidArgumentError: the file cannot be read, or holds neither.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None
+    if isinstance(data, dict) and "axis" in data:
+        return ProbeTable.from_dict(data)
+    return ProbeResult.from_dict(data)
