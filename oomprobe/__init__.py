@@ -16,7 +16,7 @@ _NAMES = {
         *("OomProbeError", "InvalidArgumentError", "NoDeviceError", "NothingFitsError", "StepFailedError"),
         *("DeviceLostError", "TimeLimitError", "UnreliableError"),
     ),
-    "explaining": ("Explanation", "explain"),
+    "explaining": ("Explanation", "PeakMonitor", "explain"),
     "probe": (
         *("check", "check_command", "check_target"),
         *("find_max_batch", "find_max_batches", "find_savings", "probe_command", "probe_target"),
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from oomprobe.errors import TimeLimitError as TimeLimitError
     from oomprobe.errors import UnreliableError as UnreliableError
     from oomprobe.explaining import Explanation as Explanation
+    from oomprobe.explaining import PeakMonitor as PeakMonitor
     from oomprobe.explaining import explain as explain
     from oomprobe.probe import check as check
     from oomprobe.probe import check_command as check_command

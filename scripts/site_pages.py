@@ -28,7 +28,7 @@ CHAPTERS = {
         "check_command",
     ),
     "Results": ("ProbeResult", "ProbeTable", "Trial", "Phase", "Verdict", "LinearFit", "PlanEntry"),
-    "Real runs": ("explain", "Explanation"),
+    "Real runs": ("PeakMonitor", "explain", "Explanation"),
     "Data": ("worst_case_batches", "WorstCaseBatches"),
     "Devices": ("Device", "SimulatedDevice"),
     "Errors": (

@@ -90,6 +90,9 @@ class FakeModule:
 
     # --- functions of torch.cuda ---
 
+    def is_initialized(self):
+        return True
+
     def current_device(self):
         self._enter()
         return 0

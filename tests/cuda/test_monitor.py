@@ -1,0 +1,172 @@
+"""The monitor on torch's own allocator: a real loop peaks where the probe did, and what exceeds it is seen."""
+
+import json
+from contextlib import suppress
+
+import pytest
+import torch
+from bed import fail, forked
+from resets import RESETS
+from torch import nn
+
+import oomprobe
+
+SIZE = 256
+
+
+def loop(device="cuda"):
+    model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.randn(batch_size, 256, device=device)).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def evaluate(model, batch_size=8 * SIZE):
+    with torch.no_grad():
+        model(torch.randn(batch_size, 256, device="cuda"))
+
+
+def probed(path, device=None, max_batch=SIZE):
+    oomprobe.find_max_batch(
+        *loop("cpu" if device else "cuda"), device=device, max_batch=max_batch, progress="off"
+    ).to_json(path)
+
+
+@pytest.fixture
+def probe(tmp_path):
+    forked(probed, tmp_path / "probe.json")
+    return tmp_path / "probe.json"
+
+
+def trained(monitor, steps=8, size=SIZE, between=lambda model: None):
+    """Train as a script does that has never heard of a probe."""
+    model, step = loop()
+    for _ in range(steps):
+        step(model, size)
+        monitor.step("training")
+        between(model)
+    return monitor.to_dict() | {"counted": torch.cuda.max_memory_allocated()}
+
+
+@pytest.mark.parametrize("size", [SIZE, 64])
+def test_a_real_loop_peaks_where_the_probe_did_to_the_byte(probe, size):
+    said = forked(lambda: trained(oomprobe.PeakMonitor(probe, size), size=size))
+    assert said["peak_allocated_bytes"] == said["probed_allocated_bytes"] == said["counted"] > 2**24
+    assert (said["ok"], said["difference_percent"], said["notes"], said["device"]) == (True, 0, [], "Stub GPU")
+    assert json.loads(json.dumps(said)) == said
+
+
+def test_a_size_that_was_not_run_lies_between(tmp_path):
+    path = tmp_path / "probe.json"
+    forked(probed, path, None, 8192)
+    said = forked(lambda: trained(oomprobe.PeakMonitor(path, 6000), size=6000))
+    assert 0 < abs(said["difference_percent"]) < 2  # the allocator leaves up to 1 MiB at the end of a block
+    assert said["notes"][0].endswith("lie on the line between those of batch 4096 and 8192")
+
+
+def test_in_the_process_of_the_probe():
+    def both():
+        model, step = loop()
+        monitor = oomprobe.PeakMonitor(oomprobe.find_max_batch(model, step, max_batch=SIZE, progress="off"))
+        for _ in range(8):
+            step(model, SIZE)
+            monitor.step()
+        return monitor.peak_bytes, monitor.probed_bytes, monitor.to_dict()["notes"]
+
+    peak, expected, notes = forked(both)
+    assert (peak, notes) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    ("tells", "place"), [(True, "step 5, in evaluation"), (False, "step 6, in training")], ids=["told", "not told"]
+)
+def test_an_evaluation_that_exceeds_is_seen_and_named(probe, capsys, tells, place):
+    def run():
+        monitor = oomprobe.PeakMonitor(probe)
+
+        def between(model):
+            if monitor.steps == 5:
+                evaluate(model)
+                if tells:
+                    monitor.seen("evaluation")
+
+        return trained(monitor, 60, between=between)
+
+    said = forked(run)
+    assert not said["ok"]
+    assert said["peak_allocated_bytes"] == said["counted"] > 1.1 * said["probed_allocated_bytes"]
+    above, first = capsys.readouterr().err.splitlines()
+    assert f"MiB at {place}: " in above
+    assert "evaluation between epochs" in above
+    assert first.startswith("oomprobe: peak ")
+    assert first.endswith("MiB below the cap")
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda.reset_max_memory:FutureWarning")
+@pytest.mark.parametrize("name", RESETS)
+def test_a_loop_that_resets_its_peaks_hides_none(probe, name):
+    def run():
+        monitor = oomprobe.PeakMonitor(probe, warn=False)
+        reset = RESETS[name]
+
+        def between(model):
+            if monitor.steps == 5:
+                evaluate(model)
+                monitor.seen("evaluation")
+                reset()
+
+        return trained(monitor, between=between)
+
+    said = forked(run)
+    assert said["peak_allocated_bytes"] > 1.1 * said["probed_allocated_bytes"]
+    falls = name not in ("counters", "counters, imported before", "counters of the accelerator")
+    assert said["resets"] == falls
+    assert (said["counted"] < said["peak_allocated_bytes"]) == falls
+
+
+def test_a_result_from_a_simulated_card(tmp_path):
+    path = tmp_path / "simulated.json"
+    forked(probed, path, "sim:1GiB")
+    said = forked(lambda: trained(oomprobe.PeakMonitor(path)))
+    assert said["peak_allocated_bytes"] == said["probed_allocated_bytes"]
+    assert said["notes"] == ["the probe was of simulated GPU, 1.0 GiB, and this run is on Stub GPU"]
+
+
+def test_it_starts_no_device(probe):
+    def run():
+        monitor = oomprobe.PeakMonitor(probe)
+        monitor.step()
+        return torch.cuda.is_initialized(), monitor.peak_bytes, monitor.to_dict()["notes"]
+
+    assert forked(run) == (False, None, ["nothing was seen: this process has not used its accelerator"])
+
+
+def test_a_lost_card_ends_no_step(probe):
+    def run():
+        monitor = oomprobe.PeakMonitor(probe)
+        trained(monitor)
+        fail("launch")
+        with suppress(RuntimeError):
+            torch.ones(8, device="cuda").add_(1)
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            torch.cuda.synchronize()
+        monitor.step()
+        oomprobe.PeakMonitor(probe).step()
+        return monitor.peak_bytes == monitor.probed_bytes
+
+    assert forked(run, CUDASTUB_ASSERT=0)
+
+
+def test_the_card_that_is_current_at_the_first_step(probe):
+    def run():
+        monitor = oomprobe.PeakMonitor(probe)
+        torch.cuda.set_device(1)
+        return trained(monitor)
+
+    said = forked(run, memory="1GiB,1GiB")
+    assert said["peak_allocated_bytes"] == said["probed_allocated_bytes"] == said["counted"]
