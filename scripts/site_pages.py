@@ -39,8 +39,8 @@ CHAPTERS = {
 # Their other methods are called by a probe.
 CALLED_BY_USERS = {"SimulatedDevice": ("building",), "Trial": ("passed",)}
 FRAMEWORKS = {
-    "transformers": ("find_max_batch", "model_and_step"),
-    "lightning": ("find_max_batch", "model_and_step"),
+    "transformers": ("find_max_batch", "model_and_step", "PeakMonitorCallback"),
+    "lightning": ("find_max_batch", "model_and_step", "PeakMonitorCallback"),
     "accelerate": ("find_executable_batch_size", "unchanged"),
     "ultralytics": ("install", "find_max_batch"),
 }

@@ -6,16 +6,18 @@ import importlib
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import torch
 from torch.torch_version import TorchVersion
 
 from oomprobe.devices.choose import model_device
 from oomprobe.errors import DeviceLostError, OomProbeError, check_size
+from oomprobe.explaining import PeakMonitor
 from oomprobe.probe import find_max_batch
 from oomprobe.probing.order import SearchOptions
 from oomprobe.probing.summary import LONGEST
@@ -129,6 +131,37 @@ def probe(loop: Loop, options: SearchOptions) -> ProbeResult:
         result._with_notes(after=map(remark, notes)),
         not_covered=(*not_covered, *loop.not_covered()),
     )
+
+
+class PeakCallback:
+    """What the callbacks that watch a run have in common: a `PeakMonitor`, at the batch size that the framework trains with.
+
+    Each is also of the class that the framework wants, which is imported only when a callback is made.
+    """
+
+    kind: Callable[[], type]  # imports the framework, and returns its own class
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        kind = cls.kind()
+        if not issubclass(cls, kind):
+            cls = type(cls.__name__, (cls, kind), {"__module__": cls.__module__})
+        return super().__new__(cls)
+
+    def __init__(
+        self, result_or_path: ProbeResult | str | Path, batch_size: int | None = None, warn: bool = True
+    ) -> None:
+        self._arguments = result_or_path, batch_size, warn
+        self.monitor = PeakMonitor(result_or_path, batch_size, warn)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the class that was written: Lightning starts some ranks with what it pickles."""
+        return type(self).__bases__[0], self._arguments
+
+    def _trains(self, batch_size: object) -> None:
+        """Compare at the size that the framework trains with, unless another was asked for."""
+        _, asked, _ = self._arguments
+        if asked is None and isinstance(batch_size, int) and batch_size != self.monitor.batch_size:
+            self.monitor.compare_at(batch_size)
 
 
 @contextmanager

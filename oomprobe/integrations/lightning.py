@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import math
 import signal
+import sys
 import tempfile
 import threading
 import warnings
@@ -25,6 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from oomprobe.devices import Device, choose_device
 from oomprobe.errors import Caller, InvalidArgumentError, NotRunError
+from oomprobe.explaining.monitor import EVALUATION, TRAINING
 from oomprobe.integrations import framework
 from oomprobe.probing.order import SearchOptions
 from oomprobe.probing.summary import LAST_BATCH, NO_EVALUATION
@@ -172,6 +174,53 @@ def model_and_step(
     return fit.model, fit.steps()["fit"]
 
 
+class PeakMonitorCallback(framework.PeakCallback):
+    """Watches the peak of ``trainer.fit()`` with an `oomprobe.PeakMonitor`: a ``lightning.pytorch.Callback``.
+
+    Args:
+        result_or_path: As in `oomprobe.PeakMonitor`.
+        batch_size: The batch size that is compared; None: that of the first training loader.
+        warn: As in `oomprobe.PeakMonitor`.
+
+    Attributes:
+        monitor: The `oomprobe.PeakMonitor`.
+
+    Raises:
+        FrameworkError: Lightning is not installed or too old.
+        InvalidArgumentError: the file cannot be read, or holds no result.
+
+    Examples:
+        >>> def train(module, data):
+        ...     watch = PeakMonitorCallback("probe.json")
+        ...     lightning.pytorch.Trainer(callbacks=[watch]).fit(module, data)
+        ...     return watch.monitor.to_dict()
+    """
+
+    _stepped = 0  # optimizer steps until the last look
+
+    @staticmethod
+    def kind() -> type:
+        package = "lightning.pytorch"
+        if "pytorch_lightning" in sys.modules and package not in sys.modules:
+            package = "pytorch_lightning"
+        return framework.load(package, minimum="2.5", extra="lightning").Callback  # type: ignore[no-any-return]
+
+    def on_train_start(self, trainer: Any, *rest: Any) -> None:
+        loaders, _ = tree_flatten(trainer.train_dataloader)
+        self._trains(getattr(loaders[0], "batch_size", None))
+        self._stepped = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        if trainer.global_step == self._stepped:  # gradients only accumulate
+            self.monitor.seen(TRAINING)
+        else:
+            self._stepped = trainer.global_step
+            self.monitor.step(TRAINING)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.monitor.seen(EVALUATION)
+
+
 class Fit:
     """Lightning's fit as a step, which stops itself once every optimizer has stepped: a `Loop` of `framework`."""
 
@@ -267,9 +316,8 @@ class Fit:
 
     def not_covered(self) -> list[str]:
         """Return the callbacks that matter."""
-        return framework.skipped_callbacks(
-            self.user.callbacks, tuple(getattr(self.pl.callbacks, name) for name in HARMLESS)
-        )
+        harmless = (*(getattr(self.pl.callbacks, name) for name in HARMLESS), PeakMonitorCallback)
+        return framework.skipped_callbacks(self.user.callbacks, harmless)
 
     # --- before the trials, and after them ---
 

@@ -23,6 +23,7 @@ from oomprobe.errors import (
     TimeLimitError,
     check_size,
 )
+from oomprobe.explaining.monitor import EVALUATION, TRAINING
 from oomprobe.integrations import framework
 from oomprobe.integrations.accelerate import unchanged
 from oomprobe.probe import check
@@ -159,6 +160,48 @@ def model_and_step(trainer: Any, *, scan_s: float = 30.0) -> tuple[torch.nn.Modu
     return loop.model, loop.steps()
 
 
+class PeakMonitorCallback(framework.PeakCallback):
+    """Watches the peak of ``trainer.train()`` with an `oomprobe.PeakMonitor`: a ``transformers.TrainerCallback``.
+
+    Args:
+        result_or_path: As in `oomprobe.PeakMonitor`.
+        batch_size: The micro-batch that is compared; None: the Trainer's ``per_device_train_batch_size``.
+        warn: As in `oomprobe.PeakMonitor`.
+
+    Attributes:
+        monitor: The `oomprobe.PeakMonitor`.
+
+    Raises:
+        FrameworkError: transformers is not installed, or too old.
+        InvalidArgumentError: the file cannot be read, or holds no result.
+
+    Examples:
+        >>> def train(model, args, data):
+        ...     watch = PeakMonitorCallback("probe.json")
+        ...     transformers.Trainer(model, args, train_dataset=data, callbacks=[watch]).train()
+        ...     return watch.monitor.to_dict()
+    """
+
+    @staticmethod
+    def kind() -> type:
+        return framework.load("transformers", minimum="5.0", extra="transformers").TrainerCallback  # type: ignore[no-any-return]
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self._trains(args.per_device_train_batch_size)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.monitor.step(TRAINING)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.monitor.seen(EVALUATION)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.monitor.seen(EVALUATION)
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        self.monitor.seen("saving a checkpoint")
+
+
 def _checked(trainer: Any) -> Any:
     """Return the arguments of the Trainer; refuse those that cannot be probed."""
     framework.load("transformers", minimum="5.0", extra="transformers")
@@ -270,7 +313,7 @@ class _Loop:
     def not_covered(self) -> list[str]:
         """Return the callbacks that matter, and predictions that evaluation keeps."""
         args, kinds = self.args, importlib.import_module("transformers.trainer_callback")
-        harmless = (kinds.DefaultFlowCallback, kinds.ProgressCallback, kinds.PrinterCallback)
+        harmless = (kinds.DefaultFlowCallback, kinds.ProgressCallback, kinds.PrinterCallback, PeakMonitorCallback)
         missed = framework.skipped_callbacks(self.user.callback_handler.callbacks, harmless)
         drops = args.prediction_loss_only or args.batch_eval_metrics or args.eval_accumulation_steps is not None
         if self.evaluates and self.user.compute_metrics is not None and not drops:

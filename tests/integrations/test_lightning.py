@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import pickle
 import random
 import signal
 import tempfile
@@ -19,7 +20,8 @@ from ledger import MIB, Box, LedgerDevice, Log
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import oomprobe
-from oomprobe.integrations.lightning import find_max_batch
+from oomprobe.integrations import framework
+from oomprobe.integrations.lightning import PeakMonitorCallback, find_max_batch
 
 pl = pytest.importorskip("lightning.pytorch")
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -858,3 +860,77 @@ def test_our_answer_ran_and_theirs_did_not(settings, theirs_by_mode, our_outcome
             assert expected in outcome
             assert module.batch_size == (4 if find is ours else 64)  # theirs leaves the size that failed
         assert torch.equal(random_numbers, torch.get_rng_state()) is (find is ours)
+
+
+# --- the monitor of the real run ---
+
+
+@pytest.fixture
+def probe():
+    return oomprobe.check_target("oomprobe.demo:wide_mlp", 4, device="sim:1GiB", progress="off")
+
+
+class Noted(oomprobe.PeakMonitor):
+    """Notes what the callback tells it."""
+
+    def seen(self, phase):
+        vars(self).setdefault("heard", []).append((self.steps, phase))
+        super().seen(phase)
+
+
+@pytest.fixture
+def watch(probe, monkeypatch):
+    monkeypatch.setattr(framework, "PeakMonitor", Noted)
+    return PeakMonitorCallback(probe)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_the_callback_tells_steps_and_validation(watch, manual):
+    trainer = quiet_trainer(callbacks=[watch], accumulate_grad_batches=1 if manual else 2, num_sanity_val_steps=1)
+    trainer.fit(Module(manual=manual), Data(16, val_batch_size=8))
+    steps = [1, 2, 3, 4] if manual else [0, 1, 1, 2]  # after each batch
+    trained = [(step, "training") for step in steps]
+    assert watch.monitor.heard == [(0, "evaluation"), *trained, *[(steps[-1], "evaluation")] * 2]
+    assert watch.monitor.batch_size == 4
+    assert watch.monitor.probed_bytes is not None
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("asked", "expected"), [(None, 2), (4, 4)])
+def test_the_callback_compares_at_the_loaders_size_unless_told(probe, asked, expected, nested):
+    watch = PeakMonitorCallback(probe, batch_size=asked)
+    monitor = watch.monitor
+    loader = DataLoader(data(8), batch_size=2)
+
+    class Nested(Module):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["a"] if nested else batch, batch_idx)
+
+    quiet_trainer(callbacks=[watch], max_steps=1).fit(Nested(), {"a": loader, "b": loader} if nested else loader)
+    assert watch.monitor is monitor
+    assert (monitor.batch_size, monitor.steps) == (expected, 1)
+    assert (monitor.probed_bytes is None) == (expected == 2)  # of the probe's one size
+
+
+def test_a_loader_without_a_size_leaves_the_answer(probe):
+    watch = PeakMonitorCallback(probe)
+    loader = DataLoader(data(8), batch_sampler=[[0, 1], [2]])
+    quiet_trainer(callbacks=[watch]).fit(Module(), loader)
+    assert (watch.monitor.batch_size, watch.monitor.steps) == (4, 2)
+
+
+def test_the_callback_is_a_callback_that_pickles(probe):
+    for watch in (
+        PeakMonitorCallback(probe, 4, False),
+        pickle.loads(pickle.dumps(PeakMonitorCallback(probe, 4, False))),
+    ):
+        assert isinstance(watch, pl.Callback)
+        assert isinstance(watch, PeakMonitorCallback)
+        assert watch.state_key == "PeakMonitorCallback"
+        assert watch.monitor.ok
+
+
+def test_the_callback_is_not_said_to_be_missed(probe):
+    trainer = quiet_trainer(callbacks=[PeakMonitorCallback(probe)])
+    result = probed(Module(ledger(2)), Data(16), trainer)
+    assert not [item for item in result.not_covered if "callbacks" in item]

@@ -1,5 +1,6 @@
 """Probes of a real Trainer: the answers, and that training afterwards is the same as without a probe."""
 
+import pickle
 import random
 import weakref
 
@@ -10,6 +11,8 @@ from torch.nn.functional import pad
 
 import oomprobe
 import oomprobe.integrations.transformers
+from oomprobe.integrations import framework
+from oomprobe.integrations.transformers import PeakMonitorCallback
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -551,3 +554,75 @@ def test_a_trainer_on_a_simulated_rank():
     result = oomprobe.probe_target(on_a_rank, min_batch=2, max_batch=2, **options)
     assert (result.batch_size, result.world_size) == (2, 4)
     assert not torch.distributed.is_initialized()
+
+
+# --- the monitor of the real run ---
+
+
+@pytest.fixture
+def probe():
+    return oomprobe.check_target("oomprobe.demo:wide_mlp", 4, device="sim:1GiB", progress="off")
+
+
+class Noted(oomprobe.PeakMonitor):
+    """Notes what the callback tells it."""
+
+    def seen(self, phase):
+        vars(self).setdefault("heard", []).append((self.steps, phase))
+        super().seen(phase)
+
+
+@pytest.fixture
+def watch(probe, monkeypatch):
+    monkeypatch.setattr(framework, "PeakMonitor", Noted)
+    return PeakMonitorCallback(probe)
+
+
+def test_the_callback_tells_steps_evaluations_and_checkpoints(trainer, watch):
+    made = trainer(
+        given={"callbacks": [watch], "eval_dataset": Sentences(count=8)},
+        max_steps=4, gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4,
+        save_strategy="steps", save_steps=4,
+    )  # fmt: skip
+    made.train()
+    evaluated = [(2, "evaluation")] * 3  # two batches, and their end
+    assert watch.monitor.heard == [
+        (1, "training"), (2, "training"), *evaluated, (3, "training"), (4, "training"),
+        *[(4, "evaluation")] * 3, (4, "saving a checkpoint"),
+    ]  # fmt: skip
+    assert watch.monitor.batch_size == 4
+    assert watch.monitor.probed_bytes is not None
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 2), (4, 4)])
+def test_the_callback_compares_at_the_trainers_size_unless_told(trainer, probe, asked, expected):
+    watch = PeakMonitorCallback(probe, batch_size=asked)
+    monitor = watch.monitor
+    trainer(given={"callbacks": [watch]}, per_device_train_batch_size=2, max_steps=1).train()
+    assert watch.monitor is monitor
+    assert (monitor.batch_size, monitor.steps) == (expected, 1)
+    assert (monitor.probed_bytes is None) == (expected == 2)  # of the probe's one size
+
+
+def test_the_callback_is_a_trainer_callback_that_pickles(probe, tmp_path):
+    path = tmp_path / "probe.json"
+    probe.to_json(path)
+    for watch in (PeakMonitorCallback(path, 4, False), pickle.loads(pickle.dumps(PeakMonitorCallback(path, 4, False)))):
+        assert isinstance(watch, transformers.TrainerCallback)
+        assert isinstance(watch, PeakMonitorCallback)
+        assert (type(watch).__name__, watch.monitor.batch_size, watch.monitor.ok) == ("PeakMonitorCallback", 4, True)
+    with pytest.raises(oomprobe.InvalidArgumentError, match="cannot be read"):
+        PeakMonitorCallback(tmp_path / "none.json")
+
+
+def test_a_broken_monitor_ends_no_training(trainer, watch, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: 1 / 0)
+    made = trainer(given={"callbacks": [watch]}, max_steps=2)
+    made.train()
+    assert made.state.global_step == 2
+    assert "ZeroDivisionError" in watch.monitor.to_dict()["notes"][-1]
+
+
+def test_the_callback_is_not_said_to_be_missed(trainer, probe):
+    result = find(trainer(given={"callbacks": [PeakMonitorCallback(probe)]}), max_batch=2)
+    assert not [item for item in result.not_covered if "callbacks" in item]
