@@ -94,3 +94,35 @@ def test_the_weights_exist_once():
     room = (0.9 * 512 - 64) // 4
     assert room - 10 <= answer <= room
     assert rest == ["memory", "cuda"]
+
+
+def test_the_monitor_sees_what_the_probe_saw(tmp_path):
+    class OnCard(Module):
+        def prepare_data(self):
+            pass
+
+        def train_dataloader(self):
+            return DataLoader(TensorDataset(torch.randn(512, 512, 256)), batch_size=self.batch_size)
+
+    def made(**settings):
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        return pl.Trainer(accelerator="gpu", devices=1, max_steps=6, **quiet, **settings)
+
+    def probe():
+        from oomprobe.integrations.lightning import find_max_batch
+
+        find_max_batch(made(), OnCard(), min_batch=8, max_batch=8, progress="off").to_json(tmp_path / "probe.json")
+
+    def run():
+        from oomprobe.integrations.lightning import PeakMonitorCallback
+
+        watch, module = PeakMonitorCallback(tmp_path / "probe.json"), OnCard()
+        module.batch_size = 8
+        made(callbacks=[watch]).fit(module)
+        return watch.monitor.to_dict()
+
+    card = {"memory": "2GiB", "limit_s": 120}
+    forked(probe, **card)
+    said = forked(run, **card)
+    assert (said["batch_size"], said["steps"], said["ok"]) == (8, 6, True)
+    assert said["peak_allocated_bytes"] == said["probed_allocated_bytes"]
