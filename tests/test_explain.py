@@ -14,6 +14,7 @@ from recordings import NAMES, Recording, snapshot_of
 
 import oomprobe
 from oomprobe.cli import main
+from oomprobe.explaining import snapshot
 
 GIB, MIB = 2**30, 2**20
 
@@ -298,6 +299,12 @@ def with_event(**changes):
     return pickle.dumps(snapshot)
 
 
+def with_segment(**changes):
+    snapshot = snapshot_of(Recording.named("shreyansh26-2b1505"))
+    snapshot["segments"][0] |= changes
+    return pickle.dumps(snapshot)
+
+
 def with_more(thing):
     return pickle.dumps(snapshot_of(Recording.named("shreyansh26-2b1505")) | {"more": thing})
 
@@ -337,6 +344,7 @@ HOSTILE = {
     "a size that is no number": with_event(size=float("nan")),
     "a size beyond 64 bits": with_event(size=2**70),
     "an address that is true": with_event(addr=True),
+    "a block that leaves its segment": with_segment(total_size=1000),
     "an unknown block": pickle.dumps({"segments": [{"device": 0}], "device_traces": []}),
     "binary noise": bytes(range(256)) * 40,
     "an empty file": b"",
@@ -355,6 +363,14 @@ def test_a_file_of_a_stranger_ends_in_a_sentence(name, tmp_path, capsys):
     assert "cannot be explained: " in err
     assert "Traceback" not in err
     assert "ran" not in err.split()
+
+
+@pytest.mark.slow
+def test_a_file_that_grows_in_memory(tmp_path, capsys):
+    path = tmp_path / "file"
+    path.write_bytes(PROTO + b"]" * (snapshot.MOST_CONTAINERS + 1) + b".")
+    assert main(["explain", str(path)]) == 2
+    assert "it has more than 20,000,000 lists and dicts" in capsys.readouterr().err
 
 
 def test_shared_stacks_and_blocks_cost_no_more_than_they_say(written):
