@@ -2,7 +2,9 @@
 
 import io
 import json
+import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -159,6 +161,9 @@ def test_private_pools_streams_and_devices_are_named(written):
 
 # --- logs ---
 
+ERROR_OF_HOST = re.compile(
+    r"alloc_cpu|CPUAllocator|bad_alloc|Errno 12|Unable to allocate|primitive|Torch: not enough|^$"
+)
 NEW = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {asked} GiB. GPU 0 has a total capacity of 23.64 GiB of which "
     "{free} GiB is free. {processes}Of the allocated memory {live} GiB is allocated by PyTorch, and {unused} GiB is reserved by "
@@ -186,6 +191,15 @@ OWN = "Including non-PyTorch memory, this process has {} GiB memory in use. "
             0.3,
             "others",
         ),
+        (
+            NEW,
+            2.00,
+            0.50,
+            "Process 812 has 22.60 GiB memory in use. Process 9 has 0.50 GiB memory in use. ",
+            21.9,
+            0.3,
+            "live",
+        ),
         (NEW, 2.00, 0.04, OWN.format(3.60), 2.9, 0.30, "others"),  # in use, and not by this process
         (NEW, 2.00, 11.0, OWN.format(12.6) + "12.00 GiB allowed; ", 11.9, 0.05, "cap"),
         (NEW, 2.00, 11.0, OWN.format(12.6) + "12.00 GiB allowed; ", 7.0, 4.90, "fragmentation"),
@@ -210,6 +224,56 @@ def test_the_text_of_an_error(text, asked, free, processes, live, unused, cause,
     assert "_record_memory_history" in explanation.advice[-2]
     if cause == "fragmentation":
         assert "expandable_segments:True" in explanation.advice[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "requested_bytes", "live_bytes"),
+    [
+        (
+            "CUDA out of memory. Tried to allocate 1.12 MiB (GPU 0; 22.37 GiB total capacity; 15.87 GiB already allocated; 3.56 MiB free; "
+            "787.74 MiB cached)",  # before torch 1.4, "cached" is what is not allocated
+            *("fragmentation", int(1.12 * MIB), int(15.87 * GIB)),
+        ),
+        (
+            "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 31.75 GiB total capacity; 612.33 MiB already allocated; 14.75 MiB "
+            "free; 622.00 MiB reserved in total by PyTorch)",  # no word of others, who must hold 30 GiB
+            *("others", 20 * MIB, int(612.33 * MIB)),
+        ),
+        (
+            "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 22.10 GiB\nRequested"
+            "               : 2.00 GiB\nDevice limit            : 23.65 GiB\nFree (according to CUDA): 1.00 GiB\n",  # cudaMallocAsync
+            *("live", 2 * GIB, int(22.1 * GIB)),
+        ),
+        (
+            "XPU out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 16.50 GiB. Of the allocated memory 16.40 GiB is "
+            "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.",
+            *("live", 512 * MIB, int(16.4 * GIB)),
+        ),
+        (
+            "MPS backend out of memory (MPS allocated: 9.57 GiB, other allocations: 17.35 GiB, max allowed: 27.20 GiB). Tried to allocate "
+            "292.50 MiB on private pool.",
+            *("unknown", int(292.5 * MIB), int(9.57 * GIB)),
+        ),
+    ],
+)
+def test_the_text_of_another_allocator(text, cause, requested_bytes, live_bytes, tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(f"epoch 1\nRuntimeError: {text}\n")
+    explanation = oomprobe.explain(log)
+    assert explanation.cause == cause
+    assert (explanation.requested_bytes, explanation.live_bytes) == (requested_bytes, live_bytes)
+
+
+@pytest.mark.parametrize("texts", ["error_messages.json", "more_error_messages.json"])
+def test_every_text_of_a_device_out_of_memory_is_read(texts, tmp_path):
+    log = tmp_path / "train.log"
+    read = 0
+    for row in json.loads((Path(__file__).parent / "data" / texts).read_text()):
+        log.write_text(row["message"])
+        if row["verdict"] == "OOM" and not ERROR_OF_HOST.search(row["message"]):
+            assert oomprobe.explain(log).cause in {"live", "fragmentation", "others", "unknown"}
+            read += 1
+    assert read > 15
 
 
 def test_what_other_processes_hold_is_a_figure(tmp_path):
@@ -371,6 +435,15 @@ def test_a_file_that_grows_in_memory(tmp_path, capsys):
     path.write_bytes(PROTO + b"]" * (snapshot.MOST_CONTAINERS + 1) + b".")
     assert main(["explain", str(path)]) == 2
     assert "it has more than 20,000,000 lists and dicts" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_file_that_is_too_large(tmp_path, capsys):
+    path = tmp_path / "file"
+    path.touch()
+    os.truncate(path, snapshot.MOST_FILE_BYTES + 1)
+    assert main(["explain", str(path)]) == 2
+    assert "it is larger than 1.00 GiB" in capsys.readouterr().err
 
 
 def test_shared_stacks_and_blocks_cost_no_more_than_they_say(written):

@@ -198,7 +198,7 @@ def _of_log(source: str, text: OomText) -> Explanation:
         "tensors of this process": text.live or 0,
         "reserved by torch's allocator, but not allocated": (text.reserved or 0) - (text.live or 0),
         "this process, outside of torch's allocator": (text.own or 0) - (text.reserved or 0),
-        "other processes": text.others or 0,
+        "other processes" if text.own else "outside of torch's allocator, of this process and others": text.others or 0,
     }
     largest_first = sorted(held_bytes.items(), key=lambda item: -item[1])
     notes = [f"Likely, not certain: the text does not say how free memory lies. It is: {shortened(text.line)}"]
@@ -280,7 +280,9 @@ def _replayed(snapshot: Snapshot, notes: list[str]) -> tuple[History, Replay | N
         history = History(snapshot)
         replay = replayed(history)
     except Contradiction as error:
-        notes.append(f"Not replayed, and shown as it was at the end, because events are missing: {error}.")
+        notes.append(
+            f"Not replayed, and shown as it was at the end, because events are missing: {error}. Record without a pause, and with a larger max_entries."
+        )
         return History(snapshot.without_events()), None
     except NotSimulated as error:
         notes.append(f"Not replayed: {error}.")

@@ -8,23 +8,27 @@ from dataclasses import dataclass
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import parse_bytes
 from oomprobe.records.trials import Verdict
+from oomprobe.simulation.allocator import LARGE_SEGMENT
 from oomprobe.verdicts.texts import ERROR_TEXTS
 
 ALMOST_FULL = 0.98  # of the memory that there is: that so little is in pieces is no reason
 _SIZE = r"([\d.]+ (?:[KkMGT]i?B|bytes))"
-_MESSAGE_CHARACTERS = 2000  # after "Tried to allocate", or before it where Metal says what is allocated
-_ASKED = re.compile(rf"Tried to allocate {_SIZE}")
+_BEFORE, _AFTER = 300, 2000  # characters of a message around what was asked for
+_CONTEXT_BYTES = 2**30  # at most, of a process outside of torch's allocator, with kernels and libraries
+_ASKED = re.compile(rf"Tried to allocate {_SIZE}|Requested +: {_SIZE}")
 _PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
-# New torch, then old torch or other devices. Sources: c10/cuda/CUDACachingAllocator.cpp, aten/src/ATen/mps/MPSAllocator.mm.
+# Of new torch, of old torch, of cudaMallocAsync, of Metal. Sources: c10/cuda/CUDACachingAllocator.cpp and CUDAMallocAsyncAllocator.cpp,
+# aten/src/ATen/mps/MPSAllocator.mm of PyTorch.
 _FIELDS = {
-    "total": re.compile(rf"total capacity of {_SIZE}|{_SIZE} total capacity"),
-    "free": re.compile(rf"of which {_SIZE} is free|; {_SIZE} free"),
+    "total": re.compile(rf"total capacity of {_SIZE}|{_SIZE} total capacity|Device limit +: {_SIZE}"),
+    "free": re.compile(rf"of which {_SIZE} is free|; {_SIZE} free|Free \(according to CUDA\) *: {_SIZE}"),
     "own": re.compile(rf"this process has {_SIZE} memory in use"),
-    "allowed": re.compile(rf"{_SIZE} allowed;|max allowed: {_SIZE}"),
-    "live": re.compile(rf"allocated memory {_SIZE} is allocated|{_SIZE} already allocated|allocated: {_SIZE}"),
-    "unused": re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated"),
-    "reserved": re.compile(rf"{_SIZE} (?:reserved in total|cached)"),
-    "others": re.compile(rf"other allocations: {_SIZE}"),
+    "allowed": re.compile(rf"{_SIZE} allowed;"),
+    "live": re.compile(
+        rf"memory {_SIZE} is allocated|{_SIZE} already allocated|MPS allocated: {_SIZE}|Currently allocated +: {_SIZE}"
+    ),
+    "unused": re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated|{_SIZE} cached"),
+    "reserved": re.compile(rf"{_SIZE} reserved in total"),
 }
 
 
@@ -42,7 +46,7 @@ class OomText:
         live: What tensors held.
         reserved: What torch's allocator held.
         own: What this process held, with what torch does not count.
-        others: What other processes held.
+        others: What other processes held; where `own` is not known, all that torch's allocator did not.
     """
 
     line: str
@@ -64,13 +68,16 @@ class OomText:
         is_capped = self.allowed is not None and self.allowed < available
         if is_capped:
             available = self.allowed or 0
-        elif self.free >= self.requested:
+        elif self.free >= self.requested + LARGE_SEGMENT:
             return "unknown"  # there was room, and no cap that torch knows of
         if needed <= ALMOST_FULL * available:
             return "fragmentation"
         if is_capped:
             return "cap"
-        if needed <= available + (self.others or 0):
+        others = self.others or 0
+        if self.own is None:
+            others -= _CONTEXT_BYTES
+        if needed <= available + others:
             return "others"
         return "live"
 
@@ -85,26 +92,27 @@ def read_log(text: str) -> OomText:
     if not messages:
         return _without_numbers(text)
     asked = messages[-1]
-    line_start = text.rfind("\n", 0, asked.start()) + 1
-    message = " ".join(text[line_start : asked.start() + _MESSAGE_CHARACTERS].split())  # terminals wrap lines
-    sizes: dict[str, int] = {}
+    begins = max(asked.start() - _BEFORE, *(message.end() for message in messages[:-1]), 0)
+    message = " ".join(text[begins : asked.end() + _AFTER].split())  # terminals wrap lines
+    sizes = {"requested": _stated(asked)}
     for name, pattern in _FIELDS.items():
         if match := pattern.search(message):
-            sizes[name] = _bytes_of(next(filter(None, match.groups())))
-    live, unused = sizes.get("live"), sizes.pop("unused", None)
-    if live is not None and unused is not None:
-        sizes["reserved"] = live + unused
+            sizes[name] = _stated(match)
+    if "live" in sizes:
+        sizes.setdefault("reserved", sizes["live"] + sizes.pop("unused", 0))
     processes = sorted(map(_bytes_of, _PROCESS.findall(message)))
     if (
         processes and "own" not in sizes
     ):  # in a container, torch does not know its own number: the first that is large enough
         sizes["own"] = next((nbytes for nbytes in processes if nbytes >= sizes.get("reserved", 0)), processes[-1])
         processes.remove(sizes["own"])
+    if {"total", "reserved"} <= sizes.keys():
+        sizes.setdefault("free", max(0, sizes["total"] - sizes["reserved"]))
+        sizes["others"] = max(0, sizes["total"] - sizes["free"] - sizes.get("own", sizes["reserved"]))
     if processes:
         sizes["others"] = sum(processes)
-    elif "others" not in sizes and {"total", "free", "own"} <= sizes.keys():
-        sizes["others"] = max(0, sizes["total"] - sizes["free"] - sizes["own"])
-    return OomText(line=message, count=len(messages), requested=_bytes_of(asked[1]), **sizes)
+    sizes.pop("unused", None)
+    return OomText(line=message[message.find(asked[0]) :], count=len(messages), **sizes)
 
 
 def _without_numbers(text: str) -> OomText:
@@ -118,6 +126,10 @@ def _without_numbers(text: str) -> OomText:
     if not lines:
         raise InvalidArgumentError("it holds no out-of-memory error of a device")
     return OomText(line=lines[-1], count=len(lines))
+
+
+def _stated(match: re.Match[str]) -> int:
+    return _bytes_of(next(filter(None, match.groups())))
 
 
 def _bytes_of(size: str) -> int:

@@ -494,7 +494,7 @@ def adopt(allocator: CachingAllocator, address: int, nbytes: int, blocks: Sequen
         allocator: Gets the segment.
         address: Of the segment.
         nbytes: Its size: 2 MiB for small blocks, more for large ones.
-        blocks: Address and requested bytes of each block in use, ascending; each holds what is too little to be split off.
+        blocks: Address and requested bytes of each block in use, ascending. What was too little to be split off counts as free: it serves nothing.
 
     Raises:
         ValueError: the blocks overlap, or are not inside the segment.
@@ -511,8 +511,6 @@ def adopt(allocator: CachingAllocator, address: int, nbytes: int, blocks: Sequen
         if start > block.address:
             block = rest.cut_after(start - rest.address)
             pool.add(rest)
-        if next_start - start - size < pool.smallest_remainder:
-            size = next_start - start
         rest = None
         if start + size < end:
             rest = block.cut_after(size)
