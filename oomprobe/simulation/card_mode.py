@@ -204,7 +204,7 @@ class CardMode(TorchDispatchMode):
         kwargs = _redirected(kwargs, operands)
         if func is _aten._local_scalar_dense.default:
             return self._scalar(args[0])
-        if func is _aten.scalar_tensor.default and kwargs.get("device") == HOST and self._was_on_card:
+        if self._was_on_card and _makes_number(func, args, kwargs):
             kwargs = {**kwargs, "device": CARD}  # torch makes it beside the tensor that it is about to use
         if self.host_is_card and getattr(kwargs.get("dtype"), "is_floating_point", False):
             kwargs = {**kwargs, "device": CARD}
@@ -405,6 +405,12 @@ def zeros_of(fake: FakeTensor) -> torch.Tensor:
     """Return a tensor in host memory that looks like a fake, whose values only the card could compute."""
     with torch._C._DisableTorchDispatch():
         return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=HOST).zero_()
+
+
+def _makes_number(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether torch's own code, such as ``at::ones({}, grad.options())``, makes a tensor of one number; Python passes pin_memory."""
+    is_one = func is _aten.scalar_tensor.default or (func in (_aten.zeros.default, _aten.ones.default) and not args[0])
+    return is_one and "pin_memory" not in kwargs and kwargs.get("device") == HOST
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ContextDecorator
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,11 @@ class Ones(np.ndarray[Any, Any]):
     """An array that stands for values of a simulated tensor, as do those computed of it."""
 
 
-class DeviceMode(TorchFunctionMode):
-    """Function mode that answers questions about devices and maps "cuda" to the simulated card."""
+class DeviceMode(TorchFunctionMode, ContextDecorator):
+    """Function mode that answers questions about devices and maps "cuda" to the simulated card.
+
+    It is off while a torch function runs; what that calls, such as a hook, runs in it if decorated with it.
+    """
 
     def __init__(self, card_mode: CardMode) -> None:
         super().__init__()
@@ -206,8 +210,7 @@ class DeviceMode(TorchFunctionMode):
         self, tensor: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
         inputs: Any = None,
     ) -> None:  # fmt: skip
-        with self:
-            torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+        self(torch.autograd.backward)(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _parse_to(*args: Any, **kwargs: Any) -> Any:

@@ -136,7 +136,7 @@ def _adds_in_place(args: Sequence[Any]) -> bool:
 
     Takes the sequence, not its items: once torch.compile has run, callers keep references to the arguments they pass.
     """
-    if not in_backward() or _node_name() in _SUMMING_NODES:
+    if not in_backward() or torch.is_grad_enabled() or _node_name() in _SUMMING_NODES:
         return False
     first, second = args[0], args[1]
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):

@@ -56,6 +56,9 @@ def without_values(card_mode: CardMode) -> Iterator[None]:
         stack.enter_context(_on_cuda(card_mode))
         device_mode = DeviceMode(card_mode)
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: device_mode.to_list(tensor)))
+        push = torch._C._autograd._push_saved_tensors_default_hooks
+        hooks_in_mode = patch.object(torch._C._autograd, push.__name__, lambda *hooks: push(*map(device_mode, hooks)))
+        stack.enter_context(hooks_in_mode)
         stack.enter_context(card_mode.fake_mode)
         stack.enter_context(card_mode)
         stack.enter_context(device_mode)

@@ -693,7 +693,35 @@ def curvature(make):
     return gradient
 
 
-add(gradient_penalty=gradient_penalty, curvature=curvature)
+def penalty_of_a_residual(make):
+    """Its gradients are added with a graph, and the layer norm's second backward pass makes a number on the card."""
+    x = make(64, 384)
+    out = x.exp() + F.layer_norm(x, (384,), make(384), make(384)) @ make.weight(384, 384)
+    [gradient] = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return gradient.square().mean()
+
+
+@building
+def penalty_with_saved_tensors_on_the_host(make):
+    """Parameters too are copied to the host as they are saved, and back where a node reads them, once in each backward pass."""
+    layers = nn.Sequential(nn.LayerNorm(384), nn.Linear(384, 512), nn.GELU()).to("cuda", make.dtype)
+
+    def step(make):
+        x = make(64, 384)
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            out = layers(x)
+        [gradient] = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return gradient.square().mean()
+
+    return step
+
+
+add(
+    gradient_penalty=gradient_penalty,
+    curvature=curvature,
+    penalty_of_a_residual=penalty_of_a_residual,
+    penalty_with_saved_tensors_on_the_host=penalty_with_saved_tensors_on_the_host,
+)
 
 # By case: variants that differ, and why.
 LAYOUT = ("bf16 gaps",), "a product with an expanded number of bfloat16: fakes lose the gaps of the other factor"

@@ -98,7 +98,7 @@ def dispatched():
 
 
 def test_what_counts_as_compared_is_in_the_table():
-    in_table = forked(dispatched)
+    in_table = forked(dispatched, limit_s=120)
     assert in_table >= COMPARED
     needed = set()
     for name in in_table - COMPARED:

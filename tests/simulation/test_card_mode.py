@@ -240,6 +240,26 @@ def test_devices_as_the_step_sees_them():
     assert kinds == [(True, False, 0), (True, False, 0), (False, True, -1)]
 
 
+def test_hooks_of_saved_tensors_see_the_card():
+    """Operators call them, and backward passes."""
+    model, seen = nn.Linear(64, 64), Log()
+
+    def note(tensor):
+        seen.extend((str(tensor.device), str(model.weight.device)))
+        return tensor
+
+    def step():
+        x = torch.randn(4, 64, device="cuda", requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(note, note):
+            loss = (model(x) * model.bias).sum()
+        torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+
+    Bench(model).run(step)
+    assert len(seen) > 10
+    assert {*seen} == {"cuda:0"}
+
+
 def test_torch_cuda_answers_from_the_simulation():
     def step():
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
