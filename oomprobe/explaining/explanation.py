@@ -194,11 +194,15 @@ def _contents(path: str | Path) -> bytes:
 
 def _of_log(source: str, text: OomText) -> Explanation:
     cause = text.cause()
+    live, reserved, own, others = (nbytes or 0 for nbytes in (text.live, text.reserved, text.own, text.others))
+    elsewhere = "other processes"
+    if not own:
+        elsewhere = "outside of torch's allocator, of this process and others"
     held_bytes = {
-        "tensors of this process": text.live or 0,
-        "reserved by torch's allocator, but not allocated": (text.reserved or 0) - (text.live or 0),
-        "this process, outside of torch's allocator": (text.own or 0) - (text.reserved or 0),
-        "other processes" if text.own else "outside of torch's allocator, of this process and others": text.others or 0,
+        "tensors of this process": live,
+        "reserved by torch's allocator, but not allocated": reserved - live,
+        "this process, outside of torch's allocator": own - reserved,
+        elsewhere: others,
     }
     largest_first = sorted(held_bytes.items(), key=lambda item: -item[1])
     notes = [f"Likely, not certain: the text does not say how free memory lies. It is: {shortened(text.line)}"]
