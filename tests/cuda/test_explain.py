@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ PROGRAMS = {  # lengths, memory, other arguments, environment, cause
     "lengths vary, expandable": (RAGGED, "700MiB", {}, EXPANDABLE, "fragmentation"),
     "nothing is refused": ([4000, 9000, 3000], "4GiB", {}, {}, None),
     "a cap": ([1000, 40_000], "4GiB", {"fraction": 0.125}, {}, "cap"),
-    "two streams": (RAGGED, "900MiB", {"streams": True}, {}, "fragmentation"),
+    "two streams": (RAGGED, "900MiB", {"streams": True}, {}, ANY),  # depends on the workspaces of torch's version
     "without stacks": ([1000, 40_000], "512MiB", {"context": None}, {}, "live"),
 }
 
@@ -155,6 +156,10 @@ def test_a_program(name, tmp_path):
             seen["refused"], "Of the allocated memory ", 8 * MIB
         )  # what is not split off
         assert explanation.free_bytes == stated(seen["refused"], "of which ")
+    if cause is not None and not variables and "fraction" not in more:  # what fragmentation means
+        memory_bytes = explanation.reserved_bytes + explanation.free_bytes
+        runs = forked(fed, path, memory=str(8 * GIB), context=str(8 * GIB - memory_bytes), **EXPANDABLE)
+        assert explanation.cause == ("fragmentation" if runs else "live")
     # The two counterfactuals, on torch's own allocator: what a larger card leaves to it.
     for least_bytes, setting in (
         (explanation.least_bytes, variables),
