@@ -141,4 +141,5 @@ def test_a_torch_newer_than_those_tested_is_noted(monkeypatch):
 
     assert not any("newest that this oomprobe was tested with" in note for note in notes())
     version(monkeypatch, "2.99")
+    monkeypatch.setattr(torch_versions, "NEWEST_TESTED", (2, 15))
     assert sum(f"torch {torch.__version__} is newer than 2.15" in note for note in notes()) == 1

@@ -1,0 +1,49 @@
+"""The workflows and the action: what they run, and what they may do."""
+
+import re
+import subprocess
+
+import pytest
+import yaml
+from processes import REPOSITORY
+
+FILES = [*REPOSITORY.glob(".github/workflows/*.yml"), *REPOSITORY.glob(".github/actions/*/action.yml")]
+BY_FILE = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+
+
+def steps(path):
+    parsed = yaml.safe_load(path.read_text(encoding="utf-8"))
+    parts = [parsed["runs"]] if "runs" in parsed else parsed["jobs"].values()
+    return [step for part in parts for step in part["steps"]]
+
+
+@BY_FILE
+def test_actions_are_pinned_by_commit_and_name_their_version(path):
+    for line in re.findall(r"uses: (?!\./)(.*)", path.read_text(encoding="utf-8")):
+        assert re.fullmatch(r"[\w/-]+@[0-9a-f]{40} # v[\d.]+", line)
+
+
+@BY_FILE
+def test_nothing_is_pasted_into_shell_code(path):
+    assert not any("${{" in step.get("run", "") for step in steps(path))
+
+
+@pytest.mark.parametrize("path", FILES[:-1], ids=lambda path: path.name)
+def test_each_job_states_the_little_that_it_may_do(path):
+    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert workflow["permissions"] == {}
+    for name, job in workflow["jobs"].items():
+        assert job["permissions"] == {"contents": "read"} or name == "publish"
+        assert "secrets." not in str(job)
+
+
+def test_other_platforms_run_the_first_example_of_the_readme(tmp_path):
+    [extract] = [
+        step["run"] for step in steps(REPOSITORY / ".github/workflows/test.yml") if "awk" in step.get("run", "")
+    ]
+    subprocess.run(
+        ["bash", "-c", extract], cwd=REPOSITORY, env={"RUNNER_TEMP": str(tmp_path), "PATH": "/usr/bin:/bin"}, check=True
+    )
+    first = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```\n")[0]
+    assert (tmp_path / "first.py").read_text(encoding="utf-8") == first
+    compile(first, "first.py", "exec")
