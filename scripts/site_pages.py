@@ -51,7 +51,7 @@ def on_files(files, config):
     from mkdocs.structure.files import File
 
     texts = {"index.md": ROOT / "README.md", "examples/README.md": ROOT / "examples" / "README.md"}
-    texts |= {name: ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")}
+    texts |= {name: ROOT / name for name in ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")}
     contents = {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
     contents |= {"python.md": python_page(), "command-line.md": command_line_page()}
     examples = (path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb", ".slurm"))
