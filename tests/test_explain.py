@@ -122,7 +122,7 @@ def test_lost_events_are_told(written):
         ({"allocator_settings": {"max_split_size": 2**27}}, "max_split_size=134217728"),
         ({"allocator_settings": {"garbage_collection_threshold": 0.8}}, "garbage_collection_threshold=0.8"),
         ({"allocator_settings": {"roundup_power2_divisions": {"256": 4}}}, "roundup_power2_divisions"),
-        ({"device_traces": []}, "no history was recorded"),
+        ({"device_traces": []}, "no request was recorded"),
     ],
 )
 def test_what_is_not_replayed_is_told(change, reason, written):
@@ -157,6 +157,109 @@ def test_private_pools_streams_and_devices_are_named(written):
     assert "Blocks of 2 streams" in str(oomprobe.explain(written(snapshot)).notes)
     with pytest.raises(oomprobe.InvalidArgumentError, match="of this device"):
         oomprobe.explain(written(snapshot), device=3)
+
+
+# --- expandable segments, names, and files with little in them ---
+
+FRAMES = [{"name": "forward", "filename": "/me/model.py", "line": 7}]
+
+
+def pages(start, nbytes, *live):
+    """Return the mapped pages of an expandable segment, with blocks in use: offset and bytes, which are a multiple of 512."""
+    blocks, at = [], 0
+    for offset, size in [*live, (nbytes, 0)]:
+        if offset > at:
+            blocks.append({"size": offset - at, "requested_size": 0, "state": "inactive", "frames": []})
+        if size:
+            blocks.append({"size": size, "requested_size": size, "state": "active_allocated", "frames": FRAMES})
+        at = offset + size
+    segment = {"device": 0, "address": start, "total_size": nbytes, "stream": 0, "segment_pool_id": (0, 0)}
+    return segment | {"is_expandable": True, "blocks": blocks}
+
+
+def served(address, nbytes):
+    """Return the events of a request that is served, and freed at once."""
+    event = {"addr": address, "size": nbytes, "stream": 0, "frames": FRAMES}
+    return [event | {"action": action} for action in ("alloc", "free_requested", "free_completed")]
+
+
+def warm(**more):
+    """Return a snapshot that was recorded after the allocator had mapped all pages that it needed."""
+    start, small = 2**41, 2**42
+    segments = [pages(start, 200 * MIB, (40 * MIB, 60 * MIB), (130 * MIB, 2 * MIB)), pages(small, 4 * MIB, (0, 512))]
+    events = served(start, 30 * MIB) + served(start + 132 * MIB, 50 * MIB) + served(small + 512, MIB)
+    return {"segments": segments, "device_traces": [events], "allocator_settings": {}} | more
+
+
+def test_pages_that_were_mapped_when_recording_began(written):
+    explanation = oomprobe.explain(written(warm()))
+    assert "Replayed 3 requests: after 3 of them" in explanation.notes[0]
+    assert explanation.notes[1] == "62.00 MiB were live when recording began, where the segments at the end tell."
+    assert explanation.live_bytes == 112 * MIB + 512
+    assert explanation.least_bytes == explanation.least_bytes_expandable == 142 * MIB
+
+
+def test_pages_that_were_mapped_while_recording(written):
+    """The replay asks for the blocks anew, which makes fewer gaps."""
+    snapshot = warm()
+    mapped = {"action": "segment_map", "addr": 2**41 + 180 * MIB, "size": 20 * MIB, "stream": 0, "frames": []}
+    snapshot["device_traces"][0].insert(3, mapped)
+    explanation = oomprobe.explain(written(snapshot))
+    assert "with expandable segments they are requested anew" in explanation.notes[1]
+    assert explanation.least_bytes == explanation.least_bytes_expandable
+
+
+def test_segments_that_overlap_are_not_replayed(written):
+    snapshot = warm()
+    snapshot["segments"].append(pages(2**41 + 100 * MIB, 120 * MIB))
+    assert "a segment of 209715200 bytes overlaps another" in oomprobe.explain(written(snapshot)).notes[0]
+
+
+def test_a_history_of_one_entry_has_no_request(written):
+    """As _record_memory_history(True) of old versions leaves it: segments have stacks, and one event has none."""
+    free = {"action": "free_completed", "addr": 2**41, "size": 512, "stream": 0, "frames": []}
+    explanation = oomprobe.explain(written(warm(device_traces=[[free]])))
+    assert explanation.notes == ("Not replayed: no request was recorded, so that this is the state at the end.",)
+    assert list(explanation.held) == ["model.py:7 in forward", "without a recorded stack"]
+
+
+def test_long_names_leave_room_for_the_numbers(written):
+    snapshot = warm()
+    for event in snapshot["device_traces"][0]:
+        event["frames"] = [{"name": "forward", "filename": f"/else/{'deep/' * 40}\x1b[31m\n.py", "line": 7}]
+    explanation = oomprobe.explain(written(snapshot))
+    report = str(explanation)
+    assert report.isascii()
+    assert "\x1b" not in report
+    [line] = [line for line in report.splitlines() if ".py:7 in forward" in line and "..." in line]
+    assert line.endswith("50.00 MiB  44.6%")
+    assert max(map(len, report.splitlines())) <= 100
+    assert "/me/model.py:7 in forward" in explanation.held  # in no folder together
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/tmp/torchinductor_me-you/ab/cabc.py",
+        r"C:\uv\python\cpython-3.10.19-windows-x86_64-none\lib\copy.py",
+        r"C:\Python310\Lib\copy.py",
+        "/usr/lib/python3.12/copy.py",
+        "/env/site-packages/torch/nn/modules/linear.py",
+    ],
+)
+def test_code_of_libraries_is_not_the_users(file, written):
+    snapshot = warm()
+    for event in snapshot["device_traces"][0]:
+        event["frames"] = [{"name": "call", "filename": file, "line": 1}, *FRAMES]
+    assert list(oomprobe.explain(written(snapshot)).held) == ["model.py:7 in forward"]
+
+
+def test_blocks_of_no_bytes_have_no_shares(written):
+    [segment] = [pages(2**41, 2 * MIB, (0, 512))]
+    segment["blocks"][0]["requested_size"] = 0
+    explanation = oomprobe.explain(written({"segments": [segment], "device_traces": [[]]}))
+    assert explanation.live_bytes == 0
+    assert "what was live" not in str(explanation)
 
 
 # --- logs ---
@@ -452,7 +555,7 @@ def test_shared_stacks_and_blocks_cost_no_more_than_they_say(written):
     frames = 100_000 * [{"name": "f", "filename": "/a.py", "line": 7}]
     for event in snapshot["device_traces"][0]:
         event["frames"] = frames
-    assert list(oomprobe.explain(written(snapshot)).held) == ["a.py:7 in f"]
+    assert list(oomprobe.explain(written(snapshot)).held) == ["/a.py:7 in f"]
 
 
 def test_a_missing_file_and_a_folder(tmp_path, capsys):

@@ -15,12 +15,13 @@ from oomprobe.explaining.replay import NotSimulated, Replay, replayed
 from oomprobe.explaining.snapshot import MOST_FILE_BYTES, Event, Snapshot, is_pickle, read_snapshot
 from oomprobe.explaining.stacks import UNKNOWN, Modules, Stacks, total_by
 from oomprobe.ground.units import format_bytes
-from oomprobe.ground.words import shortened
+from oomprobe.ground.words import clean, clip, shortened
 from oomprobe.report.blocks import Block, Fact, Report, Row, Table, as_text
 from oomprobe.simulation.allocator import LARGE_SEGMENT
 from oomprobe.simulation.catalogue import CATALOGUE
 
 MOST_ROWS = 12
+NAME_WIDTH = 70  # columns of a table
 TITLES = {
     "live": "live tensors fill the memory",
     "fragmentation": "fragmentation: enough memory is free, but in pieces that are too small",
@@ -99,11 +100,8 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain data, as JSON has it."""
-        return asdict(self) | {
-            "modules": [asdict(calls) for calls in self.modules],
-            "advice": [*self.advice],
-            "notes": [*self.notes],
-        }
+        lists = {"modules": [asdict(calls) for calls in self.modules], "advice": [*self.advice], "notes": [*self.notes]}
+        return asdict(self) | lists
 
     def __str__(self) -> str:
         """Return the report, of at most 100 columns."""
@@ -256,22 +254,20 @@ def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot)
         known |= {"least_bytes": replay.least_bytes, "least_bytes_expandable": replay.least_bytes_expandable}
     stacks = Stacks(block.frames for block in moment.live)
     if refused is not None:
-        known |= {
-            "requested_bytes": refused.size,
-            "free_bytes": refused.address,
-            "where": stacks.line_of(refused.frames),
-        }
+        where = stacks.line_of(refused.frames)
+        known |= {"requested_bytes": refused.size, "free_bytes": refused.address, "where": where}
         cause, available_bytes = _cause(history, moment, refused, replay)
         known |= {"cause": cause, "available_bytes": available_bytes, "advice": ADVICE[cause]}
         if cause == "fragmentation" and not history.is_expandable:
             known["advice"] = (EXPANDABLE, *ADVICE[cause])
-    notes += _notes_on_others(snapshots, snapshot)
+    kinds = total_by(stacks.kind_of, moment.live)
+    notes += _notes_on_others(snapshots, snapshot, kinds)
     return Explanation(
         source=source,
         live_bytes=moment.live_bytes,
         reserved_bytes=moment.reserved_bytes,
         held=total_by(stacks.line_of, moment.live),
-        kinds=total_by(stacks.kind_of, moment.live),
+        kinds=kinds,
         modules=stacks.equal_modules(moment.live),
         notes=tuple(notes),
         **known,
@@ -296,12 +292,10 @@ def _replayed(snapshot: Snapshot, notes: list[str]) -> tuple[History, Replay | N
     )
     if history.begins:
         start = f"{format_bytes(sum(block.size for block in history.begins.values()))} were live when recording began"
-        if history.is_expandable:
-            notes.append(f"{start}. The replay requests them anew: a snapshot does not say where free pages were.")
-        else:
-            notes.append(
-                f"{start}, where the segments at the end tell; with expandable segments they are requested anew."
-            )
+        place = "where the segments at the end tell; with expandable segments they are requested anew"
+        if history.tells_pages:
+            place = "where the segments at the end tell"
+        notes.append(f"{start}, {place}.")
     return history, replay
 
 
@@ -319,10 +313,10 @@ def _cause(history: History, moment: Moment, refused: Event, replay: Replay | No
     return "cap" if is_capped else "live", available_bytes
 
 
-def _notes_on_others(snapshots: Sequence[Snapshot], chosen: Snapshot) -> Iterator[str]:
+def _notes_on_others(snapshots: Sequence[Snapshot], chosen: Snapshot, kinds: Mapping[str, int]) -> Iterator[str]:
     if len(chosen.refused()) > 1:
         yield f"{len(chosen.refused())} requests were refused; this is about the last."
-    if chosen.events and not any(event.frames for event in chosen.events):
+    if chosen.events and {*kinds} <= {UNKNOWN}:
         yield "No stacks were recorded, so that no line can be named: leave context and stacks of _record_memory_history at their defaults."
     streams = {event.stream for event in chosen.events if event.action == "alloc"}
     if len(streams) > 1:
@@ -350,9 +344,12 @@ def _shares(title: str, sizes: Mapping[str, int]) -> Block:
     rest = total - sum(nbytes for _, nbytes in shown)
     if rest:
         shown.append((f"{len(sizes) - MOST_ROWS} more", rest))
-    rows = [Row(cells=(name, format_bytes(nbytes), f"{nbytes / total:.1%}")) for name, nbytes in shown]
-    if {*sizes} <= {UNKNOWN}:
+    if not total or {*sizes} <= {UNKNOWN}:
         return Block(title, "")
+    rows = []
+    for name, nbytes in shown:
+        shown_name = clip(clean(name)[::-1], NAME_WIDTH)[::-1]  # the end of a path says more
+        rows.append(Row(cells=(shown_name, format_bytes(nbytes), f"{nbytes / total:.1%}")))
     return Block(title, Table(heads=("", "bytes", "share"), rows=rows, texts=frozenset({0})))
 
 

@@ -72,9 +72,8 @@ class History:
             try:
                 self._undo(event)
             except KeyError:
-                raise Contradiction(
-                    f"event {number}, {event.action} of {event.size} bytes, contradicts what follows"
-                ) from None
+                what = f"event {number}, {event.action} of {event.size} bytes"
+                raise Contradiction(f"{what}, contradicts what follows") from None
 
     def _undo(self, event: Event) -> None:
         match event.action:
@@ -91,6 +90,11 @@ class History:
     def is_expandable(self) -> bool:
         """Whether the allocator had expandable segments."""
         return any(segment.is_expandable for segment in self.snapshot.segments) or "segment_map" in self._actions
+
+    @property
+    def tells_pages(self) -> bool:
+        """Whether all segments are expandable, and have had the same pages from the beginning to the end."""
+        return {s.is_expandable for s in self.snapshot.segments} == {True} and self._actions.isdisjoint(_MAKES)
 
     def reserved(self) -> Iterator[int]:
         """Yield what the allocator held after each event."""

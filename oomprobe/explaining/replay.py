@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from oomprobe.explaining.history import Contradiction, History
-from oomprobe.explaining.snapshot import NO_POOL, Event, Snapshot
+from oomprobe.explaining.snapshot import MOST_INT, NO_POOL, Event, Snapshot
 from oomprobe.ground.torch_versions import BlockOrder
 from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, adopt
 from oomprobe.simulation.settings import AllocatorSettings
@@ -65,13 +65,12 @@ def replayed(history: History) -> Replay:
 
 
 def _require_simulated(snapshot: Snapshot) -> None:
-    if not snapshot.events:
-        raise NotSimulated("no history was recorded, so that this is the state at the end")
+    if not any(event.action in ("alloc", "oom") for event in snapshot.events):
+        raise NotSimulated("no request was recorded, so that this is the state at the end")
     for name, values in _NOT_SET.items():
-        if snapshot.settings.get(name) not in values:
-            raise NotSimulated(
-                f"the allocator was set to {name}={snapshot.settings[name]!r:.40}, which is not simulated"
-            )
+        value = snapshot.settings.get(name)
+        if value not in values:
+            raise NotSimulated(f"the allocator was set to {name}={value!r:.40}, which is not simulated")
     divisions = snapshot.settings.get("roundup_power2_divisions")
     if isinstance(divisions, dict) and any(divisions.values()):
         raise NotSimulated("the allocator was set to roundup_power2_divisions, which is not simulated")
@@ -122,8 +121,7 @@ def _peak_bytes(history: History, settings: AllocatorSettings, capacity_bytes: i
 
 def _serve(history: History, settings: AllocatorSettings, allocator: CachingAllocator) -> Iterator[Event]:
     """Give an empty allocator the requests of a history, and yield each event once it has happened, a request before it is refused."""
-    is_expandable = history.is_expandable or settings.expandable_segments
-    blocks = _begin(history, allocator, requests_begin=is_expandable)
+    blocks = _begin(history, allocator, requests_begin=settings.expandable_segments and not history.tells_pages)
     was_release = False
     for event in history.events:
         is_release = event.action in _RELEASES
@@ -142,8 +140,7 @@ def _serve(history: History, settings: AllocatorSettings, allocator: CachingAllo
 def _begin(history: History, allocator: CachingAllocator, *, requests_begin: bool) -> dict[int, int]:
     """Bring an empty allocator into the state in which the history begins; return the handles of blocks by address.
 
-    The segments are taken over as they were, or the blocks are requested anew: a layout is of one setting, and where an expandable
-    segment has free pages is not known.
+    The segments are taken over as they were, or the blocks are requested anew: a layout is of one setting.
     """
     blocks: dict[int, int] = {}
     addresses = sorted(history.begins)
@@ -152,16 +149,20 @@ def _begin(history: History, allocator: CachingAllocator, *, requests_begin: boo
             allocator.use_stream(history.begins[address].stream)
             blocks[address] = allocator.malloc(history.begins[address].requested)
         return blocks
+    room_ends = MOST_INT + _UNLIMITED
     for start, (size, stream) in sorted(history.segments.items(), reverse=True):
         inside = addresses[bisect_left(addresses, start) : bisect_left(addresses, start + size)]
         allocator.use_stream(stream)
+        sizes = [(address, history.begins[address].requested) for address in inside]
+        room = min(room_ends - start - size, _UNLIMITED)
+        if room < 0:
+            raise Contradiction(f"a segment of {size} bytes overlaps another")
         try:
-            handles = adopt(
-                allocator, start, size, [(address, history.begins[address].requested) for address in inside]
-            )
+            handles = adopt(allocator, start, size, sizes, room)
         except ValueError as error:
             raise Contradiction(str(error)) from None
         blocks |= zip(inside, handles, strict=True)
+        room_ends = start
     if allocator.reserved_bytes > allocator.capacity_bytes:
         allocator.empty_cache()
         allocator.reset_peaks()

@@ -26,18 +26,9 @@ _PLAIN = (
     "APPEND APPENDS SETITEM SETITEMS BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET"
 )
 _FREE = "inactive"  # the state of a block; all others are in use
-_ACTIONS = frozenset(
-    (
-        "alloc",
-        "free_requested",
-        "free_completed",
-        "segment_alloc",
-        "segment_free",
-        "segment_map",
-        "segment_unmap",
-        "oom",
-    )
-)
+_ACTIONS = {
+    "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom",
+}  # fmt: skip
 
 NO_POOL = (0, 0)
 Frames = Sequence[Any]  # of a stack, innermost first: dicts of name, filename and line, not yet checked

@@ -15,7 +15,8 @@ from oomprobe.explaining.snapshot import MOST_FRAMES, Frames
 
 MOST_CHARACTERS = 400  # of a name, such as that of a template in C++
 UNKNOWN = "without a recorded stack"
-_LIBRARIES = re.compile(r"[/\\](?:site-packages|dist-packages|torch|lib[/\\]python3[^/\\]*)[/\\]")
+# Folders of libraries: site-packages and dist-packages, code that torch.compile made, Python's own on Linux and on Windows.
+_LIBRARIES = re.compile(r"[/\\](?:\w{4}-packages|torch(?:inductor_.*)?|lib[/\\]python3.*|\w*ython[^\\]*\\[Ll]ib)[/\\]")
 _BACKWARD = re.compile(r"autograd::generated::(\w+?)Backward\d*(?:_apply|::apply)")
 _MODULE_CALL = "_wrapped_call_impl"  # of torch.nn.Module: what a caller calls
 # The first whose pattern matches a frame, written as "name filename", says what a block is. Workspaces and communication are
@@ -92,7 +93,7 @@ class Stacks:
 
     def _written(self, frame: Frame) -> str:
         file = frame.file
-        if self._folder and file.startswith(self._folder):
+        if len(self._folder) > 1 and file.startswith(self._folder):
             file = os.path.relpath(file, self._folder)
         return f"{file}:{frame.line} in {frame.name}"
 

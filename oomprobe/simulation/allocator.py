@@ -13,7 +13,7 @@ Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch; constants from c10/core/Al
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from oomprobe.ground.torch_versions import BlockOrder
@@ -487,21 +487,29 @@ def _blocks_of(allocator: CachingAllocator) -> Iterator[Block]:
             yield block
 
 
-def adopt(allocator: CachingAllocator, address: int, nbytes: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
-    """Add a segment of the current stream that exists already, and is not expandable; return the handles of its blocks.
+def adopt(
+    allocator: CachingAllocator, address: int, nbytes: int, blocks: list[tuple[int, int]], room: int
+) -> list[int]:
+    """Add a segment of the current stream that exists already, or the mapped pages of an expandable one; return the handles of its blocks.
 
     Args:
         allocator: Gets the segment.
         address: Of the segment.
-        nbytes: Its size: 2 MiB for small blocks, more for large ones.
+        nbytes: Its size. Without a block in use, one of 2 MiB is for small blocks.
         blocks: Address and requested bytes of each block in use, ascending. What was too little to be split off counts as free: it serves nothing.
+        room: Bytes of address space after it, for more pages of an expandable segment.
 
     Raises:
         ValueError: the blocks overlap, or are not inside the segment.
     """
-    pool = allocator._of_stream[nbytes == SMALL_SEGMENT]
+    largest = max(dict(blocks).values(), default=nbytes // 2)
+    pool = allocator._of_stream[largest <= SMALL]
     end = address + nbytes
-    rest: Block | None = Block(pool, address, nbytes, allocator._next_order())
+    whole = Block(pool, address, nbytes, allocator._next_order())
+    if room and allocator._settings.expandable_segments:
+        whole.origin, whole.size = address, nbytes + room
+        pool.add_unmapped(whole.cut_after(nbytes))
+    rest: Block | None = whole
     handles = []
     for (start, requested), (next_start, _) in pairwise([*blocks, (end, 0)]):
         size = _rounded_up(requested, SMALLEST_BLOCK)
