@@ -9,9 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-import gpu_check
 import pytest
 import torch
+from gpu_check import check as gpu_check
 from processes import is_gone, until
 
 CHECK = Path(__file__).parent.parent / "scripts" / "gpu-check"
@@ -147,7 +147,11 @@ def test_what_the_tests_said_is_kept_without_colours(monkeypatch, tmp_path):
 def test_the_script_runs_without_installation():
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, CHECK.with_name("gpu_check.py")], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, CHECK.with_name("gpu_check") / "check.py"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert "no CUDA device here" in done.stderr

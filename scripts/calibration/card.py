@@ -16,9 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import gpu_check
-import gpu_recording
 import torch
+from gpu_check import check, recording
 
 from calibration import fms, running, torchvision_names
 from calibration.rows import Figure
@@ -174,7 +173,7 @@ def jobs():
 
 def ran(job, card):
     """Return what was found in a fresh process; without an answer, a dict with "error"."""
-    return gpu_check.in_child(job.found, job.case, card, limit_s=LIMIT_S)
+    return check.in_child(job.found, job.case, card, limit_s=LIMIT_S)
 
 
 # --- on this machine's card ---
@@ -182,14 +181,14 @@ def ran(job, card):
 
 def described():
     """Return the card of this process."""
-    return asdict(gpu_recording.this_card())
+    return asdict(recording.this_card())
 
 
 def measure(path):
     """Write what the card does to a file, which is complete after each job."""
     multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_forkserver_preload(["torch._dynamo", "timm", "transformers", "oomprobe.demo"])
-    found = gpu_check.in_child(described, limit_s=LIMIT_S)
+    found = check.in_child(described, limit_s=LIMIT_S)
     if "error" in found:
         raise SystemExit(f"calibrate: {found['error']}")
     kept = {"card": found, "torch": torch.__version__, "rows": {}}

@@ -17,7 +17,7 @@ import numpy
 import torch
 import torch._dynamo  # imported by the first optimizer step: once here instead of in each process
 import torch.utils.checkpoint
-from gpu_check import in_child
+from gpu_check.check import in_child
 
 from peers.models import LOG_VARIABLE, WORKLOADS
 from peers.tools import TOOLS, Call

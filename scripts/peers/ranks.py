@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_check import within
+from gpu_check.check import within
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 

@@ -3,9 +3,9 @@
 import functools
 import os
 
-import gpu_table
 import torch
 import torch.distributed as dist
+from gpu_check import table as gpu_table
 from torch import nn
 from torch.nn import functional as F
 

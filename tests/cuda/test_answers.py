@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from bed import forked
-from gpu_check import search_around
+from gpu_check.check import search_around
 from zoo import MODELS, gpt, runs
 
 import oomprobe

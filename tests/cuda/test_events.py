@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from bed import forked
-from gpu_check import search_around
+from gpu_check.check import search_around
 from torch import nn
 from zoo import numbered, peaks, runs, training_step
 

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu_check
 import pytest
 from bed import forked
+from gpu_check import check as gpu_check
 from recordings import Recording, replay
 
 from oomprobe.simulation.allocator import CachingAllocator
@@ -74,8 +74,8 @@ def check_replay(found):
 
 @pytest.mark.slow
 def test_ranks_on_two_cards(tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import gpu_ranks, json\n"
-    code += "print(json.dumps(gpu_ranks.check_ranks('fsdp', 2)))"
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r}); import json; from gpu_check import ranks\n"
+    code += "print(json.dumps(ranks.check_ranks('fsdp', 2)))"
     (tmp_path / "cards").mkdir()
     options = {"memory": "1GiB,1GiB", "nccl": "64MiB", "shared": tmp_path / "cards/card"}
     done = forked(lambda: subprocess.check_output([sys.executable, "-c", code], text=True), limit_s=150, **options)

@@ -4,7 +4,7 @@ import pytest
 import recorded_step
 import torch
 from bed import forked
-from gpu_recording import events_of
+from gpu_check.recording import events_of
 from recordings import NAMES, Nothing, Recording, replay, requests_of
 
 from oomprobe.ground.torch_versions import VERSION

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import recorded_step
-from gpu_models import MODELS
+from gpu_check.models import MODELS
 from recordings import NAMES, Recording, replay
 
 from oomprobe.devices.simulated import SimulatedDevice

@@ -7,7 +7,7 @@ import bisect
 import difflib
 from collections import Counter
 
-from gpu_models import MODELS
+from gpu_check.models import MODELS
 
 CALLS = 3
 MOST_EVENTS = 200_000

@@ -1,10 +1,10 @@
 """Compare oomprobe's answers on a real card with the truth, and write one JSON file of evidence.
 
-First what no recording shows: memory outside the allocator, and what errors look like (gpu_facts.py). Then, for each of four models on a
+First what no recording shows: memory outside the allocator, and what errors look like (facts.py). Then, for each of four models on a
 card limited to 4 GiB, and one on the whole card: the answer of `find_max_batch`; the answer without the cap (fifty steps), with its peaks
 beside those of a simulated card; and sizes around it under the same cap (ten steps), each run cold in its own process. Then recordings of
-the allocator for two models (gpu_recording.py), what isolating trials costs, and a table over lengths whose sizes train in buckets
-(gpu_table.py). With two cards or more, DDP and FSDP2 with a rank on each (gpu_ranks.py). Then the tests marked gpu, in the remaining
+the allocator for two models (recording.py), what isolating trials costs, and a table over lengths whose sizes train in buckets
+(table.py). With two cards or more, DDP and FSDP2 with a rank on each (ranks.py). Then the tests marked gpu, in the remaining
 time.
 
     scripts/gpu-check [EVIDENCE.json]       default: tests/evidence/<card>-torch<version>.json
@@ -28,8 +28,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 SMALL = {"limit_bytes": 4 * 2**30, "resolution": 0.0, "time_limit_s": 30, "cold_s": 20}
 WHOLE = {"limit_bytes": None, "resolution": 0.02, "time_limit_s": 50, "cold_s": 30}
@@ -57,13 +57,10 @@ def main():
     parser.add_argument("--without-tests", action="store_true", help="leave out the tests marked gpu")
     arguments = parser.parse_args()
     try:
-        import gpu_facts
-        import gpu_ranks
-        import gpu_recording
-        import gpu_table
         import torch._dynamo  # otherwise the first optimizer imports it in each child, in 3 s
 
         import oomprobe.demo  # noqa: F401
+        from gpu_check import facts, ranks, recording, table
     except ImportError as error:
         print(f"gpu-check: {sys.executable}: {error}; use one that has torch: PYTHON=... gpu-check", file=sys.stderr)
         return 2
@@ -84,9 +81,9 @@ def main():
         path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
     progress("memory outside the allocator, and errors")
-    evidence["outside_bytes"] = in_child(gpu_facts.outside_bytes, limit_s=FACT_S)
-    for function in gpu_facts.FAILURES:
-        evidence["errors"][function.__name__] = in_child(gpu_facts.error_of, function, limit_s=FACT_S)
+    evidence["outside_bytes"] = in_child(facts.outside_bytes, limit_s=FACT_S)
+    for function in facts.FAILURES:
+        evidence["errors"][function.__name__] = in_child(facts.error_of, function, limit_s=FACT_S)
     keep()
     for part in PARTS:
         evidence["parts"].append(dict(part))
@@ -94,22 +91,22 @@ def main():
             keep()
     for name, batch_size in RECORDED.items():
         progress(f"recording of {name}")
-        evidence["recordings"].append(in_child(gpu_recording.record, name, batch_size, limit_s=RECORDING_S))
+        evidence["recordings"].append(in_child(recording.record, name, batch_size, limit_s=RECORDING_S))
         keep()
     progress("the cost of isolation")
     for kind, isolate in (("in this process", False), ("isolated", True)):
-        evidence["isolation"][kind] = in_child(gpu_facts.cost, isolate, limit_s=COST_S)
+        evidence["isolation"][kind] = in_child(facts.cost, isolate, limit_s=COST_S)
     keep()
     progress("a table over lengths")
-    evidence["table"] = in_child(gpu_table.table, hold_small, limit_s=TABLE_S)
+    evidence["table"] = in_child(table.table, hold_small, limit_s=TABLE_S)
     for kind in ("alone", "mixed"):
         if sizes := evidence["table"].get(kind):
-            ended = [in_child(gpu_table.in_buckets, hold_small, sizes, seed, limit_s=COST_S) for seed in range(BUCKETS)]
+            ended = [in_child(table.in_buckets, hold_small, sizes, seed, limit_s=COST_S) for seed in range(BUCKETS)]
             evidence["table"][f"trained {kind}"] = [one.get("ended") or one["error"] for one in ended]
     keep()
     for strategy in ("ddp", "fsdp") if card.get("cards", 1) > 1 else ():
         progress(f"{strategy} on {card['cards']} cards")
-        evidence["ranks"][strategy] = in_child(gpu_ranks.check_ranks, strategy, card["cards"], limit_s=RANKS_S)
+        evidence["ranks"][strategy] = in_child(ranks.check_ranks, strategy, card["cards"], limit_s=RANKS_S)
         keep()
     if not arguments.without_tests:
         left_s = CHECK_S - (time.monotonic() - started)
@@ -266,9 +263,8 @@ def measure(part):
 
 def probe(part):
     """Return the answer, on a card limited to `limit_bytes`."""
-    from gpu_models import MODELS
-
     import oomprobe
+    from gpu_check.models import MODELS
 
     hold_to(part["limit_bytes"])
     own_fraction = user_fraction()
@@ -290,8 +286,9 @@ def probe(part):
 def train(model_name, batch_size, steps, cap_bytes):
     """Run steps as at the start of a training script, and return the peaks."""
     import torch
-    from gpu_models import MODELS
-    from gpu_recording import peaks_of
+
+    from gpu_check.models import MODELS
+    from gpu_check.recording import peaks_of
 
     hold_to(cap_bytes)
     model, step = MODELS[model_name]()
@@ -303,7 +300,7 @@ def train(model_name, batch_size, steps, cap_bytes):
 
 def simulated_peaks(model_name, batch_size):
     """Return the peaks of the same steps on a simulation of this card."""
-    from gpu_recording import simulate
+    from gpu_check.recording import simulate
 
     return simulate(model_name, batch_size)["peaks"]
 
