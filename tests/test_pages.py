@@ -115,7 +115,7 @@ def test_the_peers_tables_match_the_evidence(tmp_path):
     copy = tmp_path / page.name
     copy.write_text(page.read_text())
     table.into_page(copy, benchmark_peers.EVIDENCE)
-    assert copy.read_text() == page.read_text(), "run python scripts/benchmark_peers.py --docs"
+    assert copy.read_text() == page.read_text(), "run python scripts/evidence/benchmark_peers.py --docs"
 
 
 def test_the_features_are_of_the_versions_that_were_measured():

@@ -1,4 +1,4 @@
-"""The parts of scripts/benchmark_peers.py that need no device: the cold frontier, the evidence and its table."""
+"""The parts of scripts/evidence/benchmark_peers.py that need no device: the cold frontier, the evidence and its table."""
 
 import benchmark_peers
 import pytest

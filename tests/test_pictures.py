@@ -167,7 +167,7 @@ def test_a_browser_shows_the_page_on_a_phone_without_horizontal_scrolling(tmp_pa
 
 
 def test_the_picture_of_a_report_is_that_of_the_first_example():
-    """If this fails, draw it again: python scripts/picture.py."""
+    """If this fails, draw it again: python scripts/evidence/picture.py."""
     pytest.importorskip("rich")
     from picture import PICTURE, drawn, report
 

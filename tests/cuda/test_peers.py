@@ -1,4 +1,4 @@
-"""scripts/benchmark_peers.py on the bed: its models run, and rows say what a tool did."""
+"""scripts/evidence/benchmark_peers.py on the bed: its models run, and rows say what a tool did."""
 
 import contextlib
 import os
@@ -43,9 +43,7 @@ def test_work_counts_each_call_also_one_that_fails(monkeypatch):
 )
 def test_a_tool_on_two_ranks(monkeypatch, tool, answers, said):
     pytest.importorskip(tool.split()[0].lower())
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join(map(str, (benchmark_peers.ROOT, benchmark_peers.ROOT / "scripts")))
-    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(benchmark_peers.PATHS))
     row = ranks.row(tool, "conv", "ranks alike")
     assert len(row["answers"]) == answers
     assert row["lasts"] == bool(answers)

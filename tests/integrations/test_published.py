@@ -102,5 +102,5 @@ def test_peaks_of_configurations_have_the_order_published():
 
 def test_the_page_says_what_the_files_say():
     text = page.PAGE.read_text()
-    assert page.with_table(text) == text, "run python scripts/calibrate.py --page"
+    assert page.with_table(text) == text, "run python scripts/evidence/calibrate.py --page"
     assert page.BEGIN in text

@@ -4,7 +4,7 @@ The steps sleep, so their time is the same at every size. Frameworks are importe
 frozen, as in a user's process. Targets: 3 % at steps of 100 ms, 10 % at steps of 10 ms, both beside the time before the
 first trial, in which garbage is collected and the state is found and copied (0.2 s with these frameworks).
 
-    .venv-cuda/bin/python scripts/benchmark_overhead.py [--step-ms 100 10]
+    .venv-cuda/bin/python scripts/evidence/benchmark_overhead.py [--step-ms 100 10]
 """
 
 import argparse

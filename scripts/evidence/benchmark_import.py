@@ -1,6 +1,6 @@
 """Measure what `import oomprobe` adds to `import torch`, as a ratio of whole processes. Target: under 5 %.
 
-python scripts/benchmark_import.py [--runs 11]
+python scripts/evidence/benchmark_import.py [--runs 11]
 """
 
 import argparse

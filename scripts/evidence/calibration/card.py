@@ -4,7 +4,7 @@ Measured on an H200 with this module (tests/data/measured_h200.json). The traini
 published for another card. The rest are networks of timm: what cuDNN takes for their convolutions, no simulation knows (what
 it took is in tests/data/cudnn_workspaces_h200.json, from which no rule has been made). The searches had 6 GiB of the card, and at most a minute.
 
-    scripts/calibrate --measure FILE.json     measure on this machine's card; needs timm and transformers
+    scripts/evidence/calibrate --measure FILE.json     measure on this machine's card; needs timm and transformers
 """
 
 import json
@@ -24,7 +24,7 @@ from calibration.rows import Figure
 from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.simulation.cards import Card
 
-DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured_h200.json"
+DATA = Path(__file__).resolve().parents[3] / "tests" / "data" / "measured_h200.json"
 MEASURED = json.loads(DATA.read_text()) if DATA.exists() else {}
 ABOUT = {
     "source": "measured by this project",

@@ -16,7 +16,7 @@ from calibration.rows import MIB, Bracket
 from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.simulation.catalogue import find_card
 
-DATA = Path(__file__).resolve().parents[2] / "tests" / "data"
+DATA = Path(__file__).resolve().parents[3] / "tests" / "data"
 CALLS = 3
 NOT_MEMORY = ("invalid configuration argument", "more than 2^31", "32-bit index math")  # failures to the benchmark, too
 

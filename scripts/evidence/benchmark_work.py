@@ -1,6 +1,6 @@
 """Count the work of a probe in steps of its answer's size, by phase, on torch's CUDA allocator (the bed).
 
-    .venv-cuda/bin/python scripts/benchmark_work.py [--memory 1GiB 4GiB 24GiB] [--only WORD]
+    .venv-cuda/bin/python scripts/evidence/benchmark_work.py [--memory 1GiB 4GiB 24GiB] [--only WORD]
 
 For each model and card: the answer, the calls after which its confirmation settled, and the work of each phase: calls times batch
 size, divided by the answer. A call that failed counts whole. "with 50" is the work if the confirmation had made all its 50 calls. With
@@ -12,7 +12,7 @@ import statistics
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bed import forked  # noqa: E402

@@ -1,6 +1,6 @@
 """Draw docs/report.svg: the first example of README, run, and its report as a terminal shows it. Needs rich.
 
-python scripts/picture.py
+python scripts/evidence/picture.py
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 from rich.text import Text
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 PICTURE = README.with_name("docs") / "report.svg"
 WIDTH = 100  # columns of a report
 # rich's own frame, without its name and without fonts that a browser would load from a network.

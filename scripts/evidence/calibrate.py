@@ -1,12 +1,12 @@
-"""Compare published measurements of GPU memory with `oomprobe.SimulatedDevice`: `scripts/calibrate`.
+"""Compare published measurements of GPU memory with `oomprobe.SimulatedDevice`: `scripts/evidence/calibrate`.
 
-Each family is described with its source in its module under scripts/calibration. Nothing is fitted here: each row names
+Each family is described with its source in its module of the folder calibration. Nothing is fitted here: each row names
 the switches that imitate an older torch.
 
-    scripts/calibrate                        all families, 20 rows of timm: about ten minutes on one core
-    scripts/calibrate timm_training --rows 61
-    scripts/calibrate segmentation --write   and write tests/evidence/published/segmentation.json
-    scripts/calibrate --page                 write these files into docs/validated.md
+    scripts/evidence/calibrate                        all families, 20 rows of timm: about ten minutes on one core
+    scripts/evidence/calibrate timm_training --rows 61
+    scripts/evidence/calibrate segmentation --write   and write tests/evidence/published/segmentation.json
+    scripts/evidence/calibrate --page                 write these files into docs/validated.md
 """
 
 import argparse
@@ -18,8 +18,8 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 
 def main():

@@ -1,6 +1,6 @@
 """Train 5,000 steps of ragged batches at answers for three margins, on torch's CUDA allocator (the bed).
 
-    .venv-cuda/bin/python scripts/benchmark_ragged.py
+    .venv-cuda/bin/python scripts/evidence/benchmark_ragged.py
 
 Two models: a GPT whose lengths are uniform from 16 to 128, and an MLP over 8 to 512 tokens, log-normal, so that the longest are rare.
 Each answer is found twice: by a step whose batches are all of the longest length, and by one that draws lengths as training does. Then
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from bed import forked  # noqa: E402

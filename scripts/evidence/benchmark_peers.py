@@ -1,10 +1,10 @@
 """Compare oomprobe with other tools that find batch sizes, on torch's CUDA allocator.
 
-    .venv-cuda/bin/pip install --no-deps -r scripts/peers/requirements.txt    # once, after scripts/cuda-bed
-    .venv-cuda/bin/python scripts/benchmark_peers.py --bed [--only WORD ...] [--models NAME ...]
-    .venv-cuda/bin/python scripts/benchmark_peers.py --ranks    # two ranks with DDP, on two cards of the bed
-    python scripts/benchmark_peers.py --device cuda     # the first on a real card, at its own size
-    python scripts/benchmark_peers.py --docs
+    .venv-cuda/bin/pip install --no-deps -r scripts/evidence/peers/requirements.txt    # once, after scripts/cuda-bed
+    .venv-cuda/bin/python scripts/evidence/benchmark_peers.py --bed [--only WORD ...] [--models NAME ...]
+    .venv-cuda/bin/python scripts/evidence/benchmark_peers.py --ranks    # two ranks with DDP, on two cards of the bed
+    python scripts/evidence/benchmark_peers.py --device cuda     # the first on a real card, at its own size
+    python scripts/evidence/benchmark_peers.py --docs
 
 Each call runs in its own process. Its answer then runs for fifty steps in a fresh process that has the whole card, and is
 compared with the cold frontier: the largest size that runs ten steps in a fresh process. New rows replace those in the
@@ -22,7 +22,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
+PATHS = [str(path) for path in (ROOT, ROOT / "scripts", ROOT / "scripts" / "evidence")]
+sys.path[:0] = PATHS
 PARTS = ("cuda", "cuda_bed", "ranks_cuda_bed")
 EVIDENCE = {part: ROOT / "tests" / "evidence" / f"peers_{part}.json" for part in PARTS}
 BED_CARDS_GIB = (1, 4, 24)
@@ -124,7 +126,7 @@ def main():
     asked = parser.parse_args()
     if asked.docs:
         return table.into_page(ROOT / "docs" / "compare.md", EVIDENCE)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])  # for all child processes
+    os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for all child processes
     if asked.ranks:
         return measure_ranks(EVIDENCE["ranks_cuda_bed"])
     if asked.bed and "CUDASTUB_MEMORY" not in os.environ:  # the stub reads it once, when loaded

@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 MIB, GB, GIB = 2**20, 10**9, 2**30
-EVIDENCE = Path(__file__).resolve().parents[2] / "tests" / "evidence" / "published"
+EVIDENCE = Path(__file__).resolve().parents[3] / "tests" / "evidence" / "published"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

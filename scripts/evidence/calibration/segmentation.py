@@ -24,7 +24,7 @@ from calibration import old, running
 from calibration.rows import GIB, Figure
 from oomprobe.devices.simulated import SimulatedDevice
 
-DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "mmsegmentation_v100.json"
+DATA = Path(__file__).resolve().parents[3] / "tests" / "data" / "mmsegmentation_v100.json"
 CALLS = 2
 ABOUT = {
     "source": "open-mmlab/mmsegmentation: metafiles of fcn, pspnet and deeplabv3plus; docs/model_zoo.md",

@@ -24,7 +24,7 @@ from calibration import old, running
 from calibration.rows import GIB, Figure
 from oomprobe.devices.simulated import SimulatedDevice
 
-DATA = Path(__file__).resolve().parents[2] / "tests" / "data" / "detectron2_v100.json"
+DATA = Path(__file__).resolve().parents[3] / "tests" / "data" / "detectron2_v100.json"
 ABOUT = {
     "source": "facebookresearch/detectron2: MODEL_ZOO.md and configs",
     "card": "V100-32GB",

@@ -1,6 +1,6 @@
 """Time a simulated search in traced steps, and a traced step against torch's MemTracker, on a ResNet-50; and searches of real loops.
 
-python scripts/benchmark_simulation.py
+python scripts/evidence/benchmark_simulation.py
 
 All ratios are measured in one run, on one thread. Targets: a search takes less than 8 traced steps, and a traced step less
 than a fifth of a step under MemTracker in the same fake mode. The network is ResNet-50 (He et al., arXiv:1512.03385, table 1),
@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools import MemTracker
 from torch.nn import functional as F
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from calibration import torchvision_names  # noqa: E402
 

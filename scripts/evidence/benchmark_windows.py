@@ -1,6 +1,6 @@
 """Print how often a simulated card agrees with torch's allocator near the limits of loops of other projects.
 
-    .venv-cuda/bin/python scripts/benchmark_windows.py [MEMORY] [expandable]
+    .venv-cuda/bin/python scripts/evidence/benchmark_windows.py [MEMORY] [expandable]
 
 Runs on the CUDA bed (tests/bed/README.md). For each loop of tests/strangers.py: the answers of whole searches with
 `resolution=0`, and 24 sizes around the simulated answer, each three calls in a fresh process. In a window, `.` runs and `x` runs
@@ -10,7 +10,7 @@ out of memory on both; `D` runs in simulation only, `r` on torch's allocator onl
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from bed import forked
 from cuda import windows
 from strangers import STRANGERS

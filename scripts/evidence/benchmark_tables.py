@@ -1,6 +1,6 @@
 """Compare tables with separate probes, and train with their sizes in buckets, on torch's CUDA allocator.
 
-    .venv-cuda/bin/python scripts/benchmark_tables.py [--only WORD]
+    .venv-cuda/bin/python scripts/evidence/benchmark_tables.py [--only WORD]
 
 For each model and card, with torch's default settings and with expandable segments: the calls of the table's rows, and with those in
 turn, as a share of those of a probe for each value; the rows that differ; the mixed sizes as a share of the rows' (smallest to largest);
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests")]
 
 from bed import forked  # noqa: E402
 from cuda.test_tables import LENGTHS, TABLES, evaluating, with_value, work_of  # noqa: E402

@@ -1,6 +1,6 @@
 """Print which share of the operators that public models dispatch was compared with torch's allocator, weighted by calls.
 
-    python scripts/operator_coverage.py
+    python scripts/evidence/operator_coverage.py
 
 Each model takes one training step on a simulated card, with random weights. A model whose package is missing is named, and
 left out. Packages: torchvision, timm, transformers, diffusers, torch_geometric.
@@ -15,14 +15,14 @@ from pathlib import Path
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / folder) for folder in ("scripts", "tests")]
-from calibration import torchvision_names  # noqa: E402
-from strangers import STRANGERS  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from calibration import torchvision_names
+from strangers import STRANGERS
 
-import oomprobe  # noqa: E402
-from oomprobe.errors import SimulationError  # noqa: E402
-from oomprobe.simulation import card_mode  # noqa: E402
-from oomprobe.simulation.kernels.compared import is_compared  # noqa: E402
+import oomprobe
+from oomprobe.errors import SimulationError
+from oomprobe.simulation import card_mode
+from oomprobe.simulation.kernels.compared import is_compared
 
 BATCH_SIZE = 2
 

@@ -1,0 +1,1 @@
+"""Parts of scripts/evidence/benchmark_peers.py: the models, the tools, the measurements, the table."""
