@@ -155,10 +155,10 @@ def counted(build):
     """Return how often one training step runs each operator on the card."""
     counts, simulate = collections.Counter(), card_mode.CardMode._simulate
 
-    def noted(mode, func, args, kwargs, *, on_card):
+    def noted(mode, func, args, kwargs, *, on_card, **more):
         if on_card or kwargs.get("device") == card_mode.CARD:
             counts[func] += 1
-        return simulate(mode, func, args, kwargs, on_card=on_card)
+        return simulate(mode, func, args, kwargs, on_card=on_card, **more)
 
     device = oomprobe.SimulatedDevice("A100-80GB")
     with device.building():
