@@ -1,18 +1,28 @@
 """The scripts that compare published figures with the simulation."""
 
 import importlib
+import json
 import pkgutil
 
+import calibrate
 import calibration
 import pytest
 import torch
 from calibration import litgpt_hub, timm_loop
 from calibration.litgpt_model import NF4Linear
+from calibration.rows import EVIDENCE
 
 
 @pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(calibration.__path__)])
 def test_each_script_imports(name):
     importlib.import_module(f"calibration.{name}")
+
+
+def test_a_family_has_a_script_or_names_the_last_commit_that_has_it():
+    kept = {path.stem: json.loads(path.read_text()) for path in EVIDENCE.glob("*.json")}
+    frozen = {name for name, family in kept.items() if "commit" in family}
+    assert frozen == kept.keys() - calibrate.FAMILIES.keys()
+    assert calibrate.FAMILIES.keys() < kept.keys()
 
 
 def test_the_loop_of_timm_descends_as_its_benchmark_does():

@@ -103,12 +103,10 @@ UNITS = {
     "bert": ("MiB", 2**20, 0),
     "litgpt": ("GB", 10**9, 2),
     "litgpt_hub": ("GB", 10**9, 2),
-    "torchtitan": ("GiB", 2**30, 2),
     "card": ("bytes", 1, 0),
     "cublas": ("bytes", 1, 0),
     "fms": ("bytes", 1, 0),
     "segmentation": ("GiB", 2**30, 2),
-    "detection": ("GiB", 2**30, 2),
 }
 BRACKETS = ("timm_inference", "timm_training")
 FAMILIES = {name: partial(figures, name) for name in UNITS} | {name: partial(brackets, name) for name in BRACKETS}

@@ -37,8 +37,7 @@ CLOSE = {  # within 0.3 %
     "segmentation": ["fcn r50-d8 512x512", "pspnet r50-d8 512x512"],  # one copy of the logits is 7 %
 }
 INSIDE = {  # the interval
-    "segmentation": ["pspnet r18-d8 512x1024", "fcn r18-d8 512x1024"],
-    "detection": ["faster R50-FPN", "mask R50-C4", "retinanet R50-FPN"],
+    "segmentation": ["pspnet r18-d8 512x1024", "fcn r18-d8 512x1024", "pspnet r50b-d8 512x1024"],
 }
 WINOGRAD = {
     "segmentation": ["pspnet r50b-d8 512x1024", "fcn r50b-d8 512x1024"]

@@ -18,14 +18,17 @@ def with_table(text):
     """Return the page's text with the table between its markers."""
     families = [json.loads(path.read_text()) for path in sorted(EVIDENCE.glob("*.json"))]
     lines = ["| family | what was published | source | compared |", "|---|---|---|---|"]
-    lines += [
-        f"| {one['family']} | {one['how']} | {one['source']} | torch {one['simulated with torch']} |"
-        for one in families
-    ]
+    lines += [f"| {one['family']} | {one['how']} | {one['source']} | {compared(one)} |" for one in families]
     lines += ["", "| card | torch | model | published | oomprobe | result | how |", "|---|---|---|---|---|---|---|"]
     lines += [line(family | row) for family in families for row in family["rows"]]  # a row may have its own card
     section = "\n".join([BEGIN, "", *lines, "", END])
     return re.sub(f"{BEGIN}.*?{END}", lambda _: section, text, flags=re.DOTALL)
+
+
+def compared(family):
+    """Return with what a family was simulated; one whose script is gone names the last commit that has it."""
+    torch = f"torch {family['simulated with torch']}"
+    return f"{torch}, commit {family['commit']}" if "commit" in family else torch
 
 
 def line(row):
