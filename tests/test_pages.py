@@ -16,7 +16,12 @@ from oomprobe.cli import parser
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / name / "README.md" for name in ("examples", "scripts", "scripts/evidence")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -102,6 +107,39 @@ def test_the_map_of_the_code_is_complete():
         assert path.name.startswith("__") or path.name in drawn, path.name
     for path in (ROOT / "oomprobe").glob("*/__init__.py"):
         assert f"{path.parent.name}/" in drawn, path.parent.name
+
+
+def rows_of(page):
+    lines = re.findall(r"^\|(.*)\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [[cell.strip() for cell in line.split("|")] for line in lines[2:]]
+
+
+def paths_in(text):
+    """Return the names in code that are paths from the root; options and arguments may follow."""
+    return [name for name in re.findall(r"`([\w./-]+)[^`]*`", text) if "/" in name or name == README.name]
+
+
+def test_the_table_of_evidence_is_complete():
+    room = ROOT / "scripts" / "evidence"
+    rows = rows_of(room / "README.md")
+    named = {name for row in rows for name in paths_in(" ".join(row))}
+    for name in named:
+        assert (ROOT / name).exists(), name
+    for page, command, data, last_run in rows:
+        assert page.startswith(("the same", "none")) or all(name.endswith(".md") for name in paths_in(page)), page
+        assert paths_in(data) or data.startswith(("the page", "none")), data
+        assert paths_in(command) or "by hand" in command or "commit" in command, command
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", last_run), last_run
+    below = (room / "README.md").read_text(encoding="utf-8").rpartition("|\n")[2]  # it names the folders
+    scripts = [path for path in room.iterdir() if path.name not in ("README.md", "__pycache__")]
+    kept = (ROOT / "tests" / "evidence").rglob("*.json")
+    assert {path.relative_to(ROOT).as_posix() for path in (*scripts, *kept)} <= named | {*paths_in(below)}
+
+
+def test_the_table_of_scripts_is_complete():
+    named = {name for row in rows_of(ROOT / "scripts" / "README.md") for name in paths_in(row[0])}
+    commands = {path for path in (ROOT / "scripts").iterdir() if path.is_file() and path.stat().st_mode & 0o111}
+    assert named == {path.relative_to(ROOT).as_posix() for path in commands}
 
 
 def test_no_cuda_claim_without_evidence():
