@@ -3,14 +3,20 @@
 import random
 
 import pytest
+from helpers import records
 
 from oomprobe.records.patience import PATIENCE
 from oomprobe.rules.look import (
     EXACT_CALLS,
+    STRIDE_OF_MANY,
     WIDEST,
     bracket_tolerance,
     calls_needed,
+    differ,
     growth_bytes,
+    merged,
+    step_calls,
+    varies,
 )
 
 KIB = 2**10
@@ -82,3 +88,79 @@ def test_longer_trials_leave_a_wider_bracket_up_to_a_limit():
     widths = [bracket_tolerance(calls) for calls in CALLS]
     assert widths == sorted(widths)
     assert (widths[EXACT_CALLS - 1], widths[EXACT_CALLS] > 0, widths[-1]) == (0, True, WIDEST)
+
+
+@pytest.mark.parametrize(
+    ("live_bytes", "grown_bytes"),
+    [
+        ([], 0),
+        ([64 * KIB], 0),
+        ([0, 64 * KIB], 0),  # one rise is no growth
+        ([0, 64 * KIB, 128 * KIB], 64 * KIB),
+        ([0, 16 * KIB, 32 * KIB], 16 * KIB),
+        ([0, 16 * KIB - 1, 32 * KIB - 2], 0),  # a list of losses as numbers
+        ([0, 64 * KIB, 128 * KIB, 128 * KIB], 0),  # it does not rise at the end
+        ([number * KIB for number in (0, 64, 64, 192, 192, 320, 320, 448)], 64 * KIB),  # at every second call
+        (
+            [number * KIB for number in (0, 64, 64, 192, 192, 320, 320, 320, 320)],
+            0,
+        ),  # the rest is longer than any before
+    ],
+)
+def test_growth_of_few_calls(live_bytes, grown_bytes):
+    assert growth_bytes(live_bytes) == grown_bytes
+
+
+@pytest.mark.parametrize(
+    ("served", "peaks", "live", "needed"),
+    [
+        ([9, 1, 1, 1, 1], [9, 9, 9, 9, 9], [1, 1, 1, 1, 1], 2),
+        ([9, 1, 1, 2, 1, 1, 1, 2], 8 * [9], 8 * [1], 5),  # every fourth call, and the one after
+        ([9, 1, 1, 1, 1], [9, 9, 9, 10, 10], [1, 1, 1, 1, 1], 4),  # the peak of the fourth
+        ([9, 1, 1, 1, 1], [9, 9, 9, 9, 9], [1, 1, 2, 2, 2], 4),  # the fourth runs beside what the third left
+        ([9, 1, 1, 1, 1], [9, 9, 9, 9, 9], [1, 1, 1, 1, 2], 5),  # no more than were seen
+    ],
+)
+def test_calls_that_are_needed(served, peaks, live, needed):
+    assert calls_needed(served, peaks, live, first_calls=1, ordinary_calls=2, is_exact=True) == needed
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "different"),
+    [(100, 101, False), (101, 100, False), (100, 102, True), (0, 0, False), (0, 1, True)],
+)
+def test_peaks_that_differ_by_more_than_blocks_are_rounded(before, after, different):
+    assert differ(before, after) is different
+
+
+@pytest.mark.parametrize(
+    ("served", "varying"),
+    [([], False), ([5], False), ([5, 1], False), ([5, 100, 101], False), ([5, 100, 102], True), ([5, 102, 100], True)],
+)
+def test_steps_that_allocate_different_amounts(served, varying):
+    assert varies(served) is varying
+
+
+@pytest.mark.parametrize(
+    ("calls", "tolerance"),
+    [
+        (EXACT_CALLS, 0.0),
+        (EXACT_CALLS + 1, STRIDE_OF_MANY * (EXACT_CALLS + 1) / EXACT_CALLS),
+        (48, 1 / 32),
+        (49, 1 / 32),
+    ],
+)
+def test_trials_of_many_calls_stop_at_a_wider_bracket(calls, tolerance):
+    assert bracket_tolerance(calls) == tolerance
+
+
+@pytest.mark.parametrize(("first", "calls", "later"), [(1, 5, 1), (2, 3, 1), (1, 1, 1)])
+def test_calls_of_a_later_full_step(first, calls, later):
+    assert step_calls(records(calls, first=first)) == later
+
+
+def test_ranks_complete_a_step_when_the_last_of_them_does():
+    quick, slow = records(4), records(4, first=3)
+    assert merged([slow]) == [*slow]
+    assert [record.stepped for record in merged([quick, slow])] == [None, None, 3, 1]
+    assert len(merged([quick, slow[:2]])) == 2
