@@ -1,8 +1,10 @@
 import math
 import random
+import textwrap
 from dataclasses import replace
 
 import pytest
+from helpers import same_as_golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -680,3 +682,55 @@ def test_it_grows_by_as_much_as_replies_say():
 
     assert search(ask, capped=False).batch_size == 500
     assert sizes[:7] == [1, 4, 16, 64, 128, 256, 512]
+
+
+# --- which size comes next, written out ---
+
+LOOKED = Reply(passed=True, varies=True, tolerance=1 / 32, guess=70)
+SEARCHES = {  # the limit with all the memory, under the cap, and what else differs
+    "plain": (100, 90, {}),
+    "peaks show": (100, 90, {"shows_peak": True}),
+    "no cap": (100, 100, {"capped": False}),
+    "no margin": (100, 100, {}),
+    "multiples of 8": (1000, 900, {"sizes": Sizes(first=8, last=None, step=8)}),
+    "a last size": (1000, 900, {"sizes": Sizes(first=1, last=500, step=1)}),
+    "from 64": (100, 90, {"start": 64}),
+    "from 300": (100, 90, {"start": 300}),
+    "from 300 down": (3, 2, {"start": 300, "sizes": Sizes(first=2, last=None, step=1)}),
+    "only the first": (1, 1, {}),
+    "nothing": (0, 0, {}),
+    "nothing under the cap": (5, 0, {}),
+    "coarse": (1000, 900, {"resolution": 1 / 16}),
+    "a command": (100, 90, {"start": 32, "grows_capped": True, "confirmations": 2, "resolution": 1 / 64}),
+    "failures cost": (1000, 900, {"start": 300, "grows_capped": True, "failures_cost": True}),
+    "near an expected limit": (1000, 900, {"start": 880, "known": Reply(passed=True), "near": 1 / 32}),
+    "expected far above": (1000, 900, {"start": 1500, "known": Reply(passed=True), "near": 1 / 8}),
+    "expected to vary": (1000, 900, {"start": 880, "known": replace(LOOKED, guess=None), "near": 1 / 8}),
+    "a look that is steady": (1000, 900, {"look": lambda size: Reply(passed=True)}),
+    "a look that varies": (1000, 900, {"look": lambda size: replace(LOOKED, guess=700)}),
+    "a look that varies, expected high": (1000, 900, {"look": lambda size: replace(LOOKED, guess=1200)}),
+    "a look that fails": (1000, 900, {"look": lambda size: Reply(passed=size < 4, varies=size < 4, guess=20)}),
+    "a first failure that passes": (100, 90, {"fails_once_at": 0}),
+    "a failure that passes": (100, 90, {"fails_once_at": 9}),
+    "a failed confirmation": (1000, 900, {"fails_confirming": (900, 893)}),
+    "a failed confirmation of the first": (1, 1, {"fails_confirming": (1,)}),
+    "no time": (1000, 900, {"late": lambda good, bad: bad - good < 100}),
+}  # fmt: skip
+
+
+def test_which_size_comes_next():
+    """Each trial: the phase's letter, the size, whether it ran, and ' under the cap."""
+    lines = []
+    for name, (limit, capped_limit, options) in SEARCHES.items():
+        own = {key: options[key] for key in ("shows_peak", "fails_once_at", "fails_confirming") if key in options}
+        memory = Memory(limit, capped_limit, **own)
+        answer = search(memory, **{key: value for key, value in options.items() if key not in own})
+        tried = [
+            f"{phase.value[0]}{size}{'+' if passed else '-'}{chr(39) if capped else ''}"
+            for size, phase, capped, passed in memory.calls
+        ]
+        lines += [
+            f"{name}: {answer.batch_size}",
+            *textwrap.wrap(" ".join(tried), 96, initial_indent="    ", subsequent_indent="    "),
+        ]
+    same_as_golden("\n".join(lines) + "\n", "searches.txt")
