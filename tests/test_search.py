@@ -711,7 +711,7 @@ SEARCHES = {  # the limit with all the memory, under the cap, and what else diff
     "a look that varies, expected high": (1000, 900, {"look": lambda size: replace(LOOKED, guess=1200)}),
     "a look that fails": (1000, 900, {"look": lambda size: Reply(passed=size < 4, varies=size < 4, guess=20)}),
     "a first failure that passes": (100, 90, {"fails_once_at": 0}),
-    "a failure that passes": (100, 90, {"fails_once_at": 9}),
+    "a failure that passes": (100, 90, {"fails_once_at": 10}),
     "a failed confirmation": (1000, 900, {"fails_confirming": (900, 893)}),
     "a failed confirmation of the first": (1, 1, {"fails_confirming": (1,)}),
     "no time": (1000, 900, {"late": lambda good, bad: bad - good < 100}),
