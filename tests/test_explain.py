@@ -116,6 +116,16 @@ def test_lost_events_are_told(written):
     )
 
 
+def test_a_refusal_among_lost_events_has_no_known_cause(written):
+    """At the end, the program has let go of what was live when the request was refused."""
+    snapshot = snapshot_of(Recording.named("h100-ragged"))
+    [trace] = snapshot["device_traces"]
+    snapshot["device_traces"] = [[event for event in trace if event["action"] != "free_completed"]]
+    explanation = oomprobe.explain(written(snapshot))
+    assert "events are missing" in explanation.notes[0]
+    assert (explanation.cause, explanation.requested_bytes) == ("unknown", 202_768_384)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -403,6 +413,7 @@ def test_an_error_without_numbers(text, tmp_path):
     explanation = oomprobe.explain(log)
     assert (explanation.cause, explanation.live_bytes, explanation.requested_bytes) == ("unknown", None, None)
     assert text in explanation.notes[0]
+    assert len({*explanation.advice}) == len(explanation.advice) == 2
 
 
 def test_the_last_of_several_errors_and_a_wrapped_line(tmp_path):

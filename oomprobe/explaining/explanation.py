@@ -43,7 +43,7 @@ ADVICE: Mapping[str | None, tuple[str, ...]] = {
         "nvidia-smi  # which processes hold the memory",
         "CUDA_VISIBLE_DEVICES=1 python train.py  # another device",
     ),
-    "unknown": RECORD,
+    "unknown": (),
     None: (),
 }
 
@@ -120,7 +120,7 @@ class Explanation:
             f"{calls.where}: {calls.count} x {format_bytes(calls.held_bytes / calls.count)}" for calls in self.modules
         ]
         blocks = (
-            Block("memory", {label: facts for label, facts in facts.items() if facts}),
+            Block("memory", {label: about for label, about in facts.items() if about}),
             _shares("what was live", self.held),
             _shares("by kind", self.kinds),
             Block("calls of equal modules", calls[:MOST_ROWS]),
@@ -238,9 +238,7 @@ def _chosen(snapshots: Sequence[Snapshot], device: int | None) -> Snapshot:
     if device is not None:
         snapshots = [snapshot for snapshot in snapshots if snapshot.device == device]
     if not snapshots:
-        raise InvalidArgumentError(
-            "it has neither memory nor history of this device: begin to record before the first tensor is made"
-        )
+        raise InvalidArgumentError("it has neither memory nor history of this device: record before the first tensor")
     return max(snapshots, key=lambda snapshot: (len(snapshot.refused()), snapshot.held_bytes()))
 
 
@@ -257,6 +255,8 @@ def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot)
         where = stacks.line_of(refused.frames)
         known |= {"requested_bytes": refused.size, "free_bytes": refused.address, "where": where}
         cause, available_bytes = _cause(history, moment, refused, replay)
+        if history.snapshot is not snapshot:  # what was live when it was refused is not known
+            cause = "unknown"
         known |= {"cause": cause, "available_bytes": available_bytes, "advice": ADVICE[cause]}
         if cause == "fragmentation" and not history.is_expandable:
             known["advice"] = (EXPANDABLE, *ADVICE[cause])

@@ -103,7 +103,7 @@ def read_log(text: str) -> OomText:
     processes = sorted(map(_bytes_of, _PROCESS.findall(message)))
     if (
         processes and "own" not in sizes
-    ):  # in a container, torch does not know its own number: the first that is large enough
+    ):  # in a container, torch does not know its own number: the first that is so large
         sizes["own"] = next((nbytes for nbytes in processes if nbytes >= sizes.get("reserved", 0)), processes[-1])
         processes.remove(sizes["own"])
     if {"total", "reserved"} <= sizes.keys():
