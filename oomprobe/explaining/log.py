@@ -101,9 +101,8 @@ def read_log(text: str) -> OomText:
     if "live" in sizes:
         sizes.setdefault("reserved", sizes["live"] + sizes.pop("unused", 0))
     processes = sorted(map(_bytes_of, _PROCESS.findall(message)))
-    if (
-        processes and "own" not in sizes
-    ):  # in a container, torch does not know its own number: the first that is so large
+    if processes and "own" not in sizes:
+        # In a container, torch does not know its own number: the first process that is large enough.
         sizes["own"] = next((nbytes for nbytes in processes if nbytes >= sizes.get("reserved", 0)), processes[-1])
         processes.remove(sizes["own"])
     if {"total", "reserved"} <= sizes.keys():

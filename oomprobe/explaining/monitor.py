@@ -47,9 +47,7 @@ class Probed:
     """The peaks of a probe at a batch size; None where they are not known."""
 
     sizes: Sequence[int]  # all that have peaks
-    nearest: tuple[int, int] | None = (
-        None  # the sizes that ran, from below and from above: twice the same if it ran itself
-    )
+    nearest: tuple[int, int] | None = None  # the sizes that ran, from below and from above: equal if it ran itself
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
 
