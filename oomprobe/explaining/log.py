@@ -65,9 +65,10 @@ class OomText:
         if self.requested is None or self.live is None or self.reserved is None or self.free is None:
             return "unknown"
         available, needed = self.reserved + self.free, self.live + self.requested
-        is_capped = self.allowed is not None and self.allowed < available
+        allowed = self.allowed or available
+        is_capped = allowed < available
         if is_capped:
-            available = self.allowed or 0
+            available = allowed
         elif self.free >= self.requested + LARGE_SEGMENT:
             return "unknown"  # there was room, and no cap that torch knows of
         if needed <= ALMOST_FULL * available:
