@@ -11,8 +11,6 @@ import torch
 from processes import MARK, children, marked, open_files
 from workers.forks import fork
 
-from faults import card
-from oomprobe.devices.statistics import Statistics
 from oomprobe.runners.workers.process import Process
 from oomprobe.runners.workers.template import Template
 
@@ -64,12 +62,3 @@ def forked_workers(request, monkeypatch):
     if "spawned" not in request.fixturenames:
         monkeypatch.setattr(Process, "spawned", fork)
         monkeypatch.setattr(Template, "of", lambda target: None)
-
-
-@pytest.fixture(autouse=True)
-def new_card(monkeypatch):
-    """Give each test an unused card."""
-    fresh = card.FakeModule(total_bytes=card.ROOM * card.SAMPLE_BYTES)
-    monkeypatch.setattr(card.CARD, "fake", fresh)
-    monkeypatch.setattr(card.CARD, "_torch", fresh)
-    monkeypatch.setattr(card.CARD, "_statistics", Statistics(fresh, card.CARD.torch_device.index))

@@ -73,14 +73,15 @@ def command(tmp_path, mark):
     """Start a probe that sleeps in batch 4, with or without a terminal."""
     (tmp_path / "slow_target.py").write_text(TARGET)
     line = [sys.executable, "-m", "oomprobe", "run", f"{tmp_path}/slow_target.py:build", "--device", "cpu:1GiB"]
+    line += ["--progress", "off"]
     env = environment(TMPDIR=str(tmp_path / "temporary"), NO_COLOR="1")
     started = []
 
-    def start(*options, terminal):
+    def start(*, terminal):
         if terminal:
-            started.append(Terminal([*line, *options], env, tmp_path))
+            started.append(Terminal(line, env, tmp_path))
         else:
-            started.append(subprocess.Popen([*line, *options], env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE))
+            started.append(subprocess.Popen(line, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE))
         return started[-1]
 
     yield start
@@ -102,11 +103,10 @@ def asleep(process):
         assert lines[-1], lines
 
 
-@pytest.mark.parametrize("where", [[], ["--in-process"]])
-def test_ctrl_c_at_a_terminal(command, mark, where):
-    terminal = command("--progress", "off", *where, terminal=True)
+def test_ctrl_c_at_a_terminal(command, mark):
+    terminal = command(terminal=True)
     until(lambda: terminal.shows("asleep"))
-    assert len(marked(mark)) == (2 if where else 4)
+    assert len(marked(mark)) == 4  # the command, the process that forks workers, one of these, and its child
     terminal.type(b"\x03")
     assert terminal.exit_code() == 130
     assert "interrupted" in terminal.shown
@@ -118,7 +118,7 @@ def test_ctrl_c_at_a_terminal(command, mark, where):
 
 
 def test_sigterm(command, mark):
-    process = command("--progress", "off", terminal=False)
+    process = command(terminal=False)
     asleep(process)
     process.terminate()
     out, err = process.communicate(timeout=PATIENCE_S)
@@ -130,9 +130,9 @@ def test_sigterm(command, mark):
 
 
 def test_sigkill_ends_the_workers_too(command, mark):
-    process = command("--progress", "off", terminal=False)
+    process = command(terminal=False)
     asleep(process)
-    assert len(marked(mark)) == 4  # the command, the process that forks workers, one of these, and its child
+    assert len(marked(mark)) == 4
     process.kill()
     process.wait()
     until(lambda: not marked(mark), within_s=10)

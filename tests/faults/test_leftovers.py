@@ -11,21 +11,12 @@ import weakref
 
 import pytest
 import torch
-from helpers import Training, find_hastily
-from ledger import Log
+from helpers import Training
+from ledger import MIB, Log
 from torch.utils.data import DataLoader
 
-from faults.card import CARD, SAMPLE_BYTES, trained
-from oomprobe import (
-    NothingFitsError,
-    OomProbeError,
-    StepFailedError,
-    TimeLimitError,
-    Verdict,
-    find_max_batch,
-    probe_target,
-)
-from oomprobe.records.patience import Patience
+from faults.card import CARD, trained
+from oomprobe import NothingFitsError, OomProbeError, StepFailedError, TimeLimitError, find_max_batch, probe_target
 
 QUIET = {"progress": "off"}
 
@@ -47,7 +38,7 @@ def sleeps(batch_size):
     ("fault", "options", "ends"),
     [
         (lambda batch_size: None, {}, None),
-        (lambda batch_size: CARD.fake.alloc(2 * CARD.total_bytes), {}, NothingFitsError),
+        (lambda batch_size: CARD.take(2 * CARD.total_bytes), {}, NothingFitsError),
         (raises(KeyError("labels")), {}, StepFailedError),
         (raises(KeyboardInterrupt()), {}, KeyboardInterrupt),
         (raises(SystemExit(3)), {}, SystemExit),
@@ -58,25 +49,22 @@ def sleeps(batch_size):
 def test_training_state_is_restored_however_a_probe_ends(fault, options, ends):
     training = Training(warm_steps=1)
     before = training.picture()
-    CARD.fake.set_per_process_memory_fraction(0.75)
 
     def step(model, batch_size):
-        held = CARD.fake.alloc(SAMPLE_BYTES * batch_size)
+        CARD.take(batch_size * MIB)
         training.step(model, batch_size)
         fault(batch_size)
-        return held
 
     with pytest.raises(ends) if ends else contextlib.nullcontext():
         find_max_batch(training.model, step, device=CARD, min_batch=2, **QUIET, **options)
     assert training.picture() == before
-    assert CARD.fake.get_per_process_memory_fraction() == 0.75
+    assert CARD.limit == CARD.total_bytes
 
 
-@pytest.mark.parametrize("device", [CARD, "sim:1GiB"], ids=["card", "simulated"])
 @pytest.mark.parametrize(
-    ("fault", "ends"),
-    [(lambda batch_size: None, None), (raises(KeyError("labels")), StepFailedError)],
-    ids=["answer", "bug"],
+    ("device", "fault", "ends"),
+    [("sim:1GiB", lambda batch_size: None, None), (CARD, raises(KeyError("labels")), StepFailedError)],
+    ids=["simulated", "bug"],
 )
 def test_no_worker_of_a_data_loader_is_left(device, fault, ends):
     training, loaders = Training(), {}
@@ -113,15 +101,13 @@ def test_a_targets_settings_stay_in_its_process():
 def test_no_trial_error_or_log_record_holds_memory_of_a_step():
     log, kept, activations, alive = logging.handlers.MemoryHandler(10**6, flushLevel=100), [], Log(), Log()
     logging.getLogger().addHandler(log)
-    model, step = trained()
+    model, step = trained(lambda batch_size: batch_size > 2 and CARD.take(2 * CARD.total_bytes))
 
     def failing(model, batch_size):
         alive.extend(reference() for reference in activations if reference() is not None)
-        held = step(model, batch_size)
+        held = torch.ones(batch_size)
         activations.append(weakref.ref(held))
-        if batch_size > 2:
-            CARD.fake.alloc(2 * CARD.total_bytes)
-        return held
+        step(model, batch_size)
 
     gc.disable()  # so that a reference cycle is not collected by chance
     try:
@@ -129,37 +115,14 @@ def test_no_trial_error_or_log_record_holds_memory_of_a_step():
         assert result.batch_size == 2
         assert any(not trial.passed for trial in kept)
         assert len(activations) > 50
-        assert not any(reference() for reference in activations)
+        assert not any(reference() is not None for reference in activations)
         assert not any(record.exc_info for record in log.buffer)
         with pytest.raises(OomProbeError) as error:
-            find_max_batch(model, failing, device=CARD, min_batch=3, progress="off")
+            find_max_batch(model, failing, device=CARD, min_batch=3, **QUIET)
         kept.append(error.value)
         del error
-        assert not any(reference() for reference in activations)
+        assert not any(reference() is not None for reference in activations)
         assert not alive  # in the next trial
     finally:
         gc.enable()
         logging.getLogger().removeHandler(log)
-
-
-def test_nothing_of_a_trial_is_alive_while_its_repetition_waits():
-    activations, alive = Log(), Log()
-
-    def wait(seconds):
-        alive.append([reference() for reference in activations if reference() is not None])
-        CARD.fake.outside_bytes = 0
-
-    model, step = trained()
-
-    def watched(model, batch_size):
-        held = step(model, batch_size)
-        activations.append(weakref.ref(held))
-        if batch_size == 4 and CARD.fake.outside_bytes == 0 and not alive:
-            CARD.fake.outside_bytes = 600 * 2**20
-            CARD.fake.alloc(2 * CARD.total_bytes)
-        return held
-
-    result = find_hastily(Patience(sleep=wait), model, watched, device=CARD, memory_fraction=1.0)
-    assert alive
-    assert not any(alive)
-    assert Verdict.FITS in [t.verdict for t in result.trials]

@@ -1,4 +1,4 @@
-"""Trials that kill, hang or poison their process, or leave other processes running."""
+"""Trials that kill, hang or poison their process, or leave other processes running; and the processes that confirm an answer."""
 
 import ctypes
 import multiprocessing
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_accelerator import ILLEGAL_ADDRESS
 from ledger import Log
-from processes import marked
+from processes import PATIENCE_S, environment
 
 from faults.card import CARD, ROOM, trained
 from oomprobe import (
     DeviceLostError,
     InvalidArgumentError,
     NoDeviceError,
+    Phase,
     StepFailedError,
     TimeLimitError,
     UnreliableError,
@@ -30,6 +30,7 @@ from oomprobe import (
 )
 
 GRACE_S = 40  # for a process to start, and for a hanging one to be terminated, on a busy machine
+ILLEGAL_ADDRESS = "CUDA error: an illegal memory access was encountered"
 isolated = {"device": CARD, "memory_fraction": 1.0, "progress": "off"}
 
 
@@ -59,8 +60,8 @@ def sleeps_in_c():
 
 
 def illegal_access():
-    CARD.fake.poison()
-    CARD.fake.synchronize()
+    CARD.is_healthy = False
+    raise torch.AcceleratorError(ILLEGAL_ADDRESS)
 
 
 def measuring(number, fault):
@@ -85,9 +86,32 @@ def says_out_of_memory():
     os._exit(1)
 
 
-def aborts_for_memory():
-    os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
-    os.abort()
+class Nested(torch.nn.Module):
+    def forward(self, _):
+        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+        os.abort()
+
+
+def aborted():
+    """Abort below ten nested modules: faulthandler's trace after the library's message is longer than what is searched."""
+    nested = Nested()
+    for _ in range(10):
+        nested = torch.nn.Sequential(nested)
+    return at(5, lambda: nested(None))
+
+
+def worn_out():
+    """Return a step whose optimizer does not step any more after four calls in one process."""
+    model = torch.nn.Linear(2, 2)
+    optimizer, calls = torch.optim.SGD(model.parameters(), lr=0.1), Log()
+
+    def step(model, batch_size):
+        calls.append(batch_size)
+        model(torch.randn(batch_size, 2)).sum().backward()
+        if len(calls) <= 4:
+            optimizer.step()
+
+    return model, step
 
 
 poisoned = partial(at, 6, illegal_access)
@@ -99,8 +123,6 @@ always_killed_measuring = partial(measuring, 1, sigkill)
 hanging_measuring = partial(measuring, 3, sleeps_in_c)
 killed = partial(at, 5, sigkill)
 exited = partial(at, 5, exits)
-killed_at_nine = partial(trained, lambda batch_size: batch_size == 9 and sigkill())
-hanging_at_nine = partial(trained, lambda batch_size: batch_size == 9 and sleeps_in_c())
 exited_out_of_memory = partial(at, 5, says_out_of_memory)
 sleeping_in_c = partial(at, 4, sleeps_in_c)
 killed_once = partial(at, 7, once(sigkill))
@@ -116,48 +138,84 @@ def probe(target, **options):
     return probe_target(named(target), **{**isolated, **options})
 
 
-# --- sticky errors ---
+ONLY_LATER = "in a process that had run other trials, and ran in a new one: the step does not begin anew in each trial"
+LIMITED = {"trial_time_limit_s": 1.5}
+POISONED, CRASHED, TIMED_OUT = Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT
 
 
-def test_a_new_process_replaces_a_poisoned_one():
-    result = probe(poisoned, min_batch=4, max_batch=6)
-    assert (result.batch_size, result.limited_by) == (5, "size_limit")
-    assert any("sticky error in two processes" in note for note in result.notes)
-    assert {t.batch_size for t in result.trials if t.verdict is Verdict.POISONED} == {6}
+@pytest.mark.parametrize(
+    ("target", "options", "answer", "limited_by", "verdict", "noted"),
+    [
+        (poisoned, {"max_batch": 6}, 5, "size_limit", POISONED, "sticky error in two processes"),
+        (poisoned_between_steps, {"max_batch": 6}, 5, "size_limit", POISONED, "sticky error in two processes"),
+        (exited_out_of_memory, {"max_batch": 5}, 4, "memory", Verdict.OOM, ""),
+        (aborted, {"max_batch": 5}, 4, "host_memory", Verdict.HOST_OOM, ""),
+        (killed_once, {"max_batch": 8}, 8, "max_batch", CRASHED, "tried again in a new one"),
+        (hangs_once, {"max_batch": 8, **LIMITED}, 8, "max_batch", TIMED_OUT, "tried again in a new one"),
+        (worn_out, {"min_batch": 1, "max_batch": 4}, 4, "max_batch", Verdict.FITS, ONLY_LATER),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_answer_in_spite_of_processes_that_end(
+    tmp_path, monkeypatch, target, options, answer, limited_by, verdict, noted
+):
+    monkeypatch.setenv("ONCE", str(tmp_path / "happened"))
+    result = probe(target, **{"min_batch": 4, **options})
+    assert (result.batch_size, result.limited_by) == (answer, limited_by)
+    assert verdict in {trial.verdict for trial in result.trials}
+    assert not noted or any(noted in note for note in result.notes)
+    lost = {(trial.batch_size, trial.error) for trial in result.trials if trial.verdict is POISONED}
+    assert lost <= {(6, f"AcceleratorError: {ILLEGAL_ADDRESS}")}
 
 
-def worn_out():
-    """Return a step whose optimizer does not step any more after eight calls in one process."""
-    model = torch.nn.Linear(2, 2)
-    optimizer, calls = torch.optim.SGD(model.parameters(), lr=0.1), Log()
-
-    def step(model, batch_size):
-        calls.append(batch_size)
-        model(torch.randn(batch_size, 2)).sum().backward()
-        if len(calls) <= 8:
-            optimizer.step()
-
-    return model, step
+PASSED = [Verdict.FITS] * 3  # 1, 2 and 4
 
 
-@pytest.mark.slow
-def test_a_size_that_stops_training_runs_again_in_a_new_process():
-    result = probe(worn_out, max_batch=4)
-    sizes = 1, 2, 4, 1, 4  # the look at 1 begins with the tenth call
-    assert [(t.batch_size, t.verdict) for t in result.trials] == [(size, Verdict.FITS) for size in sizes]
+@pytest.mark.parametrize(
+    ("target", "options", "error", "words", "verdicts"),
+    [
+        (lost_from_the_start, {}, DeviceLostError, "a fresh process hit the same error", [POISONED] * 2),
+        (killed, {}, StepFailedError, "killed by SIGKILL (not by the system's OOM killer)", [*PASSED, CRASHED, CRASHED]),
+        (
+            *(exited, {}, StepFailedError),
+            "exited with code 1 before it answered\nthe end of its stderr:\na library: licence server not found",
+            [*PASSED, CRASHED, CRASHED],
+        ),
+        (sleeping_in_c, LIMITED, TimeLimitError, "time passed during batch", [*PASSED[:2], TIMED_OUT, TIMED_OUT]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_end_that_recurs_is_told_as_such(target, options, error, words, verdicts):
+    with pytest.raises(error) as told:
+        probe(target, **options)
+    assert words in str(told.value)
+    assert [trial.verdict for trial in told.value.trials] == verdicts
+    for trial in told.value.trials:
+        assert trial.verdict is not TIMED_OUT or trial.where.startswith("test_processes.py:")
 
 
-def test_a_card_lost_between_steps_costs_its_process_only():
-    result = probe(poisoned_between_steps, min_batch=4, max_batch=6)
-    assert (result.batch_size, result.limited_by) == (5, "size_limit")
-    lost = [t for t in result.trials if t.verdict is Verdict.POISONED]
-    assert {(t.batch_size, t.error) for t in lost} == {(6, f"AcceleratorError: {ILLEGAL_ADDRESS}")}
+def test_an_end_while_measuring_loses_no_confirmed_answer():
+    check = partial(check_target, batch_size=8, device=CARD, progress="off")
+    assert check(named(killed_measuring)).batch_size == 8
+    with pytest.raises(UnreliableError, match="two processes failed while they measured the memory"):
+        check(named(always_killed_measuring))
+    with pytest.raises(TimeLimitError, match="time passed while the memory was measured, after ") as late:
+        check(named(hanging_measuring), time_limit_s=2.5)
+    assert [trial.verdict for trial in late.value.trials] == [Verdict.FITS]
 
 
-def test_a_card_lost_in_two_processes_ends_the_probe():
-    with pytest.raises(DeviceLostError, match="a fresh process hit the same error") as lost:
-        probe(lost_from_the_start)
-    assert [(t.batch_size, t.verdict) for t in lost.value.trials] == [(1, Verdict.POISONED)] * 2
+def hangs():
+    time.sleep(600)
+
+
+def test_a_hanging_target_ends_at_the_time_limit():
+    began_s = time.monotonic()
+    with pytest.raises(TimeLimitError, match=r"time passed while the target was built.* \(time_limit_s=1,"):
+        probe(hangs, time_limit_s=1)
+    assert 1 <= time.monotonic() - began_s < GRACE_S
+
+
+# --- which process runs a trial ---
 
 
 def records_processes():
@@ -169,137 +227,41 @@ def records_processes():
 
     def recording(model, batch_size):
         record(batch_size)
-        return step(model, batch_size)
+        step(model, batch_size)
 
     return model, recording
 
 
-def test_no_process_runs_another_trial_after_one_at_the_edge(tmp_path, monkeypatch):
-    """Without a cap, a refused allocation may have broken torch's allocator, which a health check may miss."""
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """Return a function that returns the size and the process of each call of `records_processes`."""
     monkeypatch.setenv("RECORD", str(tmp_path / "calls"))
+    return lambda: [tuple(map(int, line.split())) for line in (tmp_path / "calls").read_text().splitlines()]
+
+
+def test_no_process_runs_another_trial_after_one_at_the_edge(calls):
+    """Without a cap, a refused allocation may have broken torch's allocator, which a health check may miss."""
     assert probe(records_processes, min_batch=8, resolution=0.2).batch_size == ROOM
-    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
-    refused = [number for number, (size, _) in enumerate(calls) if int(size) > ROOM]
+    refused = [number for number, (size, _) in enumerate(calls()) if size > ROOM]
     assert refused
     for number in refused:
-        assert calls[number][1] not in {pid for _, pid in calls[number + 1 :]}
+        assert calls()[number][1] not in {pid for _, pid in calls()[number + 1 :]}
 
 
-# --- processes that die, or hang, while the memory is measured ---
+@pytest.mark.parametrize("device", ["cpu:1GiB", CARD], ids=["host", "card"])
+def test_an_answer_is_confirmed_in_a_fresh_process(calls, device):
+    searched, confirmed = set(), set()
+
+    def note_process(trial):
+        (confirmed if trial.phase is Phase.CONFIRM else searched).add(calls()[-1][1])
+
+    probe(records_processes, device=device, max_batch=2, progress=note_process)
+    assert (len(searched) > 1) is (device != CARD)  # on the host each trial has its own
+    assert confirmed
+    assert not confirmed & searched
 
 
-def test_a_death_while_measuring_loses_no_confirmed_answer():
-    assert check_target(named(killed_measuring), 8, device=CARD, memory_fraction=0.9, progress="off").batch_size == 8
-
-
-@pytest.mark.parametrize(
-    ("target", "options", "error", "words", "passed"),
-    [
-        (always_killed_measuring, {}, UnreliableError, "two processes failed while they measured the memory", 0),
-        (
-            hanging_measuring,
-            {"time_limit_s": 2.5},
-            TimeLimitError,
-            "time passed while the memory was measured, after ",
-            1,
-        ),
-    ],
-)
-def test_an_end_while_measuring_is_told_as_such(target, options, error, words, passed):
-    with pytest.raises(error, match=words) as told:
-        check_target(named(target), 8, device=CARD, progress="off", **options)
-    assert [t.verdict for t in told.value.trials] == [Verdict.FITS] * passed
-
-
-# --- processes that die ---
-
-
-@pytest.mark.parametrize(
-    ("target", "words"),
-    [
-        (killed, "killed by SIGKILL (not by the system's OOM killer)"),
-        (exited, "exited with code 1 before it answered\nthe end of its stderr:\na library: licence server not found"),
-    ],
-)
-def test_a_death_that_is_not_about_memory_is_a_failed_step(target, words):
-    with pytest.raises(StepFailedError) as failed:
-        probe(target)
-    assert words in str(failed.value)
-    assert failed.value.batch_size == 8
-    assert [t.verdict for t in failed.value.trials] == [Verdict.FITS] * 3 + [Verdict.CRASHED] * 2
-
-
-@pytest.mark.parametrize(
-    ("target", "options", "error", "what"),
-    [
-        (killed_at_nine, {}, StepFailedError, "the process of the trial died twice at batch size 9 with no sign"),
-        (hanging_at_nine, {"trial_time_limit_s": 1.5}, TimeLimitError, "time passed during batch 9, in trial "),
-    ],
-)
-def test_a_late_end_says_what_ran_and_what_failed(target, options, error, what):
-    """Ten samples fit: 3, 6, not 12, and then 9."""
-    with pytest.raises(error) as late:
-        probe(target, min_batch=3, multiple_of=3, **options)
-    assert str(late.value).startswith(f"after batch 6 ran for 2 steps and batch 12 failed, {what}")
-
-
-class Nested(torch.nn.Module):
-    def forward(self, fault):
-        return fault()
-
-
-def aborted():
-    """Abort below ten nested modules: faulthandler's trace after the library's message is longer than what is searched."""
-    nested = Nested()
-    for _ in range(10):
-        nested = torch.nn.Sequential(nested)
-    return at(5, lambda: nested(aborts_for_memory))
-
-
-@pytest.mark.parametrize(("target", "limited_by"), [(exited_out_of_memory, "memory"), (aborted, "host_memory")])
-def test_a_death_caused_by_memory_limits_the_size(target, limited_by):
-    result = probe(target, min_batch=4, max_batch=5)
-    assert (result.batch_size, result.first_failing_batch_size, result.limited_by) == (4, 5, limited_by)
-
-
-# --- steps that hang ---
-
-
-def test_a_hanging_step_ends_at_its_time_limit():
-    began = time.monotonic()
-    with pytest.raises(TimeLimitError, match="time passed during batch") as late:
-        probe(sleeping_in_c, trial_time_limit_s=1.5)
-    assert time.monotonic() - began < 1.5 + GRACE_S
-    verdicts = [(t.batch_size, t.verdict) for t in late.value.trials[:3]]
-    assert verdicts == [(1, Verdict.FITS), (2, Verdict.FITS), (4, Verdict.TIMED_OUT)]
-    assert late.value.trials[2].where.startswith("test_processes.py:")
-
-
-def fails_late():
-    """Return a target with a bug after 38 calls in one process, counted where no probe can put it back."""
-    calls = iter(range(38))
-    return trained(lambda batch_size: next(calls))
-
-
-def test_a_bug_that_does_not_recur_in_a_new_process_is_noted():
-    result = probe_target(fails_late, **isolated, max_batch=4, confirm_steps=3)
-    assert result.batch_size == 4
-    (note,) = [note for note in result.notes if "in a process that had run other trials" in note]
-    assert "failed with StopIteration" in note
-    assert note.endswith("and ran in a new one: the step does not begin anew in each trial")
-
-
-@pytest.mark.parametrize(
-    ("target", "options", "verdict"),
-    [(killed_once, {}, Verdict.CRASHED), (hangs_once, {"trial_time_limit_s": 1.5}, Verdict.TIMED_OUT)],
-)
-def test_a_death_or_hang_that_does_not_recur_is_noted(tmp_path, monkeypatch, target, options, verdict):
-    monkeypatch.setenv("ONCE", str(tmp_path / "happened"))
-    result = probe(target, min_batch=4, max_batch=8, **options)
-    assert (tmp_path / "happened").exists()
-    assert result.batch_size == 8
-    assert any("tried again in a new one" in note and "batch 8" in note for note in result.notes)
-    assert verdict in [t.verdict for t in result.trials]
+# --- what a target may have started ---
 
 
 def threads_started():
@@ -316,14 +278,13 @@ def workers_started():
 
 @pytest.mark.usefixtures("spawned")
 def test_a_target_that_started_threads_is_forked():
-    result = probe_target(threads_started, device="cpu:1GiB", max_batch=2, progress="off")
+    result = probe(threads_started, device="cpu:1GiB", max_batch=2)
     assert (result.batch_size, result.limited_by) == (2, "max_batch")
 
 
-@pytest.mark.usefixtures("spawned")
 def test_a_target_that_started_workers_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"live child processes \(.*start them in the step"):
-        probe_target(workers_started, device="cpu:1GiB", max_batch=2, progress="off")
+        probe(workers_started, device="cpu:1GiB", max_batch=2)
 
 
 # --- targets and devices that cannot reach another process ---
@@ -353,40 +314,37 @@ def test_a_target_that_cannot_be_imported_is_refused(target):
 
 def test_an_unpicklable_device_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"a socket in it.*isolate=False"):
-        probe(poisoned, device=Unpicklable(CARD.fake))
+        probe(poisoned, device=Unpicklable())
 
 
-# --- processes that a step starts ---
+SCRIPT = """
+import os
 
-SLEEP = "import time; time.sleep(600)"
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+import torch
 
+import oomprobe
 
-def starts_workers():
-    """Start three: two ignore SIGTERM, and one of these leads its own session."""
-    for program, own_session in ((SLEEP, False), (STUBBORN, False), (STUBBORN, True)):
-        worker = subprocess.Popen([sys.executable, "-c", program], start_new_session=own_session)
-        worker.returncode = 0  # no ResourceWarning
+with open("imported", "a") as file:
+    file.write(f"{os.getpid()}\\n")
 
 
-def workers():
-    started = Log()  # in this process
-
-    def start():
-        if not started:
-            started.append(True)
-            starts_workers()
-
-    return at(2, start)
+def build():
+    model = torch.nn.Linear(2, 2)
+    return model, lambda model, batch_size: model(torch.randn(batch_size, 2)).sum().backward()
 
 
-@pytest.mark.usefixtures("spawned")
-def test_no_grandchild_outlives_an_answer(mark):
-    seen = []
-    result = probe(workers, max_batch=2, progress=lambda trial: seen.append(marked(mark)))
-    assert result.batch_size == 2
-    assert sum("SIG_IGN" in command for command in seen[-1].values()) >= 2
-    assert not marked(mark)
+oomprobe.probe_target(build, device="cpu:1GiB", max_batch=2)
+"""
+
+
+def test_a_script_that_probes_itself_on_import_is_refused(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = {"env": environment(), "cwd": tmp_path, "timeout": PATIENCE_S, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "train.py"], check=False, **options)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith('put the call under if __name__ == "__main__":')
+    assert "InvalidArgumentError" in done.stderr.splitlines()[-1]
+    assert len((tmp_path / "imported").read_text().split()) == 2  # by the script, and by the worker
 
 
 # --- a CUDA context in the parent would take memory from the trials ---
@@ -397,16 +355,15 @@ def asks_for_cuda():
     return trained()
 
 
-@pytest.mark.usefixtures("spawned")
 def test_only_children_touch_the_accelerator(monkeypatch):
     asked = []
     for name in ("is_available", "_lazy_init", "init", "device_count", "current_device", "mem_get_info"):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))
     for name in ("is_available", "current_accelerator", "device_count"):
         monkeypatch.setattr(torch.accelerator, name, lambda *_, name=name: asked.append(name))
-    assert probe_target(asks_for_cuda, device=CARD, max_batch=4, progress="off").batch_size == 4
+    assert probe(asks_for_cuda, max_batch=4).batch_size == 4
     with pytest.raises(NoDeviceError):
-        probe_target(asks_for_cuda, device="cuda:7", max_batch=4, progress="off")
+        probe(asks_for_cuda, device="cuda:7", max_batch=4)
     assert asked == []
     asks_for_cuda()
     assert asked != []  # the patched functions do record
