@@ -4,13 +4,12 @@ import gc
 import resource
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from oomprobe.ground import linux, torch_versions
+from oomprobe.ground import torch_versions
 from oomprobe.runners.hooks import preload_dynamo
 
 ON_BED = any(Path(torch.__file__).parents[1].glob("nvidia/*/lib/libcudastub.so"))
@@ -52,24 +51,3 @@ def frozen_so_far():
     preload_dynamo()
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture
-def cards(monkeypatch):
-    """A machine with two identical cards; tests may add to their properties."""
-    from fake_accelerator import FakeModule
-
-    properties = {}
-    here = SimpleNamespace(kind="cuda", properties=properties, fraction=1.0, free=2**32)
-
-    def module(device):
-        fake = FakeModule(**properties)
-        fake.set_per_process_memory_fraction(here.fraction)
-        return fake
-
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(here.kind))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
-    monkeypatch.setattr(torch, "get_device_module", module)
-    monkeypatch.setattr(linux, "free_bytes", lambda *args: here.free)
-    return here

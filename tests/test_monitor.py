@@ -1,13 +1,13 @@
-"""The monitor of a real run on a fake card: what it compares, keeps and writes, and that nothing makes it raise."""
+"""The monitor of a real run on counters that a test moves: what it compares, keeps and writes, and that nothing makes it raise."""
 
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from example_results import GIB, MIB, gpu
-from fake_accelerator import FakeModule
 from helpers import a_trial
 from test_progress import Terminal
 
@@ -19,11 +19,40 @@ PROBE = replace(gpu(), environment={"torch": HERE, "date": "2026-11-01T08:00:00+
 PROBED = PROBE.confirmation.peak_allocated_bytes
 
 
+class Card:
+    """What `torch.cuda` reports of the probe's card: each block is freed at once, and stays in the cache."""
+
+    def __init__(self):
+        self.properties, self.peak_bytes, self.is_poisoned = SimpleNamespace(name=PROBE.device), 0, False
+
+    def alloc(self, size_bytes):
+        self.peak_bytes = max(self.peak_bytes, size_bytes)
+
+    def poison(self):
+        self.is_poisoned = True
+
+    def is_initialized(self):
+        return True
+
+    def current_device(self):
+        return 0
+
+    def get_device_properties(self, index):
+        return self.properties
+
+    def reset_peak_memory_stats(self):
+        self.peak_bytes = 0
+
+    def memory_stats_as_nested_dict(self, index=0):
+        if self.is_poisoned:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return {name: {"all": {"peak": self.peak_bytes}} for name in ("allocated_bytes", "reserved_bytes")}
+
+
 @pytest.fixture
 def card(monkeypatch):
     """The card of the probe, in this process."""
-    fake = FakeModule(total_bytes=24 * GIB)
-    fake.properties.name = PROBE.device
+    fake = Card()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)

@@ -175,7 +175,13 @@ PASSED = [Verdict.FITS] * 3  # 1, 2 and 4
     ("target", "options", "error", "words", "verdicts"),
     [
         (lost_from_the_start, {}, DeviceLostError, "a fresh process hit the same error", [POISONED] * 2),
-        (killed, {}, StepFailedError, "killed by SIGKILL (not by the system's OOM killer)", [*PASSED, CRASHED, CRASHED]),
+        (
+            killed,
+            {},
+            StepFailedError,
+            "killed by SIGKILL (not by the system's OOM killer)",
+            [*PASSED, CRASHED, CRASHED],
+        ),
         (
             *(exited, {}, StepFailedError),
             "exited with code 1 before it answered\nthe end of its stderr:\na library: licence server not found",
