@@ -112,41 +112,6 @@ def test_a_scaler_may_skip_the_first_steps(card):
 # --- lost devices, in new processes ---
 
 
-def test_an_index_out_of_bounds_ends_the_probe():
-    out = run_python(
-        """
-        import os
-        import ledger
-        import torch
-        import oomprobe
-        model = torch.nn.Embedding(8, 8).to("cuda:0")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        called = ledger.Log()
-
-        def step(model, batch_size):
-            called.append(batch_size)
-            index = torch.full((batch_size,), 99 if batch_size >= 8 else 1, device="cuda:0")
-            optimizer.zero_grad()
-            model(index).sum().backward()
-            optimizer.step()
-
-        try:
-            oomprobe.find_max_batch(model, step, max_batch=64, progress="off")
-        except oomprobe.DeviceLostError as error:
-            assert [t.batch_size for t in error.trials] == [1, 2, 4, 8], error.trials
-            assert error.trials[-1].verdict is oomprobe.Verdict.POISONED
-            assert called.count(8) == 1, called
-            print("lost:", error, flush=True)
-        else:
-            print("not lost", flush=True)
-        os._exit(0)  # a lost context may hang at exit
-        """,
-        timeout_s=180,
-        warnings="default",
-    )
-    assert out.startswith("lost: after batch 4 ran for 2 steps, a sticky error (batch 8")
-
-
 def out_of_bounds():
     """Above ten samples a kernel reads out of bounds: a device-side assert, after which every call of the process fails."""
     model = nn.Linear(64, 64, device="cuda")
@@ -159,6 +124,14 @@ def out_of_bounds():
     return model, step
 
 
+IN_PROCESS = """
+import os, oomprobe, test_gpu
+try:
+    oomprobe.find_max_batch(*test_gpu.out_of_bounds(), max_batch=64, progress="off")
+except oomprobe.DeviceLostError as error:
+    print([trial.batch_size for trial in error.trials], error.trials[-1].verdict.name, error, flush=True)
+os._exit(0)  # a lost context may hang at exit
+"""
 RUN_TARGET = """
 import torch, oomprobe
 result = oomprobe.probe_target("tests/test_gpu.py:out_of_bounds", device="cuda", progress="off", max_batch=64)
@@ -169,3 +142,8 @@ print(torch.cuda.is_initialized())
 
 def test_poisoned_children_are_replaced():
     assert run_python(RUN_TARGET, timeout_s=240, warnings="default") == "10 size_limit True\nFalse\n"
+
+
+def test_a_lost_device_ends_the_probe():
+    out = run_python(IN_PROCESS, timeout_s=180, warnings="default")
+    assert out.startswith("[1, 2, 4, 8, 16] POISONED after batch 8 ran for 2 steps, a sticky error (batch 16")
