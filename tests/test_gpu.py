@@ -87,7 +87,6 @@ def test_the_state_and_the_cards_generator_are_restored(card):
     assert [module.training for module in model] == [True, True, False, True]
 
 
-@pytest.mark.needs_kernels
 def test_a_scaler_may_skip_the_first_steps(card):
     model = nn.Linear(64, 64).to(CARD)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 import time
@@ -133,14 +132,6 @@ def test_an_interrupted_check_keeps_its_findings(check):
     status, kept = check({"probe": FOUND, "train": train})
     assert (status, kept["parts"][0]["answer"], kept["tests"]["summary"]) == (130, 7, "not run")
     assert kept["wrong"] == []
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
-def test_what_the_tests_said_is_kept_without_colours(monkeypatch, tmp_path):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as kernels of notebooks do
-    said = gpu_check.run_tests(60, tmp_path / "tests.txt")
-    assert re.fullmatch(r"=+ \d+ skipped in .* =+", said["summary"])
-    assert {line.partition(" [")[0] for line in said["not_passed"]} == {"SKIPPED"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,17 +21,14 @@ A100, H100 = "8.0,108,2048", "9.0,132,2048"
 
 
 def test_tests_marked_gpu(tmp_path):
-    # Without the slow test of children, which tests/cuda/test_faults.py covers on the bed.
-    which = ["-m", "gpu and not needs_kernels", "-k", "not children_are_replaced", "tests/test_gpu.py"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", *which]
-
-    def run():
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=False)
-        return done.returncode, done.stdout
-
-    status, said = forked(run, limit_s=300, card=H100, shared=tmp_path / "device", **CARD)
-    assert status == 0, said
-    assert "skipped" not in said.splitlines()[-1]
+    """What they say is kept without colours, which kernels of notebooks force."""
+    # Without the slow test of children, which tests/cuda/test_faults.py covers, and one that needs kernels that compute.
+    which = '-k "not a_scaler and not children_are_replaced"'
+    options = {"PYTEST_ADDOPTS": which, "FORCE_COLOR": "1", "card": H100, "shared": tmp_path / "device", **CARD}
+    said = forked(gpu_check.run_tests, 200, tmp_path / "tests.txt", limit_s=300, **options)
+    assert said["exit_code"] == 0, (tmp_path / "tests.txt").read_text()
+    assert re.fullmatch(r"=+ 4 passed, 2 deselected in .* =+", said["summary"])
+    assert said["not_passed"] == []
 
 
 def test_gpu_check(tmp_path):

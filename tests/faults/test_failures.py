@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from faults.card import CARD, trained
+from faults.card import CARD, ROOM, trained
 from oomprobe import find_max_batch
 
 FAILS_FROM = 6
@@ -32,3 +32,4 @@ def test_a_failure_limits_the_answer_by_its_kind(error, pressed, limited_by):
     result = find_max_batch(*trained(fault), device=CARD, memory_fraction=1.0, progress="off")
     assert (result.batch_size, result.first_failing_batch_size) == (FAILS_FROM - 1, FAILS_FROM)
     assert result.limited_by == limited_by
+    assert result.fit.predicted_max_batch == ROOM  # the straight line decides nothing
