@@ -26,23 +26,21 @@ MACHINE_FREE = 20_000_000 * 1024
 
 
 @pytest.fixture
-def free(tmp_path, monkeypatch):
-    """Free memory for a given /proc/self/cgroup and given memory files in the folders of /sys/fs/cgroup."""
-    monkeypatch.setattr(linux, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(linux, "CGROUP_MEMBERSHIP", tmp_path / "cgroup")
-    monkeypatch.setattr(linux, "CGROUP_ROOT", tmp_path / "sys")
-    linux.MEMINFO.write_text(MEMINFO)
+def system(tmp_path):
+    """Return a function that writes /proc and /sys, with memory files in the folders of cgroups, and returns their root."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text(MEMINFO)
 
-    def read(table, **folders):
-        linux.CGROUP_MEMBERSHIP.write_text(table)
+    def write(table, **folders):
+        (tmp_path / "proc/self/cgroup").write_text(table)
         for name, files in folders.items():
-            folder = linux.CGROUP_ROOT / name
+            folder = tmp_path / "sys/fs/cgroup" / name
             folder.mkdir(parents=True, exist_ok=True)
             for file, text in files.items():
                 (folder / f"memory.{file}").write_text(f"{text}\n")
-        return linux.free_bytes()
+        return tmp_path
 
-    return read
+    return write
 
 
 def limited(limit, used, **stat):
@@ -80,24 +78,17 @@ OTHER = {"memory/docker/abc": VERSION_1, "memory/fast": {"limit_in_bytes": 1, "u
         "version 1 without a limit",
     ],
 )
-def test_the_tightest_cgroup_decides(free, table, folders, expected):
-    assert free(table, **folders) == expected
+def test_the_tightest_cgroup_decides(system, table, folders, expected):
+    assert linux.free_bytes(system(table, **folders)) == expected
 
 
-def test_other_systems_have_no_figures(tmp_path, monkeypatch):
-    for name in ("MEMINFO", "CGROUP_MEMBERSHIP", "VMSTAT"):
-        monkeypatch.setattr(linux, name, tmp_path / "none")
-    assert linux.free_bytes() is None
-    assert linux.oom_kills() is None
-    assert int(linux.OomKills()) == 0
+def test_other_systems_have_no_figures(tmp_path):
+    assert (linux.free_bytes(tmp_path), linux.oom_kills(tmp_path), int(linux.OomKills(tmp_path))) == (None, None, 0)
 
 
-def test_kills_of_machine_and_cgroup_are_added(tmp_path, free, monkeypatch):
-    monkeypatch.setattr(linux, "VMSTAT", tmp_path / "vmstat")
-    linux.VMSTAT.write_text("nr_free_pages 7\noom_kill 3\n")
-    free("0::/job\n")
-    assert linux.oom_kills() == 3
-    since = linux.OomKills()
-    free("0::/job\n", job={"events": "low 0\noom 9\noom_kill 2"})
-    assert linux.oom_kills() == 5
-    assert int(since) == 2
+def test_kills_of_machine_and_cgroup_are_added(system):
+    root = system("0::/job\n")
+    (root / "proc/vmstat").write_text("nr_free_pages 7\noom_kill 3\n")
+    since = linux.OomKills(root)
+    system("0::/job\n", job={"events": "low 0\noom 9\noom_kill 2"})
+    assert (linux.oom_kills(root), int(since)) == (5, 2)

@@ -21,7 +21,6 @@ from oomprobe.ground import linux
 with suppress(ImportError):  # not on Windows
     import resource
 
-MAPS = Path("/proc/self/maps")
 # An ambiguous error such as "could not create a primitive" counts as out of memory only above this share of the cap.
 PRESSURE_SHARE = 0.5
 APPROXIMATE = "host memory is approximate: near the limit, heap fragmentation decides; step times are for one thread"
@@ -43,7 +42,7 @@ class HostDevice(Device):
         # Allocations beyond the free memory succeed, and then the OOM killer ends the process.
         self.name = stated_name("host memory", stated_bytes, _without_copies(free_bytes))
         self.total_bytes = linux.machine_bytes("MemTotal") or free_bytes
-        self._notes = (APPROXIMATE, *_other_malloc())
+        self._notes = (APPROXIMATE, *other_malloc(Path("/proc/self/maps").read_text()))
         self._stated_bytes = stated_bytes
         self._cap_bytes = self._start_bytes = self._start_anonymous_bytes = 0
 
@@ -123,8 +122,8 @@ def _without_copies(free_bytes: int) -> int:
     return max(0, free_bytes - linux.process_bytes("RssAnon"))
 
 
-def _other_malloc() -> tuple[str, ...]:
-    mapped = MAPS.read_text()
+def other_malloc(mapped: str) -> tuple[str, ...]:
+    """Return a note if this process, whose mapped files are given, does not use the C library's malloc."""
     for name in ("jemalloc", "tcmalloc", "mimalloc"):
         if f"lib{name}" in mapped:
             return (f"this process uses {name}: train with it too, because it fragments differently",)

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MEMINFO, STATUS, VMSTAT = Path("/proc/meminfo"), Path("/proc/self/status"), Path("/proc/vmstat")
-CGROUP_MEMBERSHIP, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+ROOT = Path("/")  # below which /proc and /sys are
 
 
-def machine_bytes(name: str) -> int | None:
+def machine_bytes(name: str, root: Path = ROOT) -> int | None:
     """Return a figure of /proc/meminfo, such as ``MemAvailable``, in bytes; None if it is missing."""
-    kib = _count(MEMINFO, f"{name}:")
+    kib = _count(root / "proc/meminfo", f"{name}:")
     return None if kib is None else kib * 1024
 
 
 def process_bytes(name: str) -> int:
     """Return a figure of /proc/self/status, such as ``VmSize`` (address space) or ``VmRSS`` (resident), in bytes."""
-    return 1024 * (_count(STATUS, f"{name}:") or 0)
+    return 1024 * (_count(ROOT / "proc/self/status", f"{name}:") or 0)
 
 
-def free_bytes() -> int | None:
+def free_bytes(root: Path = ROOT) -> int | None:
     """Return the least free memory of the machine and this process's cgroups; None if unknown (not Linux)."""
-    figures = [machine_bytes("MemAvailable"), *map(_cgroup_free, _cgroup_folders())]
+    figures = [machine_bytes("MemAvailable", root), *map(_cgroup_free, _cgroup_folders(root))]
     return min((f for f in figures if f is not None), default=None)
 
 
-def _cgroup_folders() -> list[Path]:
+def _cgroup_folders(root: Path) -> list[Path]:
     """Return the folders of this process's cgroup and its parents, version 2 and 1."""
     try:
-        lines = CGROUP_MEMBERSHIP.read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
     folders: list[Path] = []
@@ -36,11 +35,11 @@ def _cgroup_folders() -> list[Path]:
         if line.count(":") < 2:
             continue
         _, controllers, path = line.split(":", 2)
-        top = CGROUP_ROOT
+        top = root / "sys/fs/cgroup"
         if controllers:  # version 1
             if "memory" not in controllers.split(","):
                 continue
-            top = CGROUP_ROOT / "memory"
+            top /= "memory"
         own = top / path.lstrip("/")
         folders += [own, *(parent for parent in own.parents if parent.is_relative_to(top))]
     return folders
@@ -63,13 +62,13 @@ def _cgroup_free(folder: Path) -> int | None:
     return None
 
 
-def oom_kills() -> int | None:
+def oom_kills(root: Path = ROOT) -> int | None:
     """Count the processes that the OOM killer ended, on the machine and in this process's cgroups; None if unknown.
 
     Sources: proc_vmstat(5), cgroup v2 ``memory.events``, v1 ``memory.oom_control``.
     """
-    files = [VMSTAT]
-    for folder in _cgroup_folders():
+    files = [root / "proc/vmstat"]
+    for folder in _cgroup_folders(root):
         files += [folder / "memory.events", folder / "memory.oom_control"]
     counts = [count for file in files if (count := _count(file, "oom_kill")) is not None]
     return sum(counts) if counts else None
@@ -78,11 +77,11 @@ def oom_kills() -> int | None:
 class OomKills:
     """Counts what the OOM killer ends from now on."""
 
-    def __init__(self) -> None:
-        self._before = oom_kills()
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root, self._before = root, oom_kills(root)
 
     def __int__(self) -> int:
-        now = oom_kills()
+        now = oom_kills(self._root)
         if now is None or self._before is None:
             return 0
         return now - self._before
