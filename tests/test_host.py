@@ -73,10 +73,10 @@ def test_a_budget_above_free_memory_is_refused(monkeypatch):
 def test_host_memory_that_nobody_asked_for_is_said_at_once_and_ends_soon(asked, caplog):
     told = []  # before each trial
     slow = linear(then=lambda batch_size: time.sleep(0.1))
-    options = {"device": None, "max_batch": 2, "confirm_steps": 5, **asked}
+    options = {"device": None, "max_batch": 8, **asked}
     options["progress"] = lambda trial: told.append([record.getMessage() for record in caplog.records])
-    result = find_hastily(Patience(unasked_host_s=0.5), *slow, **options)
-    hint = "no accelerator is here and no device was named, so host memory is probed, which is slow; such a probe ends after 500 ms"
+    result = find_hastily(Patience(unasked_host_s=1.5), *slow, **options)
+    hint = "no accelerator is here and no device was named, so host memory is probed, which is slow; such a probe ends after 1.5"
     is_unasked = "device" not in asked
     assert [text.startswith(hint) for text in told[0]] == [True] * is_unasked
     assert any(note.startswith(hint) for note in result.notes) is is_unasked

@@ -60,7 +60,7 @@ def main():
         import torch._dynamo  # otherwise the first optimizer imports it in each child, in 3 s
 
         import oomprobe.demo  # noqa: F401
-        from gpu_check import facts, ranks, recording, table
+        from gpu_check import facts  # noqa: F401
     except ImportError as error:
         print(f"gpu-check: {sys.executable}: {error}; use one that has torch: PYTHON=... gpu-check", file=sys.stderr)
         return 2
@@ -70,50 +70,9 @@ def main():
     if "error" in card:
         print(f"gpu-check: {card['error']} (torch {torch.__version__}); nothing was checked", file=sys.stderr)
         return 2
-    evidence = {**card, **surroundings(), "outside_bytes": {}, "errors": {}, "parts": [], "recordings": []}
-    evidence |= {"isolation": {}, "table": {}, "ranks": {}, "tests": NOT_RUN}
+    evidence = {**card, **surroundings()}
     path = arguments.evidence or default_path(evidence)
-
-    def keep():
-        evidence.update(wrong=wrong(evidence), seconds=round(time.monotonic() - started, 1))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in evidence.items())
-        path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
-
-    progress("memory outside the allocator, and errors")
-    evidence["outside_bytes"] = in_child(facts.outside_bytes, limit_s=FACT_S)
-    for function in facts.FAILURES:
-        evidence["errors"][function.__name__] = in_child(facts.error_of, function, limit_s=FACT_S)
-    keep()
-    for part in PARTS:
-        evidence["parts"].append(dict(part))
-        for _ in measure(evidence["parts"][-1]):
-            keep()
-    for name, batch_size in RECORDED.items():
-        progress(f"recording of {name}")
-        evidence["recordings"].append(in_child(recording.record, name, batch_size, limit_s=RECORDING_S))
-        keep()
-    progress("the cost of isolation")
-    for kind, isolate in (("in this process", False), ("isolated", True)):
-        evidence["isolation"][kind] = in_child(facts.cost, isolate, limit_s=COST_S)
-    keep()
-    progress("a table over lengths")
-    evidence["table"] = in_child(table.table, hold_small, limit_s=TABLE_S)
-    for kind in ("alone", "mixed"):
-        if sizes := evidence["table"].get(kind):
-            ended = [in_child(table.in_buckets, hold_small, sizes, seed, limit_s=COST_S) for seed in range(BUCKETS)]
-            evidence["table"][f"trained {kind}"] = [one.get("ended") or one["error"] for one in ended]
-    keep()
-    for strategy in ("ddp", "fsdp") if card.get("cards", 1) > 1 else ():
-        progress(f"{strategy} on {card['cards']} cards")
-        evidence["ranks"][strategy] = in_child(ranks.check_ranks, strategy, card["cards"], limit_s=RANKS_S)
-        keep()
-    if not arguments.without_tests:
-        left_s = CHECK_S - (time.monotonic() - started)
-        evidence["tests"] = run_tests(max(TESTS_AT_LEAST_S, left_s), path.with_suffix(".tests.txt"))
-    keep()
-    print_summary(evidence, path)
-    return 1 if evidence["wrong"] else 0
+    return check(evidence, path, started, with_tests=not arguments.without_tests)
 
 
 NOT_RUN = {"ran": False, "summary": "not run"}
@@ -224,10 +183,65 @@ def default_path(evidence):
     return ROOT / "tests" / "evidence" / f"{card}-torch{version}.json"
 
 
+# --- the check ---
+
+
+def check(evidence, path, started, *, parts=PARTS, recorded=RECORDED, with_tests=True, in_child=in_child):
+    """Add findings to the evidence, write it to the path after each of them, and return the exit code.
+
+    `started` is on the monotonic clock; `in_child` runs a function as the function of that name does.
+    """
+    from gpu_check import facts, ranks, recording, table
+
+    evidence |= {"outside_bytes": {}, "errors": {}, "parts": [], "recordings": []}
+    evidence |= {"isolation": {}, "table": {}, "ranks": {}, "tests": NOT_RUN}
+
+    def keep():
+        evidence.update(wrong=wrong(evidence), seconds=round(time.monotonic() - started, 1))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in evidence.items())
+        path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+    progress("memory outside the allocator, and errors")
+    evidence["outside_bytes"] = in_child(facts.outside_bytes, limit_s=FACT_S)
+    for function in facts.FAILURES:
+        evidence["errors"][function.__name__] = in_child(facts.error_of, function, limit_s=FACT_S)
+    keep()
+    for part in parts:
+        evidence["parts"].append(dict(part))
+        for _ in measure(evidence["parts"][-1], in_child):
+            keep()
+    for name, batch_size in recorded.items():
+        progress(f"recording of {name}")
+        evidence["recordings"].append(in_child(recording.record, name, batch_size, limit_s=RECORDING_S))
+        keep()
+    progress("the cost of isolation")
+    for kind, isolate in (("in this process", False), ("isolated", True)):
+        evidence["isolation"][kind] = in_child(facts.cost, isolate, limit_s=COST_S)
+    keep()
+    progress("a table over lengths")
+    evidence["table"] = in_child(table.table, hold_small, limit_s=TABLE_S)
+    for kind in ("alone", "mixed"):
+        if sizes := evidence["table"].get(kind):
+            ended = [in_child(table.in_buckets, hold_small, sizes, seed, limit_s=COST_S) for seed in range(BUCKETS)]
+            evidence["table"][f"trained {kind}"] = [one.get("ended") or one["error"] for one in ended]
+    keep()
+    for strategy in ("ddp", "fsdp") if evidence.get("cards", 1) > 1 else ():
+        progress(f"{strategy} on {evidence['cards']} cards")
+        evidence["ranks"][strategy] = in_child(ranks.check_ranks, strategy, evidence["cards"], limit_s=RANKS_S)
+        keep()
+    if with_tests:
+        left_s = CHECK_S - (time.monotonic() - started)
+        evidence["tests"] = run_tests(max(TESTS_AT_LEAST_S, left_s), path.with_suffix(".tests.txt"))
+    keep()
+    print_summary(evidence, path)
+    return 1 if evidence["wrong"] else 0
+
+
 # --- one part: a model and a card size ---
 
 
-def measure(part):
+def measure(part, in_child):
     """Add findings to the part; yield after each of them."""
     progress(f"{part['model']} on the {card_of(part)}")
     part.update(in_child(probe, part, limit_s=part["time_limit_s"] + START_S))

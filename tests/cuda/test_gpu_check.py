@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,12 @@ def test_tests_marked_gpu(tmp_path):
 
 def test_gpu_check(tmp_path):
     def check():
+        card = {**gpu_check.find_card(), **gpu_check.surroundings()}
         # Two models of four, and one recording of two.
-        gpu_check.PARTS, gpu_check.RECORDED = [gpu_check.PARTS[1], gpu_check.PARTS[-1]], {"gpt_bfloat16": 256}
-        sys.argv = ["gpu-check", "--without-tests", str(tmp_path / "evidence.json")]
+        options = {"parts": [gpu_check.PARTS[1], gpu_check.PARTS[-1]], "recorded": {"gpt_bfloat16": 256}}
         with contextlib.redirect_stdout(io.StringIO()) as said:
-            return gpu_check.main(), said.getvalue()
+            path = tmp_path / "evidence.json"
+            return gpu_check.check(card, path, time.monotonic(), with_tests=False, **options), said.getvalue()
 
     # As an A100: on an H100, torch's attention in low precision is cuDNN's, which is not on the bed.
     status, said = forked(check, limit_s=300, card=A100, **CARD)
