@@ -3,7 +3,6 @@
 import copy
 import io
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -11,10 +10,8 @@ from bed import forked
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
-from torch.optim.swa_utils import AveragedModel
 from torch.testing._internal.two_tensor import TwoTensor
 
-import oomprobe
 from oomprobe.ground.torch_versions import VERSION
 
 from .test_simulated import A100, simulated
@@ -60,14 +57,6 @@ def in_a_context():
         return nn.Linear(300, 300), nn.Embedding(100, 64)
 
 
-def merged():
-    """LoRA's update, added to the weight while building."""
-    model, down, up = linear(), torch.randn(8, 512, device="cuda"), torch.zeros(512, 8, device="cuda")
-    with torch.no_grad():
-        model.weight.add_(up @ down, alpha=0.5)
-    return model, down, up
-
-
 def with_a_mask():
     model = nn.Linear(3, 3)
     model.register_buffer("positions", torch.arange(64).expand(8, -1))
@@ -80,22 +69,10 @@ def frozen_teacher():
     return model, copy.deepcopy(model).half().requires_grad_(False).eval()
 
 
-def replaced_layer():
-    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 10)).cuda()
-    model[1] = nn.Linear(512, 100).cuda()
-    return model
-
-
 def loaded():
     model = linear()
     model.load_state_dict({name: torch.zeros_like(value, device="cpu") for name, value in model.state_dict().items()})
     return model
-
-
-def attended():
-    query = torch.randn(2, 4, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    F.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
-    return query
 
 
 def wrapped():
@@ -114,34 +91,12 @@ def tied():
     return model
 
 
-def quantized():
-    weight = linear().weight.detach()
-    scale = weight.abs().amax(1, keepdim=True) / 127
-    return (weight / scale).round().clamp(-128, 127).to(torch.int8), scale
-
-
 def loaded_to_the_card():
     model, file = nn.Linear(512, 512), io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
     model.load_state_dict(torch.load(file, map_location="cuda"), assign=True)
     return model
-
-
-def rotary():
-    """Buffers made by arithmetic on the card."""
-    frequencies = 1.0 / 10_000 ** (torch.arange(0, 64, 2, device="cuda").float() / 64)
-    angles = torch.outer(torch.arange(512, device="cuda").float(), frequencies)
-    return torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
-
-
-def moving_average():
-    model = linear()
-    average = copy.deepcopy(model).requires_grad_(False)
-    with torch.no_grad():
-        for kept, new in zip(average.parameters(), model.parameters(), strict=True):
-            kept.mul_(0.99).add_(new, alpha=0.01)
-    return model, average
 
 
 def flat():
@@ -182,26 +137,6 @@ def scaled_warm_up():
     return model, scaler
 
 
-def evaluated():
-    model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512)).cuda().eval()
-    with torch.no_grad():
-        return model, model(torch.randn(64, 512, device="cuda"))
-
-
-def ensemble():
-    models = [nn.Linear(128, 128).cuda() for _ in range(4)]
-    return torch.func.stack_module_state(models)
-
-
-def grouped_weights():
-    """Weights of queries, keys and values in one."""
-    layers = [linear() for _ in range(3)]
-    joined = nn.Linear(512, 1536, bias=False).cuda()
-    with torch.no_grad():
-        joined.weight.copy_(torch.cat([layer.weight for layer in layers]))
-    return joined
-
-
 def pruned():
     model = linear()
     prune.random_unstructured(model, "weight", 0.3)
@@ -217,65 +152,25 @@ def initialized():
     return model
 
 
-def adapted():
-    """A frozen base, adapters in float32 beside it, an optimizer of the adapters that has stepped."""
-    base = linear().half().requires_grad_(False)
-    down, up = nn.Linear(512, 8, bias=False).cuda(), nn.Linear(8, 512, bias=False).cuda()
-
-    def loss_of(adapters):
-        x = torch.randn(64, 512, device="cuda")
-        return (base(x.half()).float() + adapters(x)).square().mean()
-
-    return base, trained(nn.Sequential(down, up), loss_of)
-
-
-def with_checkpoints():
-    model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)).cuda()
-
-    def loss_of(model):
-        x = torch.randn(64, 512, device="cuda", requires_grad=True)
-        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).square().mean()
-
-    return trained(model, loss_of)
-
-
 WAYS = {
     "weight norm": weight_normalized,
     "tied weights": tied,
-    "quantized weights": quantized,
     "a state loaded to the card": loaded_to_the_card,
-    "buffers by arithmetic": rotary,
-    "a moving average": moving_average,
     "views of one buffer": flat,
     "a restored optimizer": restored_optimizer,
     "a folded batch norm": folded,
     "a scaled warm-up": scaled_warm_up,
-    "an evaluation": evaluated,
-    "an ensemble": ensemble,
-    "joined weights": grouped_weights,
     "pruned weights": pruned,
     "initialized on the card": initialized,
-    "adapters beside a frozen base": adapted,
-    "checkpointed steps": with_checkpoints,
-    "a teacher in bfloat16": lambda: (model := linear(), copy.deepcopy(model).bfloat16().requires_grad_(False)),
     "synchronized batch norms": lambda: nn.SyncBatchNorm.convert_sync_batchnorm(
         nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8))
     ).cuda(),
     "embeddings from a tensor": lambda: nn.Embedding.from_pretrained(
         torch.randn(1000, 64, device="cuda"), freeze=False
     ),
-    "a vector of parameters": lambda: (model := linear(), nn.utils.parameters_to_vector(model.parameters())),
-    "a fused optimizer": lambda: trained(
-        linear(),
-        lambda model: model(torch.randn(64, 512, device="cuda")).mean(),
-        partial(torch.optim.AdamW, fused=True),
-    ),
-    "attention": attended,
     "a tensor that wraps others": wrapped,
     "a layer": linear,
     "deep copy": lambda: (model := linear(), copy.deepcopy(model)),
-    "average": lambda: (model := linear(), AveragedModel(model)),
-    "clone": lambda: (model := linear(), model.weight.detach().clone()),
     "copied state": lambda: (model := linear(), {name: value.clone() for name, value in model.state_dict().items()}),
     "deep copy of the state": lambda: (model := linear(), copy.deepcopy(model.state_dict())),
     "half": lambda: linear().half(),
@@ -285,15 +180,11 @@ WAYS = {
     "steps with images": with_images,
     "deep copy of an optimizer": lambda: copy.deepcopy(warmed_up()[1]),
     "device as a context": in_a_context,
-    "merged": merged,
     "buffers": with_a_mask,
-    "modules in modules": lambda: nn.Sequential(nn.Linear(100, 200), nn.TransformerEncoderLayer(64, 4)).cuda(),
     "channels last": lambda: nn.Conv2d(16, 32, 3).cuda().to(memory_format=torch.channels_last),
     "teacher": frozen_teacher,
-    "replaced layer": replaced_layer,
     "loaded state": loaded,
     "from numbers": lambda: torch.tensor([[1.0] * 100] * 50, device="cuda"),
-    "empty on meta": lambda: nn.Linear(512, 512, device="meta").to_empty(device="cuda"),
 }
 
 
@@ -321,9 +212,9 @@ def frees_in_order(requests, *figures):
     return [nbytes for is_free, group in groups for nbytes in (sorted(group) if is_free else group)], *figures
 
 
-# Before, torch had other seeds of attention, and took cuBLASLt's workspace before that of cuBLAS.
+# Before, torch took cuBLASLt's workspace before that of cuBLAS.
 OLDER = {
-    **dict.fromkeys(("attention", "steps with images", "an evaluation", "checkpointed steps"), (2, 9)),
+    "steps with images": (2, 9),
     "pruned weights": (2, 14),  # one block more, for the number that is assigned
 }
 
@@ -332,44 +223,3 @@ OLDER = {
 def test_building_makes_torchs_requests(name):
     found = frees_in_order(*forked(of_a_simulated_card, name))
     assert found == frees_in_order(*forked(of_torch, name, memory="40GiB", card=A100))
-
-
-def actor_critic():
-    """Twin critics and their targets, copied while building."""
-
-    def mlp(inside, outside):
-        return nn.Sequential(nn.Linear(inside, 512), nn.ReLU(), nn.Linear(512, outside)).cuda()
-
-    actor, critics = mlp(64, 8), [mlp(72, 1) for _ in range(2)]
-    targets = [copy.deepcopy(critic).requires_grad_(False) for critic in critics]
-    replay = torch.zeros(20_000, 64, device="cuda")
-    optimizer = torch.optim.Adam([*actor.parameters(), *(p for critic in critics for p in critic.parameters())])
-
-    def step(model, batch_size):
-        state = replay[torch.zeros(batch_size, dtype=torch.long, device="cuda")]
-        both = torch.cat([state, model(state)], 1)
-        with torch.no_grad():
-            wanted = torch.min(*(target(both) for target in targets))
-        optimizer.zero_grad()
-        sum((critic(both) - wanted).square().mean() for critic in critics).backward()
-        optimizer.step()
-        with torch.no_grad():
-            for target, critic in zip(targets, critics, strict=True):
-                torch._foreach_lerp_([*target.parameters()], [*critic.parameters()], 0.005)
-
-    return actor, step
-
-
-def simulated_answer(make):
-    device = simulated(A100, "256MiB")
-    with device.building():
-        model, step = make()
-    return oomprobe.find_max_batch(model, step, device=device, progress="off", resolution=0, steps=2).batch_size
-
-
-def answer(make):
-    return oomprobe.find_max_batch(*make(), progress="off", resolution=0, steps=2).batch_size
-
-
-def test_an_answer_beside_what_building_has_copied():
-    assert forked(simulated_answer, actor_critic) == forked(answer, actor_critic, memory="256MiB", card=A100)
