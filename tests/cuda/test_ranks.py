@@ -11,7 +11,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -21,13 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # otherwise each rank imports it
 from bed import forked, start
-from processes import until
+from processes import is_gone, until
 from torch import nn
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
-from oomprobe.runners.workers.runner import WorkersRunner
-from oomprobe.simulation.memory import CardMemory
 
 from .ranks import HASTY, cards, forking, on_ranks
 
@@ -92,15 +89,15 @@ def test_answers_over_nccl_are_close_and_do_not_die(tmp_path, count, shard, mode
             return 0
 
     def run():
-        groups = []
-        build = WorkersRunner._build
-        WorkersRunner._build = lambda self: groups.append(1) or build(self)
         answer = oomprobe.probe_target(TARGET, nproc_per_node=count, progress="off").batch_size
-        made, above = len(groups), max(1, answer // 200)
+        made, above = len(list(pids.iterdir())) / count, max(1, answer // 200)
         largest = max(answer, *(runs(answer + number * above) for number in (1, 2, 3, 4, 6, 8)))
         return made, answer / largest, runs(answer, memory_fraction=1.0, confirm_steps=50)
 
-    made, share, on_whole_card = on_ranks(tmp_path, run, count=count, limit_s=300, CUDASTUB_ASSERT=0, **shard, **model)
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    bed = {"count": count, "limit_s": 300, "CUDASTUB_ASSERT": 0, "PIDS": pids}
+    made, share, on_whole_card = on_ranks(tmp_path, run, **bed, **shard, **model)
     assert made <= 12
     assert share > 0.97
     assert on_whole_card
@@ -111,7 +108,7 @@ def test_any_number_of_ranks(tmp_path, count):
     def run():
         return oomprobe.probe_target(TARGET, nproc_per_node="gpu", progress="off", max_batch=2, global_batch=12)
 
-    result = on_ranks(tmp_path, run, count=count, SHARD="1")
+    result = on_ranks(tmp_path, run, count=count, BACKEND="gloo")
     assert (result.batch_size, result.limited_by, result.world_size) == (2, "max_batch", count)
     best = result.plan(12)[0]
     assert (best.micro_batch, best.accumulation_steps, best.world_size) == (2, 6 // count, count)
@@ -120,7 +117,7 @@ def test_any_number_of_ranks(tmp_path, count):
 
 @pytest.mark.parametrize(("fault", "settles"), [("none", True), ("counts:1", False)])
 def test_ranks_settle_together(tmp_path, fault, settles):
-    *_, one, other = on_ranks(tmp_path, partial(probe, max_batch=64), fault=fault, limit_s=60).trials
+    *_, one, other = on_ranks(tmp_path, lambda: probe(max_batch=64), fault=fault, limit_s=60).trials
     for confirmed in (one, other):  # usually after 6 calls, later where NCCL has held a tensor for a while
         assert (confirmed.steps < 50) == settles
         assert confirmed.settled_after == (confirmed.steps if settles else None)
@@ -143,14 +140,15 @@ def test_the_rank_that_limits_is_named(tmp_path, fault, options, limiting):
 
 def test_the_budget_is_final_after_the_first_trial(tmp_path):
     """Though it takes two rounds to learn that the optimizer steps at every second call; communicators are made in the first."""
-    result = on_ranks(tmp_path, lambda: probe(max_batch=2), GPT="1", SHARD="1", nccl="64MiB", CUDASTUB_ASSERT=0)
+    result = on_ranks(tmp_path, lambda: probe(max_batch=2), EVERY="2", SHARD="1", nccl="64MiB")
     assert len({trial.cap_bytes for trial in result.trials[1:]}) == 1
     assert result.trials[0].steps == 4
 
 
-def test_communicators_are_outside_of_the_budget(tmp_path):
+def test_communicators_are_outside_of_the_budget_and_a_budget_is_for_each_rank(tmp_path):
     small, large = (on_ranks(tmp_path, lambda: check(8), nccl=size).available_bytes for size in ("16MiB", "128MiB"))
     assert small - large == 112 * MIB
+    assert on_ranks(tmp_path, lambda: check(8, device="cuda:512MiB")).available_bytes == 512 * MIB
 
 
 @pytest.mark.parametrize(
@@ -227,7 +225,7 @@ def test_no_rank_survives_the_search(tmp_path):
     searcher.kill()
     with contextlib.suppress(Exception):
         searcher.result()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found), within_s=3)
+    until(lambda: all(map(is_gone, found)), within_s=3)
 
 
 @pytest.mark.parametrize("built_mib", [0, 300], ids=["for trials", "for building"])
@@ -323,11 +321,6 @@ def test_what_cannot_be_asked(variables, options, said):
         forked(lambda: oomprobe.probe_target(TARGET, **options), memory="1GiB,1GiB", **variables)
 
 
-def test_a_budget_for_each_rank(tmp_path):
-    result = on_ranks(tmp_path, lambda: check(8, device="cuda:512MiB"))
-    assert result.available_bytes == 512 * MIB
-
-
 # --- as users start it ---
 
 
@@ -358,34 +351,21 @@ def peaks_at(size, device):
     return last.peak_allocated_bytes, last.peak_reserved_bytes, result.available_bytes
 
 
-@pytest.mark.parametrize(
-    ("size", "model", "apart"),
-    [
-        (100, {}, {"abs": 512}),  # on busy cores, one small block is at times released later
-        (20, {"GPT": "1"}, {"rel": 0.01}),  # in other layouts, blocks that are not split are other ones
-    ],
-    ids=["MLP", "GPT"],
-)
-def test_a_simulated_rank_takes_what_a_rank_takes(tmp_path, size, model, apart):
+def test_a_simulated_rank_takes_what_a_rank_takes(tmp_path):
     """Over gloo. Over NCCL a rank takes one set of gradients more, at times; see docs/evidence.md."""
-    found = on_ranks(tmp_path, lambda: peaks_at(size, None), BACKEND="gloo", **model)
-    simulated = forked(lambda: peaks_at(size, "sim:1GiB"), **model)
-    assert simulated[0] == pytest.approx(found[0], **apart)
+    found = on_ranks(tmp_path, lambda: peaks_at(100, None), BACKEND="gloo")
+    simulated = forked(lambda: peaks_at(100, "sim:1GiB"))
+    assert simulated[0] == pytest.approx(found[0], abs=512)  # on busy cores, one small block is at times released later
     assert simulated[1] == found[1]
     assert simulated[2] == pytest.approx(found[2] * 0.95, rel=0.001)  # less NCCL's share
 
 
 def shares(name, size, device, memory_fraction=1.0):
     """Return a rank's peaks of a sharded target at a size, as pairs of allocated and reserved bytes; () if it does not fit."""
-    options = {
-        "nproc_per_node": prod(sharded.MESHES.get(name, (2,))),
-        "device": device,
-        "memory_fraction": memory_fraction,
-    }
+    options = {"memory_fraction": memory_fraction, "confirm_steps": 3, "patience": replace(HASTY, look_calls=3)}
+    options |= {"nproc_per_node": prod(sharded.MESHES.get(name, (2,))), "device": device, "progress": "off"}
     try:
-        result = oomprobe.check_target(
-            f"{sharded.__file__}:{name}", size, patience=replace(HASTY, look_calls=8), progress="off", **options
-        )
+        result = oomprobe.check_target(f"{sharded.__file__}:{name}", size, **options)
     except oomprobe.NothingFitsError:
         return ()
     last = result.trials[-1]
@@ -415,19 +395,9 @@ def test_a_simulated_rank_takes_what_a_rank_that_shards_takes(tmp_path, name):
     assert simulated == as_exact(on_shards(tmp_path, name, lambda: shares(name, 16, None)), name)
 
 
-def test_with_one_stream_for_all_less_would_be_reserved(monkeypatch):
-    def reserved(*, of_one_stream):
-        if of_one_stream:
-            monkeypatch.setattr(CardMemory, "use_stream", lambda memory, stream: None)
-        return shares("bf16_clipped", 16, "sim:1GiB")[1]
-
-    wanted, found = (forked(partial(reserved, of_one_stream=one), limit_s=60) for one in (False, True))
-    assert 0.7 < found / wanted < 0.95
-
-
 @pytest.mark.parametrize(("name", "limit_mib"), [("plain", 800), pytest.param("autocast", 600, marks=pytest.mark.slow)])
 def test_near_the_limit_a_simulated_rank_fits_where_a_rank_does(tmp_path, name, limit_mib):
-    """All sizes within 5 % of it; there, the allocator empties its cache in each call."""
+    """Where the allocator empties its cache in each call."""
 
     def at(sizes, device, memory_fraction=1.0):
         return {size: shares(name, size, device, memory_fraction) for size in sizes}
@@ -435,7 +405,7 @@ def test_near_the_limit_a_simulated_rank_fits_where_a_rank_does(tmp_path, name, 
     share = (limit_mib * MIB + 0.5) / (2**30 - 2**30 // 20)  # of what a simulated card of 1 GiB leaves to two ranks
     options = {"nproc_per_node": 2, "device": "sim:1GiB", "memory_fraction": share, "resolution": 0, "progress": "off"}
     answer = forked(lambda: oomprobe.probe_target(f"{sharded.__file__}:{name}", **options).batch_size, limit_s=60)
-    sizes = range(int(answer * 0.95), int(answer * 1.05) + 2)
+    sizes = [int(answer * 0.97), answer, answer + 1]
     simulated = forked(lambda: at(sizes, "sim:1GiB", share), limit_s=120)
     found = on_shards(tmp_path, name, lambda: at(sizes, f"cuda:{limit_mib}MiB"))
     assert simulated == {size: as_exact(peaks, name) for size, peaks in found.items()}
