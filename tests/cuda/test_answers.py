@@ -7,7 +7,8 @@ import pytest
 import torch
 from bed import forked
 from gpu_check.check import search_around
-from zoo import MODELS, gpt, runs
+from torch.nn import functional as F
+from zoo import CLASSES, MODELS, classifier, gpt, peaks, runs, training_step
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
@@ -85,37 +86,23 @@ def test_steps_that_vary_are_confirmed_over_fifty(memory):
 def test_a_planned_split_was_run_as_training_runs_it(zero_first):
     """Gradients, optimizer state and activations are in memory together from the second optimizer step on."""
 
-    def build():
+    def loss(output):
+        return F.cross_entropy(output, torch.randint(CLASSES, (len(output),), device="cuda"))
+
+    def build(accumulate=1):
         layers = [layer for _ in range(8) for layer in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
         model = torch.nn.Sequential(*layers).cuda()
-        return model, torch.optim.AdamW(model.parameters())
-
-    def backward(model, batch_size):
-        model(torch.randn(batch_size, 1024, device="cuda")).square().mean().backward()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if zero_first and accumulate == 1:
+            return model, training_step(optimizer, lambda n: torch.randn(n, 1024, device="cuda"), loss)
+        return classifier(model, optimizer, accumulate=accumulate, sample=(1024,))
 
     def planned():
-        model, optimizer = build()
-
-        def step(model, batch_size):
-            optimizer.zero_grad() if zero_first else None
-            backward(model, batch_size)
-            optimizer.step()
-            None if zero_first else optimizer.zero_grad()
-
-        return oomprobe.find_max_batch(model, step, global_batch=33_000, progress="off").to_dict()["trials"][-1]
-
-    def trained(micro_batch, accumulation_steps):
-        model, optimizer = build()
-        for _ in range(3):
-            for _ in range(accumulation_steps):
-                backward(model, micro_batch)
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.cuda.max_memory_allocated()
+        return oomprobe.find_max_batch(*build(), global_batch=33_000, progress="off").to_dict()["trials"][-1]
 
     trial = forked(planned, limit_s=120)
-    peak_bytes = forked(trained, trial["batch_size"], trial["accumulation_steps"])
     assert (trial["verdict"], trial["accumulation_steps"]) == ("fits", 4)
+    peak_bytes, _ = forked(lambda: peaks(lambda: build(accumulate=4), trial["batch_size"], 12))[-1]
     assert trial["peak_allocated_bytes"] == pytest.approx(peak_bytes, abs=2**20)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from bed import forked
 from torch import nn
-from zoo import peaks, runs
+from zoo import peaks, runs, training_step
 
 import oomprobe
 
@@ -21,11 +21,11 @@ def masked(cached, *, warm=()):
     for samples in warm:
         mask(samples)
 
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        (model(torch.randn(batch_size, WIDTH, device="cuda")).mean() * mask(batch_size).mean()).backward()
-        optimizer.step()
-
+    step = training_step(
+        optimizer,
+        lambda samples: torch.randn(samples, WIDTH, device="cuda"),
+        lambda output: output.mean() * mask(len(output)).mean(),
+    )
     return model, step, mask
 
 

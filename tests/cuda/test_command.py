@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from oomprobe.ground.torch_versions import VERSION
 
 SCRIPT = Path(__file__).with_name("script.py")
 MIB = 2**20
-OOM, CRASHED = oomprobe.Verdict.OOM, oomprobe.Verdict.CRASHED
+OOM = oomprobe.Verdict.OOM
+FAILED, UNRELIABLE = oomprobe.StepFailedError, oomprobe.UnreliableError
 
 
 @pytest.fixture(autouse=True)
@@ -64,72 +66,61 @@ def test_the_answer_is_what_fresh_runs_can_do(capfd):
     assert oomprobe.ProbeResult.from_dict(json.loads(result.to_json())) == result
 
 
-def test_a_script_that_resets_the_peaks_shows_the_same():
-    shown = [
-        [
-            (trial.steps >= 50, trial.peak_allocated_bytes, trial.peak_reserved_bytes, trial.alloc_retries)
-            for trial in probe(python(*words), min_batch=32, max_batch=32).trials
-        ]
-        for words in ([], ["--fault", "resets"])
-    ]
-    assert shown[0] == shown[1]
+def test_a_script_that_resets_the_peaks_or_prints_an_error_shows_the_same():
+    shown = []
+    for words in ([], ["--fault", "resets"], ["--fault", "quotes"]):
+        last = oomprobe.check_command(python(*words), 32, progress="off").trials[-1]
+        assert last.passed
+        assert 50 <= last.steps < 10_000
+        shown.append((last.peak_allocated_bytes, last.peak_reserved_bytes, last.alloc_retries))
+    assert shown[0] == shown[1] == shown[2]
 
 
-def test_out_of_memory():
-    trial = one_trial(python("--fault", "backward"))
-    assert (trial.verdict, trial.steps) == (OOM, 1)
-    assert trial.error.startswith("torch.OutOfMemoryError: CUDA out of memory")
-    assert trial.cap_bytes == int(0.9 * 1024 * MIB)  # until a run has passed, nothing is known of what is not torch's
-
-
-# Of errors beside convolutions, torch itself catches some. The other steps pass.
-@pytest.mark.parametrize("fault", ["skips-once", "skips-once-beside-convolutions"])
-def test_an_out_of_memory_error_that_the_script_swallows_is_no_pass(fault):
-    assert one_trial(python("--fault", fault)).verdict is OOM
-
-
-def test_a_skipped_batch_is_seen_without_an_observer(monkeypatch):
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")  # its allocator tells none
-    assert one_trial(python("--fault", "skips-once"), memory_fraction=1.0).verdict is OOM
-
-
-def test_text_decides_nothing_where_processes_report():
-    result = oomprobe.check_command(python("--fault", "quotes"), 8, progress="off")
-    assert [(trial.passed, 50 <= trial.steps < 10_000) for trial in result.trials] == [(True, True)] * 2
-
-
-def test_where_no_process_reports_the_deciding_line_is_quoted():
-    trial = one_trial(python("--fault", "quotes", "--steps", "4", options=["-I"]), memory_fraction=1.0)
-    assert trial.verdict is OOM
-    assert trial.error.endswith("tip: after 'CUDA out of memory. Tried to allocate 20.00 MiB' lower the batch size")
-
-
-def test_a_bug():
-    said = r"at batch size 8 \(script.py:\d+\): KeyError: 'input_ids'"
-    with pytest.raises(oomprobe.StepFailedError, match=said) as caught:
-        probe(python("--fault", "bug"), start_batch=8)
-    assert caught.value.batch_size == 8
-    assert "KeyError: 'input_ids'" in str(caught.value).splitlines()[-1]  # the end of its output
-
-
-def test_a_death_is_tried_twice():
-    with pytest.raises(oomprobe.StepFailedError, match="the command was killed by SIGKILL") as caught:
-        probe(python("--fault", "killed"), start_batch=8)
-    assert [trial.verdict for trial in caught.value.trials] == [CRASHED] * 2
-    assert "Run the command with 8 in place of {batch}" in str(caught.value)
+ALL = {"memory_fraction": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "variables", "options", "error"),
     [
-        (python("--fault", "ignores"), "exactly as many bytes in each step as batch 8"),
-        (python("--samples", "40"), "ended without an error at batch 32 after 1 optimizer step, and a trial needs 2"),
-        (python("--fault", "sets-fraction"), "process .* set its allocator's cap to 0.95 of the GPU itself"),
+        (python("--fault", "backward"), {}, {}, "^torch.OutOfMemoryError: CUDA out of memory"),
+        # Swallowed by the script. Of errors beside convolutions, torch itself catches some. The other steps pass.
+        (python("--fault", "skips-once"), {}, {}, ""),
+        (python("--fault", "skips-once-beside-convolutions"), {}, {}, ""),
+        # An allocator that tells no observer.
+        (python("--fault", "skips-once"), {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, ALL, ""),
+        # Where no process reports, the line that decides is quoted.
+        (python("--fault", "quotes", "--steps", "4", options=["-I"]), {}, ALL, "tip: .* 20.00 MiB' lower the batch size$"),
     ],
-)
-def test_refused(command, said):
-    with pytest.raises(oomprobe.UnreliableError, match=said):
+    ids=["out of memory", "swallowed", "swallowed beside convolutions", "no observer", "quoted"],
+)  # fmt: skip
+def test_memory_runs_out(monkeypatch, command, variables, options, error):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    trial = one_trial(command, **options)
+    assert trial.verdict is OOM
+    assert re.search(error, trial.error)
+    if error.startswith("^"):
+        # Until a run has passed, nothing is known of what is not torch's.
+        assert (trial.steps, trial.cap_bytes) == (1, int(0.9 * 1024 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("command", "error", "said", "trials"),
+    [
+        (python("--fault", "bug"), FAILED, r"at batch size 8 \(script.py:\d+\): KeyError: 'input_ids'(?s:.*)KeyError: 'input_ids'$", 0),
+        (python("--fault", "killed"), FAILED, r"the command was killed by SIGKILL\nRun the command with 8 in place of {batch}", 2),
+        (python("--fault", "ignores"), UNRELIABLE, "exactly as many bytes in each step as batch 8", None),
+        (python("--samples", "40"), UNRELIABLE, "ended without an error at batch 32 after 1 optimizer step, and a trial needs 2", None),
+        (python("--fault", "sets-fraction"), UNRELIABLE, "process .* set its allocator's cap to 0.95 of the GPU itself", None),
+    ],
+    ids=["bug", "killed", "ignores", "ends early", "sets its cap"],
+)  # fmt: skip
+def test_refused(command, error, said, trials):
+    with pytest.raises(error, match=said) as caught:
         probe(command, start_batch=8)
+    if trials is not None:
+        assert caught.value.batch_size == 8
+        assert len(caught.value.trials) == trials
 
 
 @pytest.mark.slow

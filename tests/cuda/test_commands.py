@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 
-import pytest
 from bed import forked
 from zoo import target
 
@@ -42,8 +41,3 @@ def test_run(tmp_path):
     assert (result["limited_by"], result["environment"]["isolated"]) == ("memory", True)
     assert "where the memory went" in stdout
     assert result["breakdown"]["peak_reserved_bytes"] == result["trials"][-1]["peak_reserved_bytes"]
-
-
-@pytest.mark.parametrize(("size", "status"), [(64, 0), (4096, 5)])
-def test_run_require(tmp_path, size, status):
-    assert typed("run", target(tmp_path, name="gpt"), "--require", str(size), "--in-process")[0] == status
