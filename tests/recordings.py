@@ -109,31 +109,32 @@ def snapshot_of(recording):
                 happened("alloc", addr=numbers[0] * APART + numbers[1], size=nbytes)
     is_expandable = recording.expandable_segments
     if is_expandable:  # a recording does not say where pages are mapped: where there are blocks, and the rest anywhere
-        shown = [
-            _shown(address, -(-nbytes // 512) * 512, [(address, nbytes)], True) for address, nbytes in live.items()
-        ]
+        shown = [segment_of(address, -(-nbytes // 512) * 512, (0, nbytes)) for address, nbytes in live.items()]
         rest = sum(size for _, size in recording.ends) - sum(segment["total_size"] for segment in shown)
-        shown.append(_shown(0, rest, [], True))
+        shown.append(segment_of(0, rest))
     else:
         shown = []
         for segment, size in segments.items():
-            blocks = [(address, nbytes) for address, nbytes in sorted(live.items()) if address // APART == segment]
-            shown.append(_shown(segment * APART, size, blocks, False))
+            blocks = [(*divmod(address, APART), nbytes) for address, nbytes in sorted(live.items())]
+            inside = [(offset, nbytes) for number, offset, nbytes in blocks if number == segment]
+            shown.append(segment_of(segment * APART, size, *inside, is_expandable=False))
     settings = {"expandable_segments": is_expandable, "max_split_size": -1, "garbage_collection_threshold": 0.0}
     return {"segments": shown, "device_traces": [trace], "allocator_settings": settings}
 
 
-def _shown(start, size, blocks, is_expandable):
-    shown, at = [], start
-    for address, nbytes in [*blocks, (start + size, 0)]:
-        if address > at:
-            shown.append({"size": address - at, "requested_size": 0, "state": "inactive", "frames": []})
+def segment_of(start, size, *live, frames=(), is_expandable=True):
+    """Return a segment of a snapshot, or mapped pages of one that is expandable, with blocks in use: offset and bytes."""
+    blocks, at = [], 0
+    for offset, nbytes in [*live, (size, 0)]:
+        if offset > at:
+            blocks.append({"size": offset - at, "requested_size": 0, "state": "inactive", "frames": []})
         if nbytes:
             rounded = -(-nbytes // 512) * 512
-            shown.append({"size": rounded, "requested_size": nbytes, "state": "active_allocated", "frames": []})
-            at = address + rounded
+            used = {"size": rounded, "requested_size": nbytes, "state": "active_allocated", "frames": [*frames]}
+            blocks.append(used)
+            at = offset + rounded
     segment = {"device": 0, "address": start, "total_size": size, "stream": 0, "segment_pool_id": (0, 0)}
-    return segment | {"is_expandable": is_expandable, "blocks": shown}
+    return segment | {"is_expandable": is_expandable, "blocks": blocks}
 
 
 class Nothing:

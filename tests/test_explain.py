@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recordings import NAMES, Recording, snapshot_of
+from recordings import NAMES, Recording, segment_of, snapshot_of
 
 import oomprobe
 from oomprobe.cli import main
@@ -130,17 +130,7 @@ def test_lost_events_are_told(name, cause, requested_bytes, explained):
 FRAMES = [{"name": "forward", "filename": "/me/model.py", "line": 7}]
 
 
-def pages(start, nbytes, *live):
-    """Return the mapped pages of an expandable segment, with blocks in use: offset and bytes, which are a multiple of 512."""
-    blocks, at = [], 0
-    for offset, size in [*live, (nbytes, 0)]:
-        if offset > at:
-            blocks.append({"size": offset - at, "requested_size": 0, "state": "inactive", "frames": []})
-        if size:
-            blocks.append({"size": size, "requested_size": size, "state": "active_allocated", "frames": FRAMES})
-        at = offset + size
-    segment = {"device": 0, "address": start, "total_size": nbytes, "stream": 0, "segment_pool_id": (0, 0)}
-    return segment | {"is_expandable": True, "blocks": blocks}
+pages = functools.partial(segment_of, frames=FRAMES)
 
 
 def served(address, nbytes):

@@ -1,8 +1,8 @@
 """A target for several ranks, as a user would write it, with a fault on one of them.
 
 FAULT=KIND:RANK:SIZE makes that rank misbehave at that size and above; KIND alone makes each rank do so while building. SHARD=1 shards
-by FSDP2 instead of DDP, BACKEND=gloo needs no NCCL, EVERY=48 steps the optimizer at every 48th call, GPT=1 trains a small GPT in
-bfloat16, accumulating two batches. FAULT=counts:RANK lets only that rank count its calls. HELD=300 keeps 300 MiB on the card, and LEFT=300 leaves so much in the cache.
+by FSDP2 instead of DDP, BACKEND=gloo needs no NCCL, EVERY=48 steps the optimizer at every 48th call. FAULT=counts:RANK lets only that
+rank count its calls. HELD=300 keeps 300 MiB on the card, and LEFT=300 leaves so much in the cache.
 """
 
 import os
@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-
-from oomprobe.demo import CONTEXT, VOCABULARY, SmallGPT
 
 KIND, FAULTY, FROM_SIZE = [*os.environ.get("FAULT", "none").split(":"), "0", "0"][:3]
 WIDTH = 64
@@ -62,11 +60,10 @@ def build():
         dist.init_process_group(os.environ.get("BACKEND", "nccl"))
     if KIND == "host":
         return nn.Linear(1, 1), lambda model, batch_size: None
-    is_gpt = "GPT" in os.environ
-    model = SmallGPT().cuda() if is_gpt else nn.Sequential(*[Block() for _ in range(3)]).cuda()
-    inner = [*model.blocks] if is_gpt else [*model]
+    model = nn.Sequential(*[Block() for _ in range(3)]).cuda()
+    second = model[1]
     if "SHARD" in os.environ:
-        for block in [*inner, model]:
+        for block in [*model, model]:
             fully_shard(block)
     elif dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
@@ -76,12 +73,12 @@ def build():
     torch.empty(int(os.environ.get("LEFT", 0)) * 2**20, dtype=torch.uint8, device="cuda")
     armed = [False]
     hooks = {
-        "forward": lambda: inner[1].register_forward_pre_hook(burst),
-        "backward": lambda: inner[1].register_full_backward_hook(burst),
+        "forward": lambda: second.register_forward_pre_hook(burst),
+        "backward": lambda: second.register_full_backward_hook(burst),
         "optimizer": lambda: optimizer.register_step_pre_hook(burst),
     }
     calls = [0]
-    counts = is_gpt or "EVERY" in os.environ or (is_faulty if KIND == "counts" else KIND != "none")
+    counts = "EVERY" in os.environ or (is_faulty if KIND == "counts" else KIND != "none")
 
     def step(model, batch_size):
         calls[0] += counts
@@ -99,14 +96,6 @@ def build():
         if KIND == "late_group" and not dist.is_initialized():
             dist.init_process_group("nccl")
         length = 64 * (2 if KIND == "longer" and is_faulty else 1)
-        if is_gpt:
-            tokens = torch.randint(VOCABULARY, (batch_size, CONTEXT), device="cuda")
-            with torch.autocast("cuda", torch.bfloat16):
-                model(tokens).float().logsumexp(-1).mean().backward()
-            if calls[0] % 2 == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-            return
         x = torch.randn(batch_size, length, WIDTH, device="cuda")
         every = int(os.environ.get("EVERY", 1))
         if (calls[0] - 1) % every == 0:

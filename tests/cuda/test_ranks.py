@@ -78,8 +78,7 @@ def test_the_answer_runs_in_a_fresh_group_and_little_more_does(tmp_path, variabl
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("shard", [{}, {"SHARD": "1"}], ids=["DDP", "FSDP2"])
-@pytest.mark.parametrize("model", [{}, {"GPT": "1"}], ids=["MLP", "GPT"])
-def test_answers_over_nccl_are_close_and_do_not_die(tmp_path, count, shard, model):
+def test_answers_over_nccl_are_close_and_do_not_die(tmp_path, count, shard):
     """As docs/evidence.md says of other models: sizes above the answer in fresh groups, under the same cap."""
 
     def runs(size, **options):
@@ -97,7 +96,7 @@ def test_answers_over_nccl_are_close_and_do_not_die(tmp_path, count, shard, mode
     pids = tmp_path / "pids"
     pids.mkdir()
     bed = {"count": count, "limit_s": 300, "CUDASTUB_ASSERT": 0, "PIDS": pids}
-    made, share, on_whole_card = on_ranks(tmp_path, run, **bed, **shard, **model)
+    made, share, on_whole_card = on_ranks(tmp_path, run, **bed, **shard)
     assert made <= 12
     assert share > 0.97
     assert on_whole_card
@@ -155,14 +154,12 @@ def test_communicators_are_outside_of_the_budget_and_a_budget_is_for_each_rank(t
     ("place", "shard"), [("forward", {}), ("backward", {"SHARD": "1"}), ("optimizer", {})], ids=["DDP", "FSDP2", "DDP"]
 )
 def test_one_rank_out_of_memory_decides(tmp_path, place, shard):
-    begun_s = time.monotonic()
     result = on_ranks(tmp_path, lambda: probe(min_batch=4, max_batch=6), fault=f"{place}:1:5", **shard)
     assert (result.batch_size, result.limiting_rank) == (4, 1)
     failed = next(trial for trial in result.trials if not trial.passed)
     assert failed.limiting_rank == 1
     assert failed.error.startswith("on rank 1 of 2: OutOfMemoryError")
     assert failed.ranks[0].verdict in (None, "fits")  # it waited, or ended the step before it could know
-    assert time.monotonic() - begun_s < 20
 
 
 # --- faults ---
