@@ -8,9 +8,9 @@ import pytest
 import torch
 from bed import forked
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.testing._internal.two_tensor import TwoTensor
+from zoo import training_step
 
 from oomprobe.ground.torch_versions import VERSION
 
@@ -21,29 +21,14 @@ def linear():
     return nn.Linear(512, 512, bias=False).cuda()
 
 
-def trained(model, loss_of, make=torch.optim.AdamW):
-    optimizer = make(model.parameters())
-    for _ in range(2):
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
 def warmed_up():
-    return trained(linear(), lambda model: model(torch.randn(64, 512, device="cuda")).square().mean())
-
-
-def with_images():
-    model = nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 64, 10)
-    ).cuda()
-
-    def loss_of(model):
-        labels = torch.zeros(16, dtype=torch.long, device="cuda")
-        return F.cross_entropy(model(torch.randn(16, 3, 8, 8, device="cuda")), labels)
-
-    return trained(model, loss_of, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    model = linear()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = training_step(optimizer, lambda: torch.randn(64, 512, device="cuda"))
+    for _ in range(2):
+        step(model)
+    optimizer.zero_grad()
+    return model, optimizer
 
 
 def in_another_dtype():
@@ -177,7 +162,6 @@ WAYS = {
     "half on the way": lambda: nn.Linear(512, 512).to("cuda", torch.float16),
     "another dtype": in_another_dtype,
     "steps": warmed_up,
-    "steps with images": with_images,
     "deep copy of an optimizer": lambda: copy.deepcopy(warmed_up()[1]),
     "device as a context": in_a_context,
     "buffers": with_a_mask,
@@ -212,11 +196,7 @@ def frees_in_order(requests, *figures):
     return [nbytes for is_free, group in groups for nbytes in (sorted(group) if is_free else group)], *figures
 
 
-# Before, torch took cuBLASLt's workspace before that of cuBLAS.
-OLDER = {
-    "steps with images": (2, 9),
-    "pruned weights": (2, 14),  # one block more, for the number that is assigned
-}
+OLDER = {"pruned weights": (2, 14)}  # before, one block more, for the number that is assigned
 
 
 @pytest.mark.parametrize("name", [name for name in WAYS if OLDER.get(name, VERSION) <= VERSION])

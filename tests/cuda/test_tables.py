@@ -206,23 +206,10 @@ def test_a_time_limit_leaves_finished_rows_whole():
     )
 
 
-def test_a_bug_names_its_row_and_leaves_the_finished_ones():
+@pytest.mark.parametrize("fault", ["bug", "Ctrl-C"])
+def test_what_ends_a_table_leaves_the_finished_rows_and_restores_the_model(fault):
     def run():
-        with pytest.raises(oomprobe.StepFailedError) as caught:
-            table_of([256, 512, 1024], lambda: language_model(places=512), max_batch=4)
-        return str(caught.value), type(caught.value.__cause__), caught.value.table
-
-    text, cause, table = forked(run, memory="1GiB")
-    assert text.startswith("length=1024: the step failed at batch size 2 with IndexError: position 1024 of 512")
-    assert "run step_fn(model, 2, length=1024) once in a new process" in text
-    assert cause is IndexError
-    assert table.batch_sizes() == {256: 4, 512: 4}
-    assert table.rows[256].state_verified
-
-
-def test_ctrl_c_shows_the_finished_rows_and_restores_the_model():
-    def run():
-        model, inner = language_model()
+        model, inner = language_model(places=512 if fault == "bug" else 2**14)
         before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
         def step(model, batch_size, length):
@@ -230,15 +217,23 @@ def test_ctrl_c_shows_the_finished_rows_and_restores_the_model():
             if length == 1024:
                 os.kill(os.getpid(), signal.SIGINT)
 
-        with pytest.raises(KeyboardInterrupt) as caught:
+        with pytest.raises((oomprobe.StepFailedError, KeyboardInterrupt)) as caught:
             table_of([256, 512, 1024], lambda: (model, step), max_batch=4)
         after = model.state_dict()
-        return caught.value.__notes__, all(torch.equal(value, after[name].cpu()) for name, value in before.items())
+        assert all(torch.equal(value, after[name].cpu()) for name, value in before.items())
+        return caught.value
 
-    (trials, rows), is_restored = forked(run, memory="1GiB")
-    assert is_restored
-    assert trials.startswith("oomprobe was interrupted; the trials so far:")
-    assert "verdict: 2 of 2 values of length fit" in rows
+    error = forked(run, memory="1GiB")
+    if fault == "bug":
+        text = "length=1024: the step failed at batch size 2 with IndexError: position 1024 of 512"
+        assert str(error).startswith(text)
+        assert "run step_fn(model, 2, length=1024) once in a new process" in str(error)
+        assert error.table.batch_sizes() == {256: 4, 512: 4}
+        assert error.table.rows[256].state_verified
+    else:
+        trials, rows = error.__notes__
+        assert trials.startswith("oomprobe was interrupted; the trials so far:")
+        assert "verdict: 2 of 2 values of length fit" in rows
 
 
 # --- in other processes ---

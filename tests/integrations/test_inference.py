@@ -1,4 +1,4 @@
-"""The generation loop of docs/inference.md with a Llama of random weights on a simulated card; tests/cuda has it on the bed."""
+"""The generation loop of docs/inference.md with a Llama of random weights on a simulated card; tests/cuda/test_examples.py runs one on the bed."""
 
 import torch
 from generation import PROMPT, generate, llama
