@@ -276,6 +276,7 @@ OTHER = "Process {} has {} GiB memory in use. "
         (NEW, 40.0, 1.04, OWN.format(22.60), 12.0, 10.2, "live"),
         (OLD, 2.00, 1.04, "", 12.1, 22.31, "fragmentation"),
         (OLD, 2.00, 0.04, "", 22.0, 23.20, "live"),
+        (OLD, 1.20, 0.04, "", 22.0, 22.90, "live"),  # what is missing is a context, and not others
         (OLD, 2.00, 9.00, "12.00 GiB allowed; ", 11.9, 12.00, "cap"),
     ],
 )
