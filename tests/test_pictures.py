@@ -74,6 +74,16 @@ def test_a_plot_has_a_second_part_if_throughput_was_measured():
     assert axes.get_xlim() == (0.5, 1.5)  # whole trials
 
 
+@pytest.mark.parametrize("model", [{"model": "GPT"}, {"model": "GPT", "command": "GPT"}])
+def test_a_plot_says_model_card_and_answer(model):
+    result = replace(gpu(), environment=model)
+    table = a_table(rows={512: result, 1024: result}, mixed={}, unfit={})
+    titles = [" ".join(one.plot().get_suptitle().split()) for one in (result, table)]
+    card = "fits in 21.60 GiB (90 % of 24.00 GiB on NVIDIA GeForce RTX 4090)"
+    assert titles == [f"GPT: batch 98 {card}", f"GPT: 2 of 2 values of length {card.replace('fits', 'fit')}"]
+    assert replace(gpu(), environment={}).plot().get_suptitle().startswith("batch 98")
+
+
 def test_without_matplotlib_the_error_says_what_to_type(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for draw in (gpu().plot, lambda: gpu().to_html(tmp_path / "page.html")):
@@ -146,7 +156,8 @@ def test_a_notebook_shows_the_plot_without_magic():
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_a_browser_shows_the_page_on_a_phone_without_horizontal_scrolling(tmp_path):
+@pytest.mark.parametrize("width", [390, 500])
+def test_a_browser_shows_the_page_on_a_phone_without_horizontal_scrolling(tmp_path, width):
     tell = (
         "f=>{let d=f.contentDocument,t=d.querySelector('.scroll');"
         "let reserved=[...d.querySelectorAll('th')].find(h=>h.textContent=='reserved');"
@@ -155,15 +166,28 @@ def test_a_browser_shows_the_page_on_a_phone_without_horizontal_scrolling(tmp_pa
         "f.contentWindow.getComputedStyle(t).backgroundAttachment.includes('local')]}"
     )
     (tmp_path / "frame.html").write_text(
-        f'<title>-</title><iframe width="390" srcdoc="{html.escape(page_of(gpu()))}" onload="({tell})(this)"></iframe>'
+        f'<title>-</title><iframe width="{width}" srcdoc="{html.escape(page_of(gpu()))}" onload="({tell})(this)"></iframe>'
     )
     command = [CHROMIUM, *QUIETLY, f"--user-data-dir={tmp_path}/user", "--virtual-time-budget=5000", "--dump-dom"]
     done = subprocess.run([*command, str(tmp_path / "frame.html")], capture_output=True, text=True, timeout=100)
     wide, pictures, reserved, goes_on, has_shadow = re.search(r"<title>(.*?)</title>", done.stdout)[1].split(",")
-    assert int(wide) <= 390
+    assert int(wide) <= width
     assert pictures == "2"
-    assert int(reserved) <= 390  # the columns that matter are in sight
+    assert int(reserved) <= width  # the columns that matter are in sight
     assert (goes_on, has_shadow) == ("true", "true")  # and a shadow says that there are more
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_page_of_a_table_has_its_width_at_500_pixels(tmp_path):
+    """Its pages of rows are open here."""
+    page = html.escape(page_of(a_table(rows={512: gpu()}, mixed={}, unfit={})).replace("<details>", "<details open>"))
+    tell = "f=>document.title=f.contentDocument.documentElement.scrollWidth"
+    (tmp_path / "frame.html").write_text(
+        f'<title>-</title><iframe width="500" srcdoc="{page}" onload="({tell})(this)"></iframe>'
+    )
+    command = [CHROMIUM, *QUIETLY, f"--user-data-dir={tmp_path}/user", "--virtual-time-budget=5000", "--dump-dom"]
+    done = subprocess.run([*command, str(tmp_path / "frame.html")], capture_output=True, text=True, timeout=100)
+    assert int(re.search(r"<title>(.*?)</title>", done.stdout)[1]) <= 500
 
 
 def test_the_picture_of_a_report_is_that_of_the_first_example():

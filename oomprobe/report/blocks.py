@@ -62,6 +62,7 @@ class Block(NamedTuple):
 class Report:
     """All that people read about a result or a table."""
 
+    subject: str = ""  # what was probed
     verdict: str  # in one line
     warning: str = ""
     blocks: Sequence[Block]  # those without content are left out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ DARK, LIGHT, GREY = "#1b4f8a", "#e08a2e", "0.45"  # distinct in greyscale too
 KNEE_SHARE = 0.95  # the knee is the smallest batch with this share of the best rate
 SMALL = 7  # font size in points
 PADDING = 1.08
+TITLE_WIDTH = 62  # characters of that size in a line
 FEW = 8  # bars whose names fit beside each other
 MILLION = 1e6  # numbers from here on are too long for a bar
 
@@ -44,8 +46,9 @@ def new_figure(height_inches: float) -> Figure:
     return ProbeFigure(figsize=(COLUMN_INCHES, height_inches), layout="constrained", dpi=200)
 
 
-def saved(figure: Figure, path: str | Path | None) -> Figure:
-    """Return a figure, and save it if there is a path."""
+def titled(figure: Figure, title: str, path: str | Path | None) -> Figure:
+    """Return a figure with its title, and save it if there is a path."""
+    figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=SMALL)
     if path is not None:
         figure.savefig(path)
     return figure
@@ -84,9 +87,8 @@ def memory_figure(
     if timed:
         _draw_throughput(throughput, timed)
     lowest.set_xlabel("batch size", fontsize=SMALL)
-    figure.legend(
-        *memory.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=SMALL - 1, frameon=False
-    )
+    known = memory.get_legend_handles_labels()
+    figure.legend(*known, loc="outside lower center", ncols=2, fontsize=SMALL - 1, frameon=False)
     return figure
 
 
@@ -97,14 +99,11 @@ def bracket_figure(trials: Iterable[Trial], answer: int) -> Figure:
 
     axes = figure.subplots()
     single = _without_accumulation(trials)
-    passed, failed = [], []
+    points: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for number, trial in enumerate(single, 1):
-        if trial.passed:
-            passed.append((number, trial.batch_size))
-        else:
-            failed.append((number, trial.batch_size))
-    _scatter(axes, passed, "o", DARK, "ran")
-    _scatter(axes, failed, "x", "black", "failed")
+        points[trial.passed].append((number, trial.batch_size))
+    _scatter(axes, points[True], "o", DARK, "ran")
+    _scatter(axes, points[False], "x", "black", "failed")
     axes.axhline(answer, color=GREY, linewidth=0.8, linestyle="--")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:.0f}")
@@ -172,14 +171,13 @@ def _draw_peaks(axes: Any, trials: Iterable[Trial], capacity_bytes: int, factor:
             reserved.append((size, trial.peak_reserved_bytes / factor))
         if trial.peak_allocated_bytes is not None:
             allocated.append((size, trial.peak_allocated_bytes / factor))
-    _scatter(axes, sorted(reserved), "s", LIGHT, "peak reserved")
+    _scatter(axes, sorted(reserved), "s", LIGHT, "peak reserved", markerfacecolor="none")
     _scatter(axes, sorted(allocated), "o", DARK, "peak allocated")
     _scatter(axes, failed, "x", "black", "failed, at its limit")
 
 
 def _draw_limit(axes: Any, nbytes: int, factor: int, name: str, style: str) -> None:
-    label = f"{name} {format_bytes(nbytes)}"
-    axes.axhline(nbytes / factor, color="black", linewidth=0.8, linestyle=style, label=label)
+    axes.axhline(nbytes / factor, color="black", linewidth=0.8, linestyle=style, label=f"{name} {format_bytes(nbytes)}")
 
 
 def _draw_line(axes: Any, fit: LinearFit, largest: int, factor: int) -> None:
@@ -222,12 +220,11 @@ def _short(height: float) -> str:
     return f"{height:.{digits}g}"
 
 
-def _scatter(axes: Any, points: Sequence[tuple[float, float]], marker: str, colour: str, name: str) -> None:
+def _scatter(
+    axes: Any, points: Sequence[tuple[float, float]], marker: str, colour: str, name: str, **style: str
+) -> None:
     if not points:
         return
-    style = {}
-    if marker == "s":
-        style["markerfacecolor"] = "none"
     axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=4, label=name, **style)
 
 

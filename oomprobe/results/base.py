@@ -12,7 +12,7 @@ from oomprobe.records.notes import Note
 from oomprobe.records.plain import written
 from oomprobe.report.blocks import Report, as_text
 from oomprobe.report.html import notebook, page
-from oomprobe.report.plot import saved
+from oomprobe.report.plot import titled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,8 +59,9 @@ class Reported(ABC):
         Raises:
             InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
         """
-        draw, *_ = self.report().pictures.values()
-        return saved(draw(), path)
+        report = self.report()
+        draw, *_ = report.pictures.values()
+        return titled(draw(), f"{report.subject}: {report.verdict}".removeprefix(": "), path)
 
     def _repr_html_(self) -> str:
         return notebook(self.report())

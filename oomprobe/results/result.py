@@ -223,6 +223,7 @@ class ProbeResult(Reported):
             memory_figure, self.trials, self.batch_size, self.fit, self.budget_bytes, self.available_bytes
         )
         return Report(
+            subject=subject(self),
             verdict=_verdict(self),
             warning=WARNING if self.contaminated else "",
             blocks=blocks,
@@ -235,6 +236,11 @@ class ProbeResult(Reported):
 
 
 # --- the report ---
+
+
+def subject(result: ProbeResult) -> str:
+    """Return the command that was probed, or the class of the model."""
+    return clean(str(result.environment.get("command", result.environment.get("model", ""))))
 
 
 def _verdict(result: ProbeResult) -> str:

@@ -43,6 +43,7 @@ from oomprobe.results.result import (
     appendix,
     facts_of,
     not_covered_block,
+    subject,
     within,
 )
 from oomprobe.results.savings import blocks_of_savings, cheapest, trial_at, verdict_of_savings
@@ -295,6 +296,7 @@ class ProbeTable(Reported):
         if results and not has_rows:
             blocks.append(not_covered_block(results[-1]))
         return Report(
+            subject="".join(map(subject, results[-1:])),
             verdict=clip(_verdict(self), VERDICT_WIDTH),
             warning=WARNING if is_contaminated else "",
             blocks=blocks,
