@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PATHS = [str(path) for path in (ROOT, ROOT / "scripts", ROOT / "scripts" / "evidence")]
+PATHS = [str(path) for path in (ROOT, ROOT / "scripts", ROOT / "scripts" / "evidence", ROOT / "tests")]
 sys.path[:0] = PATHS
 PARTS = ("cuda", "cuda_bed", "ranks_cuda_bed")
 EVIDENCE = {part: ROOT / "tests" / "evidence" / f"peers_{part}.json" for part in PARTS}

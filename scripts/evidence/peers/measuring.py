@@ -10,7 +10,7 @@ import pickle
 import random
 import tempfile
 import time
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy
@@ -18,6 +18,7 @@ import torch
 import torch._dynamo  # imported by the first optimizer step: once here instead of in each process
 import torch.utils.checkpoint
 from gpu_check.check import in_child
+from zoo import runs
 
 from peers.models import LOG_VARIABLE, WORKLOADS
 from peers.tools import TOOLS, Call
@@ -27,9 +28,9 @@ FRONTIER_STEPS, LASTING_STEPS = 10, 50
 LONGEST_S = 300
 
 
-def forked(function, *arguments):
+def forked(function, *arguments, limit_s=LONGEST_S):
     """Return what the function returns in a child process; raise ChildError with how it ended otherwise."""
-    answer = in_child(_quietly, function, *arguments, limit_s=LONGEST_S)
+    answer = in_child(_quietly, function, *arguments, limit_s=limit_s)
     if "error" in answer:
         raise ChildError(" ".join(answer["error"].split())[:200])
     return answer["value"]
@@ -53,18 +54,7 @@ def card_gib():
 @cache
 def lasts(name, batch_size, steps):
     """Whether a fresh process with the whole card runs that many steps."""
-    return forked(_runs, name, batch_size, steps)
-
-
-def _runs(name, batch_size, steps):
-    model, step = WORKLOADS[name].target()
-    try:
-        for _ in range(steps):
-            step(model, batch_size)
-        torch.cuda.synchronize()
-    except torch.OutOfMemoryError:
-        return False
-    return True
+    return forked(partial(runs, WORKLOADS[name].target, batch_size, steps=steps))
 
 
 def cold_frontier(name):
