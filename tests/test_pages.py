@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import benchmark_peaks
 import benchmark_peers
 import pytest
 import site_pages
@@ -154,6 +155,9 @@ def test_the_peers_tables_match_the_evidence(tmp_path):
     copy.write_text(page.read_text())
     table.into_page(copy, benchmark_peers.EVIDENCE)
     assert copy.read_text() == page.read_text(), "run python scripts/evidence/benchmark_peers.py --docs"
+    peaks = json.loads(benchmark_peaks.EVIDENCE.read_text())
+    table.write_sections(copy, {"peaks": table.peaks_table(peaks)})
+    assert copy.read_text() == page.read_text(), "run python scripts/evidence/benchmark_peaks.py --docs"
 
 
 def test_the_features_are_of_the_versions_that_were_measured():
@@ -161,6 +165,10 @@ def test_the_features_are_of_the_versions_that_were_measured():
     features = (ROOT / "docs" / "compare.md").read_text().partition("## Measured")[0].lower()
     for package in versions.keys() - {"torch", "oomprobe"}:
         assert f" {package.replace('_', '-')} {versions[package]}" in features, package
+    versions = json.loads(benchmark_peaks.EVIDENCE.read_text())["versions"]
+    head = (ROOT / "docs" / "compare.md").read_text().partition("## Peaks")[2].partition("|---")[0]
+    for package in ("torch", "torch-preflight", "torch-kitsune", "accelerate"):
+        assert f" {package} {versions[package]}" in head, package
 
 
 def test_the_short_peers_table_matches_the_evidence():

@@ -51,6 +51,28 @@ def test_a_card_of_ones_own_shows_seconds():
     assert "seconds" not in table.tools_table(results, "the bed", False)[1]
 
 
+def test_a_peak_is_compared_with_the_figure_that_a_tool_claims():
+    def case(measured, **told):
+        return {"measured": {"where": "H200", **measured}, **told}
+
+    gib = {"allocated": 2**30, "reserved": 2 * 2**30}
+    cases = {
+        "a": case(gib, exact={**gib, "seconds": 1.0}, high={"reserved": 3 * 2**30, "seconds": 0.1}),
+        "b": case(gib, exact={"error": "KeyError: 'b'", "seconds": 9.0}, high={"reserved": 2**30, "seconds": 0.4}),
+    }
+    drawn, said, versions = table.peaks_table({"cases": cases, "versions": {"torch": "2.11.0"}})
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in drawn.splitlines()]
+    assert lines[0][4:] == ["exact: allocated", "exact: reserved", "high: reserved"]
+    assert lines[2:] == [
+        ["a", "H200", "1.00", "2.00", "+0.0 %", "+0.0 %", "+50.0 %"],
+        ["b", "H200", "1.00", "2.00", "no figure", "no figure", "-50.0 %"],
+        ["median, without sign", "", "", "", "0.0 %", "0.0 %", "50.0 %"],
+        ["worst", "", "", "", "+0.0 %", "+0.0 %", "+50.0 %"],
+        ["seconds: median (range)", "", "", "", "5.0 (1.0 to 9.0)", "5.0 (1.0 to 9.0)", "0.2 (0.1 to 0.4)"],
+    ]
+    assert (said, versions) == ("- exact: KeyError: 'b' (b)", "torch 2.11.0.")
+
+
 @pytest.mark.parametrize(
     ("rows", "cell"),
     [

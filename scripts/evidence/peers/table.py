@@ -82,9 +82,59 @@ def ranks_table(results):
     return [drawn(["tool", *next(iter(rows_of.values()))], *lines), versions(results)]
 
 
+def peaks_table(results):
+    """Return a line for each case with what each tool's figures differ from the card's, then the sums of all cases."""
+    cases = results["cases"]
+    figures = [(tool, figure) for tool in next(iter(cases.values())) for figure in ("allocated", "reserved")]
+    claims = [(tool, figure) for tool, figure in figures if any(figure in found[tool] for found in cases.values())]
+    truth, claims = claims[:2], claims[2:]
+    lines = []
+    for case, found in cases.items():
+        true = [f"{found[tool][figure] / 2**30:.2f}" for tool, figure in truth]
+        lines.append([case, found["measured"]["where"], *true, *(difference(found, *claim) for claim in claims)])
+    off = [[away for found in cases.values() if (away := away_from(found, *claim)) is not None] for claim in claims]
+    seconds = [[found[tool]["seconds"] for found in cases.values()] for tool, _ in claims]
+    lines += [
+        ["median, without sign", "", "", "", *(f"{100 * statistics.median(map(abs, one)):.1f} %" for one in off)],
+        ["worst", "", "", "", *(f"{100 * max(one, key=abs):+.1f} %" for one in off)],
+        ["seconds: median (range)", "", "", "", *(middle(one, 1) for one in seconds)],
+    ]
+    head = [
+        "training step",
+        "measured on",
+        "GiB allocated",
+        "GiB reserved",
+        *(f"{tool}: {figure}" for tool, figure in claims),
+    ]
+    return [drawn(head, *lines), *refusals(cases), versions(results)]
+
+
+def difference(found, tool, figure):
+    away = away_from(found, tool, figure)
+    return "no figure" if away is None else f"{100 * away:+.1f} %"
+
+
+def away_from(found, tool, figure):
+    """Return the relative difference of a tool's figure from that of the card; None if it gave none."""
+    if figure not in found[tool]:
+        return None
+    return found[tool][figure] / found["measured"][figure] - 1
+
+
+def refusals(cases):
+    """Return a list of what tools said in place of a figure."""
+    said = {}
+    for case, found in cases.items():
+        for tool, told in found.items():
+            if "error" in told:
+                said.setdefault(f"{tool}: {told['error']}", []).append(case)
+    lines = [f"- {words} ({', '.join(names)})" for words, names in said.items()]
+    return ["\n".join(lines)] if lines else []
+
+
 def into_page(page, evidence):
     """Write the table of each existing evidence file between its markers in the page."""
-    text, sections = page.read_text(), {"peers": [], "ranks": []}
+    sections = {"peers": [], "ranks": []}
     for name, path in evidence.items():
         if path.exists():
             results = json.loads(path.read_text())
@@ -93,10 +143,16 @@ def into_page(page, evidence):
             else:
                 where = "a CUDA card" if name == "cuda" else "torch's CUDA allocator, kernels stubbed"
                 sections["peers"] += tools_table(results, where, is_timed=name == "cuda")
+    write_sections(page, sections)
+
+
+def write_sections(page, sections):
+    """Write the paragraphs of each section between its markers in the page."""
+    text = page.read_text()
     for name, parts in sections.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         section = "\n\n".join([begin, *parts, end])
         text, found = re.subn(f"{begin}.*?{end}", lambda _, section=section: section, text, flags=re.DOTALL)
         if not found:
-            raise SystemExit(f"benchmark_peers: {page} has no place for the tables, {begin} ... {end}")
+            raise SystemExit(f"{page} has no place for a table, {begin} ... {end}")
     page.write_text(text)
