@@ -7,14 +7,13 @@ import itertools
 import pytest
 import torch
 from bed import forked
+from sequences import A100, simulated
 from torch import nn
 from torch.nn.utils import prune
 from torch.testing._internal.two_tensor import TwoTensor
 from zoo import training_step
 
 from oomprobe.ground.torch_versions import VERSION
-
-from .test_simulated import A100, simulated
 
 
 def linear():

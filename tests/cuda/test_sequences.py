@@ -4,34 +4,34 @@ import contextlib
 import warnings
 
 import pytest
+import sequences
 import torch
 from bed import forked
+from operators import CASES, COUNTING, EVERY_VERSION, EXCEPTIONS
+from sequences import A100
 
 from oomprobe.ground.torch_versions import VERSION
 from oomprobe.simulation import card_mode
 from oomprobe.simulation.kernels.compared import COMPARED, is_compared
 
-from . import sequences
-from .operators import CASES, COUNTING, EXCEPTIONS
-from .test_simulated import A100, simulated
-
-pytestmark = pytest.mark.skipif(
-    VERSION != (2, 14), reason="the table is of torch 2.14; what other versions do differently is not"
-)
-GROUPS = [[*CASES][first : first + 40] for first in range(0, len(CASES), 40)]
+IS_OF_THE_TABLE = VERSION == (2, 14)  # other versions differ in some cases and in the order of requests
+in_this_version = pytest.mark.skipif(not IS_OF_THE_TABLE, reason="the table is of torch 2.14")
 REFUSED = "refused"
 
 
-def in_variants(names, record, variants):
-    """Return the sequence of requests of each case in each variant, or that it was refused; `record` takes what runs it."""
+def pairs(names, variants=sequences.VARIANTS):
+    return [(name, variant) for name in names for variant in variants]
+
+
+def requests(asked, record):
+    """Return the sequence of requests of each case in its variant, or that it was refused; `record` takes what runs it."""
     found = {}
     warnings.simplefilter("ignore")
-    for name in names:
-        for variant in variants:
-            try:
-                found[name, variant] = sequences.in_order(record({**CASES, **COUNTING}[name], variant))
-            except (RuntimeError, NotImplementedError):
-                found[name, variant] = REFUSED
+    for name, variant in asked:
+        try:
+            found[name, variant] = sequences.in_order(record({**CASES, **COUNTING}[name], variant))
+        except (RuntimeError, NotImplementedError):
+            found[name, variant] = REFUSED
     return found
 
 
@@ -42,24 +42,24 @@ def built(case, variant, context):
         return case(sequences.tensors(variant))
 
 
-def of_torch(names, variants=sequences.VARIANTS):
+def of_torch(asked):
     def record(case, variant):
         step = built(case, variant, contextlib.nullcontext())
         return sequences.of_torch(sequences.runner(step, variant))
 
     torch.cuda.init()
-    return in_variants(names, record, variants)
+    return requests(asked, record)
 
 
-def of_a_simulated_card(names, variants=sequences.VARIANTS):
-    device = simulated(A100, "40GiB")
+def of_a_simulated_card(asked):
+    device = sequences.simulated(A100, "40GiB")
     device.start_trial()
 
     def record(case, variant):
         step = built(case, variant, device.building())
         return sequences.of_a_simulated_card(device, sequences.runner(step, variant))
 
-    return in_variants(names, record, variants)
+    return requests(asked, record)
 
 
 def excepted(name, variant):
@@ -67,20 +67,39 @@ def excepted(name, variant):
     return variant in variants
 
 
-@pytest.mark.parametrize("names", GROUPS, ids=lambda names: f"{names[0]} to {names[-1]}")
-def test_requests_are_those_of_torch_in_their_order(names):
-    wanted = forked(of_torch, names, memory="40GiB", card=A100)
-    found = forked(of_a_simulated_card, names)
+@in_this_version
+@pytest.mark.parametrize("first", range(0, len(CASES), 40), ids=lambda first: [*CASES][first])
+def test_requests_are_those_of_torch_in_their_order(first):
+    asked = pairs([*CASES][first : first + 40])
+    wanted = forked(of_torch, asked, memory="40GiB", card=A100)
+    found = forked(of_a_simulated_card, asked)
     different = {key for key, sequence in wanted.items() if sequence != REFUSED and found[key] != sequence}
     assert different == {key for key in wanted if excepted(*key)}
 
 
+@in_this_version
 @pytest.mark.parametrize("name", COUNTING)
 def test_requests_of_operators_that_count_are_those_of_torch(name):
-    variants = ["fp32"]
-    wanted = forked(of_torch, [name], variants, memory="40GiB", card=A100)
-    assert wanted[name, "fp32"] != REFUSED
-    assert forked(of_a_simulated_card, [name], variants) == wanted
+    asked = pairs([name], ["fp32"])
+    wanted = forked(of_torch, asked, memory="40GiB", card=A100)
+    assert REFUSED not in wanted.values()
+    assert forked(of_a_simulated_card, asked) == wanted
+
+
+def sizes(sequence):
+    return sorted(nbytes for nbytes in sequence if isinstance(nbytes, int))
+
+
+@pytest.mark.skipif(IS_OF_THE_TABLE, reason="compared in their order")
+def test_sizes_of_requests_are_those_of_torch():
+    asked = [
+        (name, variant) for variant, cases in EVERY_VERSION.items() for name, since in cases.items() if since <= VERSION
+    ]
+    wanted = forked(of_torch, asked, memory="40GiB", card=A100)
+    found = forked(of_a_simulated_card, asked)
+    assert {key: sizes(sequence) for key, sequence in found.items()} == {
+        key: sizes(sequence) for key, sequence in wanted.items()
+    }
 
 
 def dispatched():
@@ -93,10 +112,11 @@ def dispatched():
         return run(mode, func, args, kwargs)
 
     card_mode.CardMode._run = noted
-    of_a_simulated_card({**CASES, **COUNTING})
+    of_a_simulated_card(pairs({**CASES, **COUNTING}, ["fp32", "fp32 last", "amp fp16 gaps"]))
     return names
 
 
+@in_this_version
 def test_what_counts_as_compared_is_in_the_table():
     in_table = forked(dispatched, limit_s=120)
     assert in_table >= COMPARED

@@ -1,4 +1,4 @@
-"""The simulated card compared with torch's own allocator: requests, kernels, cold steps and answers."""
+"""The simulated card compared with torch's own allocator: requests, cold steps and answers; test_sequences.py has the operators."""
 
 import random
 from functools import partial
@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from bed import forked
+from sequences import A100, simulated
 from simulation.bench import ALLOCATOR_SETTINGS
 from torch import nn
 from torch.nn import functional as F
@@ -13,14 +14,12 @@ from zoo import CLASSES, classifier, gpt, mlp, peaks, runs, training_step
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
-from oomprobe.ground.units import parse_bytes
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.cards import Card
 from oomprobe.simulation.settings import AllocatorSettings
 
 MIB = 2**20
 
-A100, H100, RTX_3090, RTX_4090, T4 = "8.0,108,2048", "9.0,132,2048", "8.6,82,1536", "8.9,128,1536", "7.5,40,1024"
+H100, RTX_3090, RTX_4090, T4 = "9.0,132,2048", "8.6,82,1536", "8.9,128,1536", "7.5,40,1024"
 
 
 # --- request by request ---
@@ -159,130 +158,6 @@ def test_a_loader_with_a_stream_of_its_own_takes_what_it_takes_of_torch(batch_si
     assert forked(prefetched, None, batch_size) == forked(prefetched, "cuda", batch_size)
 
 
-# --- kernel by kernel ---
-
-
-def made(*shape, dtype=torch.float32):
-    return torch.zeros(*shape, device="cuda", dtype=dtype, requires_grad=True)
-
-
-def attended(dtype, width, *, mask=False, groups=8):
-    query, key, value = (made(4, heads, 500, width, dtype=dtype) for heads in (8, groups, groups))
-    bias = torch.zeros(500, 500, device="cuda", dtype=dtype) if mask else None
-    out = F.scaled_dot_product_attention(query, key, value, bias, enable_gqa=groups < 8)
-    return out.transpose(1, 2).contiguous()
-
-
-KERNELS = {
-    "softmax": lambda: made(1000, 4000).softmax(-1),
-    "embedding": lambda: F.embedding(torch.zeros(100_000, dtype=torch.long, device="cuda"), made(5000, 100)),
-    "rows by index": lambda: made(5000, 100)[torch.zeros(100_000, dtype=torch.long, device="cuda")],
-    "elements by two indices": lambda: made(500, 500)[(torch.zeros(200_000, dtype=torch.int32, device="cuda"),) * 2],
-    "flash attention": lambda: attended(torch.bfloat16, 80),
-    "efficient attention": lambda: attended(torch.float32, 64),
-    "flash attention, wide": lambda: attended(torch.bfloat16, 200),
-    "flash attention, grouped": lambda: attended(torch.bfloat16, 64, groups=2),
-    "efficient attention, wide": lambda: attended(torch.float16, 160, mask=True),
-    "convolution": lambda: (
-        F.conv2d(made(8, 30, 64, 64), made(40, 30, 3, 3), padding=1).permute(0, 2, 3, 1).contiguous()
-    ),
-    "bias": lambda: made(20_000, 1024) + made(1024),
-}
-
-
-def backward_bytes(name):
-    result = KERNELS[name]()
-    gradient, before = torch.ones_like(result), torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    result.backward(gradient)
-    return torch.cuda.max_memory_allocated() - before
-
-
-def simulated_bytes(name, card):
-    with simulated(card, "40GiB").session():
-        return backward_bytes(name)
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_backward_allocates_as_much_as_in_torch(name):
-    taken = forked(backward_bytes, name, memory="40GiB", card=A100)
-    assert forked(simulated_bytes, name, A100) == pytest.approx(taken, rel=0.002)
-
-
-# --- operator by operator ---
-
-
-def attend(dtype, *, mask=False, dropout_p=0.0):
-    query = made(8, 12, 197, 64, dtype=dtype)
-    bias = torch.zeros(197, 197, device="cuda", dtype=dtype) if mask else None
-    return F.scaled_dot_product_attention(query, query, query, bias, dropout_p)
-
-
-def convolved(*, last=False, permute=False):
-    kind = torch.channels_last if last else torch.contiguous_format
-    images = torch.zeros(16, 64, 56, 56, device="cuda").to(memory_format=kind).requires_grad_()
-    weight = torch.zeros(128, 64, 3, 3, device="cuda").to(memory_format=kind).requires_grad_()
-    result = F.conv2d(images, weight, made(128), padding=1)
-    return result.permute(0, 2, 3, 1).reshape(16, -1, 128) * 2 if permute else result.relu()
-
-
-def channels(apply):
-    return apply(torch.zeros(8, 64, 56, 56, device="cuda").to(memory_format=torch.channels_last).requires_grad_())
-
-
-def norm(make, *shape, dtype=torch.float32, weights=torch.float32):
-    return make(shape[1], device="cuda", dtype=weights)(made(*shape, dtype=dtype))
-
-
-HALF, BFLOAT16 = torch.float16, torch.bfloat16
-OPERATORS = {
-    "layer norm in 16 bits": lambda: norm(nn.LayerNorm, 4096, 1024, dtype=BFLOAT16, weights=BFLOAT16),
-    "RMS norm": lambda: norm(nn.RMSNorm, 4096, 1024),
-    "RMS norm in 16 bits": lambda: norm(nn.RMSNorm, 4096, 1024, dtype=BFLOAT16, weights=BFLOAT16),
-    "batch norm": lambda: norm(nn.BatchNorm2d, 8, 1024, 8, 8, dtype=HALF),
-    "batch norm with weights in 16 bits": lambda: norm(nn.BatchNorm2d, 8, 1024, 8, 8, dtype=HALF, weights=HALF),
-    "convolution": convolved,
-    "convolution, channels last": lambda: convolved(last=True),
-    "convolution, gradient channels last": lambda: convolved(permute=True),
-    "softmax, channels last": lambda: channels(lambda x: x.softmax(1)),
-    "log-softmax, channels last": lambda: channels(lambda x: x.log_softmax(1)),
-    "roll, channels last": lambda: channels(lambda x: x.roll(1, 2)),
-    "cumulative sum, channels last": lambda: channels(lambda x: x.cumsum(1)),
-    "largest channels": lambda: channels(lambda x: x.topk(2, 1)[0]),
-    "pixel shuffle": lambda: channels(lambda x: F.pixel_shuffle(x, 2).contiguous()),
-    "layer norm of channels": lambda: channels(lambda x: F.layer_norm(x, x.shape[1:])),
-    "layer norm of permuted channels": lambda: F.layer_norm(made(8, 64, 56, 56).permute(0, 2, 3, 1), (64,)),
-    "efficient attention": lambda: attend(torch.float32),
-    "efficient attention with dropout": lambda: attend(torch.float32, dropout_p=0.1),
-    "efficient attention with a mask": lambda: attend(HALF, mask=True),
-    "flash attention": lambda: attend(HALF),
-}
-
-
-def of_torch(name):
-    torch.cuda.memory._record_memory_history(context=None)
-    OPERATORS[name]().sum().backward()
-    [trace] = torch.cuda.memory._snapshot()["device_traces"]
-    sizes = sorted(event["size"] for event in trace if event["action"] == "alloc")
-    return sizes, torch.cuda.max_memory_allocated()
-
-
-def of_a_simulated_card(name):
-    device = simulated(A100, "40GiB")
-    device.start_trial()
-    with device.history() as history, device.session():
-        OPERATORS[name]().sum().backward()
-    return sorted(nbytes for _, nbytes in history.events if nbytes > 0), device.usage().peak_allocated_bytes
-
-
-OLDER = {"largest channels": (2, 12), "flash attention": (2, 9)}  # torch had other blocks before
-
-
-@pytest.mark.parametrize("name", [name for name in OPERATORS if OLDER.get(name, VERSION) <= VERSION])
-def test_requests_and_peak_are_those_of_torch(name):
-    assert forked(of_a_simulated_card, name) == forked(of_torch, name, memory="40GiB", card=A100)
-
-
 # --- step by step ---
 
 
@@ -331,16 +206,6 @@ def evaluated():
 def channels_last():
     model, step = conv_net(torch.float16)
     return model.to(memory_format=torch.channels_last), step
-
-
-def simulated(card, memory):
-    capability, multiprocessors, _ = card.split(",")
-    return oomprobe.SimulatedDevice(
-        Card(
-            name="bed", full_name="bed", total_bytes=parse_bytes(memory), context_bytes=0,
-            compute_capability=tuple(map(int, capability.split("."))), multi_processor_count=int(multiprocessors),
-        )
-    )  # fmt: skip
 
 
 def simulated_peaks(make, size, card):

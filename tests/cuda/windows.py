@@ -5,10 +5,9 @@ import warnings
 
 import torch
 from bed import forked
+from sequences import A100, simulated
 
 import oomprobe
-
-from .test_simulated import A100, simulated
 
 CALLS = 3
 EXPANDABLE = "expandable_segments:True"

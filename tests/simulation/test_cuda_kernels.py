@@ -1,7 +1,7 @@
-from contextlib import nullcontext
-
 import pytest
 import torch
+from operators import AUTOCAST, CASES
+from sequences import Tensors
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,68 +18,41 @@ def on(card, step, model=None):
     return Bench(model, card=card).run(step)
 
 
-# --- dropout ---
-
-
-@pytest.mark.parametrize(
-    ("dropout", "taken_bytes"),
-    [
-        (lambda x: F.dropout(x, 0.5), 4 * MIB + MIB),  # a mask of one byte
-        (lambda x: F.dropout(x, 0.5, training=False), 0),
-        (lambda x: F.dropout(x, 0.0), 0),
-        (nn.Dropout().eval(), 0),
-    ],
-)
-def test_memory_kept_by_dropout(dropout, taken_bytes):
-    def step():
-        x = torch.zeros(MIB, device="cuda", requires_grad=True)
-        y = dropout(x)
-        return torch.cuda.memory_allocated() - x.nbytes, y.shape
-
-    assert on(AMPERE, step) == (taken_bytes, (MIB,))
-
-
 # --- attention ---
 
 
-def attend(dtype=torch.float16, head=64, kv_heads=8, *, mask=False, math=False, **options):
+HALF, FLOAT = torch.float16, torch.float32
+
+
+@pytest.mark.parametrize(
+    ("card", "dtype", "case", "kind"),
+    [
+        (AMPERE, HALF, "plain", "FlashAttention"),
+        (AMPERE, torch.bfloat16, "causal", "FlashAttention"),
+        (AMPERE, FLOAT, "plain", "EfficientAttention"),
+        (AMPERE, HALF, "booleans", "EfficientAttention"),
+        (AMPERE, HALF, "width_65", "FlashAttention"),  # padded
+        (VOLTA, HALF, "plain", "EfficientAttention"),
+        (VOLTA, FLOAT, "width_65", "Math"),
+        (AMPERE, torch.float64, "plain", "Math"),
+        (AMPERE, HALF, "groups", "FlashAttention"),
+    ],
+)
+def test_the_attention_kernel_that_the_card_chooses(card, dtype, case, kind):
     def step():
-        q, k, v = (
-            torch.zeros(2, heads, 512, head, device="cuda", dtype=dtype, requires_grad=True)
-            for heads in (8, kv_heads, kv_heads)
-        )
-        m = torch.ones(512, 512, dtype=torch.bool, device="cuda") if mask else None
-        with sdpa_kernel(SDPBackend.MATH) if math else nullcontext():
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=m, **options)
-        out.sum().backward()
+        out = CASES[f"attention: {case}"](Tensors(dtype))
         names, node = [], out.grad_fn
         while node is not None:
             names.append(type(node).__name__)
             node = node.next_functions[0][0] if node.next_functions else None
-        return " ".join(names), out.shape
+        with sdpa_kernel(SDPBackend.MATH):
+            by_choice = type(F.scaled_dot_product_attention(out, out, out).grad_fn).__name__
+        return " ".join(names), out.shape, "Attention" in by_choice
 
-    return step
-
-
-@pytest.mark.parametrize(
-    ("card", "options", "kind"),
-    [
-        (AMPERE, {}, "FlashAttention"),
-        (AMPERE, {"dtype": torch.bfloat16, "is_causal": True}, "FlashAttention"),
-        (AMPERE, {"dtype": torch.float32}, "EfficientAttention"),
-        (AMPERE, {"mask": True}, "EfficientAttention"),
-        (AMPERE, {"head": 36}, "FlashAttention"),  # padded
-        (VOLTA, {}, "EfficientAttention"),
-        (VOLTA, {"dtype": torch.float32, "head": 30}, "Math"),
-        (AMPERE, {"dtype": torch.float64}, "Math"),
-        (AMPERE, {"math": True}, "Math"),
-        (AMPERE, {"kv_heads": 2, "enable_gqa": True}, "FlashAttention"),
-    ],
-)
-def test_the_attention_kernel_that_the_card_chooses(card, options, kind):
-    names, shape = on(card, attend(**options))
-    assert shape == (2, 8, 512, options.get("head", 64))
+    names, shape, is_fused = on(card, step)
+    assert shape == (4, 8, 200, 65 if case == "width_65" else 64)
     assert kind in names or (kind == "Math" and "Attention" not in names)
+    assert not is_fused
 
 
 def test_flash_attention_refuses_what_its_grid_cannot_hold():
@@ -98,45 +71,24 @@ def test_flash_attention_refuses_what_its_grid_cannot_hold():
 
 # --- autocast ---
 
-LOW = {
-    "linear": lambda x: F.linear(x, x), "matmul": lambda x: x @ x, "bmm": lambda x: torch.bmm(x[None], x[None]),
-    "conv": lambda x: F.conv1d(x[None], x[:, :, None]), "einsum": lambda x: torch.einsum("ij,jk->ik", x, x),
-    "mv": lambda x: torch.mv(x, x[0]), "baddbmm": lambda x: torch.baddbmm(x[None], x[None], x[None]),
-    "same padding": lambda x: F.conv1d(x[None], x[:, :, None], padding="same"),
-    "prelu": lambda x: F.prelu(x, x[0, :1]),
-}  # fmt: skip
-HIGH = {
-    "softmax": lambda x: x.softmax(-1), "log_softmax": lambda x: x.log_softmax(-1), "sum": lambda x: x.sum(),
-    "layer_norm": lambda x: F.layer_norm(x, (64,)), "exp": lambda x: x.exp(), "pow": lambda x: x.pow(2),
-    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(64, dtype=torch.long, device="cuda")),
-    "mse": lambda x: F.mse_loss(x, x), "cumsum": lambda x: x.cumsum(0), "norm": lambda x: torch.linalg.vector_norm(x),
-    "group_norm": lambda x: F.group_norm(x[None], 4), "rsqrt": lambda x: x.rsqrt(), "softplus": lambda x: F.softplus(x),
-    "bce": lambda x: F.binary_cross_entropy_with_logits(x, x), "cosine": lambda x: F.cosine_similarity(x, x),
-    "upsample": lambda x: F.interpolate(x[None], scale_factor=2),
-    "prod": lambda x: x.prod(), "smooth": lambda x: F.smooth_l1_loss(x, x),
-}  # fmt: skip
-UNCHANGED = {
-    "gelu": F.gelu, "relu": F.relu, "mean": lambda x: x.mean(), "add": lambda x: x + x, "cat": lambda x: torch.cat([x, x]),
-    "stack": lambda x: torch.stack([x, x]), "pool": lambda x: F.avg_pool1d(x[None], 2), "silu": F.silu,
-    "pool3": lambda x: F.avg_pool3d(x[None, None, None], (1, 2, 2)), "pad": lambda x: F.pad(x[None], (1, 1), mode="reflect"),
-    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
-}  # fmt: skip
-(HIGH if VERSION >= (2, 12) else UNCHANGED)["rms"] = lambda x: F.rms_norm(x, (64,))
 
-
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("group", ["low", "high", "unchanged"])
+@pytest.mark.parametrize("group", AUTOCAST)
 def test_autocast_has_cudas_operator_lists(group, dtype):
-    table = {"low": LOW, "high": HIGH, "unchanged": UNCHANGED}[group]
-
     def step():
-        full = torch.zeros(64, 64, device="cuda")
+        make = Tensors(FLOAT if group == "low" else dtype)
         with torch.autocast("cuda", dtype=dtype):
-            given = full if group == "low" else full.to(dtype)
-            return {name: call(given).dtype for name, call in table.items()}
+            found = {name: CASES[name](make).dtype for name in AUTOCAST[group]}
+            norm = CASES["rms_norm"](make).dtype
+        return found, norm
 
-    expected = torch.float32 if group == "high" else dtype
-    assert on(AMPERE, step) == dict.fromkeys(table, expected)
+    found, norm = on(AMPERE, step)
+    assert found == dict.fromkeys(AUTOCAST[group], FLOAT if group == "float32" else dtype)
+    if VERSION >= (2, 12):
+        assert norm is FLOAT
+    elif group != "low":
+        assert norm is dtype
 
 
 def test_weights_are_cast_once_and_released_at_the_end():
@@ -166,12 +118,6 @@ def test_autocast_as_the_step_sees_it(autocast):
             return *state, *mixed, torch.is_autocast_enabled("cuda")
 
     assert on(AMPERE, step) == (True, True, torch.float16, torch.float32, torch.float32, False)
-
-
-def test_softmax_in_half_precision_makes_no_copy():
-    bench = Bench()
-    bench.run(lambda: torch.zeros(MIB, 4, device="cuda", dtype=torch.float16).softmax(-1, dtype=torch.float32))
-    assert bench.peak_bytes == 8 * MIB + 16 * MIB
 
 
 # --- workspaces ---

@@ -1,5 +1,8 @@
 """A table of operators, run forward and backward: each must ask a simulated card for what it asks of torch's allocator.
 
+`tests/cuda/test_sequences.py` compares the two; `tests/simulation/test_operators.py` holds the simulated card to what is stated here by
+hand for some of each family: the peak, and the dtype under autocast.
+
 A case takes what makes its tensors (`sequences.Tensors`) and returns its results. EXCEPTIONS names the variants that differ,
 and why; what differs altogether is not in the table, and so named in a note when it takes part near a peak.
 """
@@ -7,6 +10,7 @@ and why; what differs altogether is not in the table, and so named in a note whe
 from functools import partial
 
 import torch
+from sequences import VARIANTS
 from torch import nn
 from torch.nn import functional as F
 
@@ -89,6 +93,8 @@ add(
     lerp=lambda make: torch.lerp(make(*ROWS), make(*ROWS), 0.3),
     lerp_of_tensors=lambda make: torch.lerp(make(*ROWS), make(*ROWS), make(*ROWS)),
     dropout=lambda make: F.dropout(make(*ROWS), 0.1),
+    dropout_of_nothing=lambda make: F.dropout(make(*ROWS), 0.0),
+    dropout_in_evaluation=lambda make: F.dropout(make(*ROWS), 0.1, training=False) * 1,
     dropout_of_channels=lambda make: F.dropout2d(make(*IMAGES), 0.1),
     alpha_dropout=lambda make: F.alpha_dropout(make(*ROWS), 0.1),
     prelu=lambda make: F.prelu(make(*IMAGES), make(64)),
@@ -102,19 +108,16 @@ add(
     picture_from_host=lambda _: torch.ones(4, 3, 64, 64).to(memory_format=torch.channels_last).to("cuda", torch.half),
     layout_from_host=lambda _: torch.ones(4, 3, 64, 64).to("cuda", memory_format=torch.channels_last),
     columns_from_host=lambda make: make(*ROWS, grad=False)[:, :7].copy_(torch.ones(200, 7)),
-    to_float=lambda make: make(*ROWS).float(),
-    to_half=lambda make: make(*ROWS).half(),
-    clone=lambda make: make(*ROWS).clone(),
     polar=lambda make: torch.polar(make(*ROWS).float(), make(*ROWS).float()).abs(),
 )
 
 # --- norms ---
 
 
-def batch_norm(make, *shape, train=True):
+def batch_norm(make, *shape, train=True, dtype=torch.float32):
     channels = shape[1]
-    running = torch.zeros(channels, device="cuda"), torch.ones(channels, device="cuda")
-    weights = [make(channels, dtype=torch.float32) for _ in range(2)]
+    running = [torch.zeros(channels, device="cuda", dtype=dtype) for _ in range(2)]
+    weights = [make(channels, dtype=dtype) for _ in range(2)]
     return F.batch_norm(make(*shape), *running, *weights, train)
 
 
@@ -130,6 +133,8 @@ add(
     layer_norm=lambda make: F.layer_norm(make(2000, 768), (768,), make(768), make(768)),
     layer_norm_without_weights=lambda make: F.layer_norm(make(2000, 768), (768,)),
     layer_norm_of_sequences=lambda make: F.layer_norm(make(20, 100, 768), (768,), make(768), make(768)),
+    layer_norm_of_images=lambda make: F.layer_norm(make(*IMAGES), IMAGES[1:]),
+    layer_norm_of_permuted_images=lambda make: F.layer_norm(make(*IMAGES).permute(0, 2, 3, 1), (64,)),
     layer_norm_of_many_rows=lambda make: F.layer_norm(make(80_000, 64), (64,), make(64), make(64)),
     rms_norm=lambda make: F.rms_norm(make(20, 100, 768), (768,), make(768)),
     rms_norm_without_weights=lambda make: F.rms_norm(make(20, 100, 768), (768,)),
@@ -140,6 +145,7 @@ add(
     group_norm_of_small_images=group_norm(8, 256, 64, 4, 4),
     group_norm_of_vectors=group_norm(8, 256, 640),
     batch_norm=lambda make: batch_norm(make, *IMAGES),
+    batch_norm_with_weights_of_its_dtype=lambda make: batch_norm(make, *IMAGES, dtype=make.dtype),
     batch_norm_evaluated=lambda make: batch_norm(make, *IMAGES, train=False),
     batch_norm_of_vectors=lambda make: batch_norm(make, 800, 640),
     batch_norm_of_many_vectors=lambda make: batch_norm(make, 5000, 1024),
@@ -150,7 +156,6 @@ add(
     normalize_columns=lambda make: F.normalize(make(*ROWS), dim=0),
     vector_norm=lambda make: torch.linalg.vector_norm(make(*ROWS)),
     vector_norm_of_rows=lambda make: torch.linalg.vector_norm(make(*ROWS), dim=1),
-    norm=lambda make: make(*ROWS).norm(),
     norm_of_absolutes=lambda make: make(*ROWS).norm(p=1),
     weight_norm=lambda make: torch._weight_norm(make(512, 512), make(512, 1), 0),
     matrix_norm=lambda make: torch.linalg.matrix_norm(make(8, 100, 100)),
@@ -158,6 +163,18 @@ add(
 
 # --- softmax, sorts, reductions ---
 
+OF_ALL = "sum mean nansum var norm max argmax count_nonzero diff clone half float"
+OF_ROWS = "logsumexp cumsum cummax sort argsort median nanmedian max amax argmax var prod"
+
+
+def of_rows(of):
+    return lambda make: of(make(*ROWS), -1)
+
+
+for name in OF_ALL.split():
+    CASES[name] = of_one(getattr(torch.Tensor, name))
+for name in OF_ROWS.split():
+    CASES[f"{name} of rows"] = of_rows(getattr(torch, name))
 add(
     softmax=lambda make: make(1000, 4000).softmax(-1),
     softmax_of_short_rows=lambda make: make(10_000, 100).softmax(-1),
@@ -168,12 +185,8 @@ add(
     softmax_in_float32=lambda make: make(1000, 4000).softmax(-1, dtype=torch.float32),
     softmin=lambda make: F.softmin(make(*ROWS), -1),
     gumbel_softmax=lambda make: F.gumbel_softmax(make(*ROWS), dim=-1),
-    logsumexp=lambda make: make(*ROWS).logsumexp(-1),
-    cumsum=lambda make: make(*ROWS).cumsum(-1),
-    cumsum_of_columns=lambda make: make(*ROWS).cumsum(0),
+    cumsum_of_channels=lambda make: make(*IMAGES).cumsum(1),
     cumsum_of_a_vector=lambda make: make(3_000_000).cumsum(0),
-    cummax=lambda make: make(*ROWS).cummax(-1),
-    sort=lambda make: make(*ROWS).sort(-1),
     sort_short_rows=lambda make: make(2000, 500).sort(-1),
     sort_long_rows=lambda make: make(200, 5000).sort(-1),
     sort_some_long_rows=lambda make: make(20, 5000).sort(-1),
@@ -181,7 +194,6 @@ add(
     sort_indices=lambda make: make.indices(1_000_000).sort(),
     sort_rows_of_indices=lambda make: make.indices(200, 5000).sort(),
     sort_columns=lambda make: make(3000, 200).sort(0),
-    argsort=lambda make: make(*ROWS).argsort(-1),
     argsort_tiny_rows=lambda make: make(20_000, 16).argsort(-1, descending=True),
     topk=lambda make: make(*ROWS).topk(5),
     topk_of_long_rows=lambda make: make(20, 50_000).topk(5),
@@ -192,35 +204,20 @@ add(
     topk_of_a_vector_of_many=lambda make: make(300_000).topk(70_000),
     topk_of_channels=lambda make: make(*IMAGES).topk(2, 1),
     kthvalue=lambda make: make(*ROWS).kthvalue(5),
-    median=lambda make: make(*ROWS).median(-1),
-    nanmedian=lambda make: make(*ROWS).nanmedian(-1),
-    largest=lambda make: make(*ROWS).max(),
-    largest_of_rows=lambda make: make(*ROWS).max(-1),
     smallest_of_columns=lambda make: make(*ROWS).min(0),
-    amax=lambda make: make(*ROWS).amax(-1),
-    argmax=lambda make: make(*ROWS).argmax(-1),
-    argmax_of_all=lambda make: make(*ROWS).argmax(),
     aminmax=lambda make: torch.aminmax(make(*ROWS)),
-    sum=lambda make: make(*ROWS).sum(),
     sum_of_columns=lambda make: make(20_000, 1024).sum(0),
     sum_of_rows=lambda make: make(20, 100_000).sum(-1),
     sum_of_booleans=lambda make: (make(*ROWS) > 0).sum(),
     sum_of_rows_of_booleans=lambda make: (make(*ROWS) > 0).sum(-1),
-    mean=lambda make: make(*ROWS).mean(),
     mean_of_images=lambda make: make(*IMAGES).mean((2, 3)),
     mean_of_columns=lambda make: make(200_000, 64).mean(0),
-    nansum=lambda make: make(*ROWS).nansum(),
-    var=lambda make: make(*ROWS).var(),
-    var_of_rows=lambda make: make(*ROWS).var(-1),
     std_of_rows=lambda make: make(*ROWS).std(-1, keepdim=True),
     std_of_a_vector=lambda make: make(2_000_000).std(),
     var_mean=lambda make: torch.var_mean(make(*ROWS), -1),
-    product_of_rows=lambda make: make(*ROWS).prod(-1),
     any=lambda make: (make(*ROWS) > 0).any(),
     all_of_rows=lambda make: (make(*ROWS) > 0).all(-1),
-    count_nonzero=lambda make: make(*ROWS).count_nonzero(),
     trapezoid=lambda make: torch.trapezoid(make(*ROWS)),
-    differences=lambda make: make(*ROWS).diff(),
 )
 
 # --- losses ---
@@ -339,6 +336,14 @@ def permuted(make):
 
 CHANNELS = (8, 32, 56, 56)
 VOLUMES = (2, 16, 16, 28, 28)
+for name in ("max_pool", "avg_pool"):
+    for dims, shape in enumerate([(8, 64, 560), IMAGES, VOLUMES], 1):
+        pool = getattr(F, f"{name}{dims}d")
+        CASES[f"{name}{dims}d"] = lambda make, of=pool, shape=shape: of(make(*shape), 2)
+for mode in ("bilinear", "nearest", "bicubic"):
+    CASES[mode] = resized(mode, *SMALL_IMAGES)
+for mode in ("constant", "reflect", "replicate", "circular"):
+    CASES[f"pad, {mode}"] = padded(mode, *SMALL_IMAGES)
 add(
     conv1d=convolved((128, 64, 3), 16, 64, 1000, padding=1),
     conv1d_depthwise=convolved((64, 1, 15), 16, 64, 1000, padding=7, groups=64),
@@ -362,34 +367,21 @@ add(
     conv3d=convolved((32, 16, 3, 3, 3), *VOLUMES, padding=1),
     conv_transpose1d=transposed((32, 16, 4), 8, 32, 280),
     conv_transpose2d=transposed((32, 16, 4, 4), 8, 32, 28, 28),
-    max_pool1d=lambda make: F.max_pool1d(make(8, 64, 560), 2),
-    max_pool2d=lambda make: F.max_pool2d(make(*IMAGES), 2),
-    max_pool3d=lambda make: F.max_pool3d(make(*VOLUMES), 2),
-    avg_pool1d=lambda make: F.avg_pool1d(make(8, 64, 560), 2),
-    avg_pool2d=lambda make: F.avg_pool2d(make(*IMAGES), 2),
-    avg_pool3d=lambda make: F.avg_pool3d(make(*VOLUMES), 2),
     adaptive_avg_pool1d=lambda make: F.adaptive_avg_pool1d(make(8, 64, 560), 7),
     adaptive_avg_pool2d=lambda make: F.adaptive_avg_pool2d(make(*IMAGES), 7),
     adaptive_avg_pool2d_to_one=lambda make: F.adaptive_avg_pool2d(make(*IMAGES), 1),
     adaptive_avg_pool3d=lambda make: F.adaptive_avg_pool3d(make(*VOLUMES), 2),
     adaptive_max_pool2d=lambda make: F.adaptive_max_pool2d(make(*IMAGES), 7),
     lp_pool2d=lambda make: F.lp_pool2d(make(*IMAGES), 2, 2),
-    bilinear=resized("bilinear", *SMALL_IMAGES),
     bilinear_antialiased=resized("bilinear", *SMALL_IMAGES, antialias=True),
-    nearest=resized("nearest", *SMALL_IMAGES),
-    bicubic=resized("bicubic", *SMALL_IMAGES),
     area=resized("area", *SMALL_IMAGES, scale_factor=0.5),
     linear_resized=resized("linear", 8, 64, 280),
     nearest_of_sequences=resized("nearest", 8, 64, 280),
     trilinear=resized("trilinear", 2, 8, 8, 28, 28),
     nearest_of_volumes=resized("nearest", 2, 8, 8, 28, 28),
     grid_sample=lambda make: F.grid_sample(make(*SMALL_IMAGES), make(8, 30, 30, 2), align_corners=False),
-    pad=padded("constant", *SMALL_IMAGES),
-    pad_by_reflection=padded("reflect", *SMALL_IMAGES),
-    pad_by_replication=padded("replicate", *SMALL_IMAGES),
-    pad_circularly=padded("circular", *SMALL_IMAGES),
     pad_sequences_by_reflection=padded("reflect", 8, 64, 280),
-    pixel_shuffle=lambda make: F.pixel_shuffle(make(*SMALL_IMAGES), 2),
+    pixel_shuffle=lambda make: F.pixel_shuffle(make(*SMALL_IMAGES), 2).contiguous(),
     pixel_unshuffle=lambda make: F.pixel_unshuffle(make(*SMALL_IMAGES), 2),
     unfold=lambda make: F.unfold(make(8, 16, 28, 28), 3),
     fold=lambda make: F.fold(make(8, 144, 676), (28, 28), 3),
@@ -430,6 +422,7 @@ add(
     many_rows=lambda make: make(5000, 100)[make.indices(200_000)],
     columns=lambda make: make(5000, 100)[:, make.indices(50)],
     elements=lambda make: make(500, 500)[make.indices(20_000), make.indices(20_000)],
+    elements_by_32_bits=lambda make: make(500, 500)[(make.indices(200_000, dtype=torch.int32),) * 2],
     elements_broadcast=lambda make: make(50, 50, 64)[make.indices(200, 1), make.indices(1, 100)],
     gather=lambda make: make(*ROWS).gather(1, make.indices(200, 10)),
     take=lambda make: make(*ROWS).take(make.indices(200, 10)),
@@ -454,7 +447,7 @@ add(
 # --- shapes and random numbers ---
 
 add(
-    roll=lambda make: make(*ROWS).roll(1, 0),
+    roll=lambda make: make(*IMAGES).roll(1, 2),
     flip=lambda make: make(*ROWS).flip(1),
     rot90=lambda make: make(8, 3, 64, 64).rot90(1, (2, 3)),
     tril=lambda make: make(8, 300, 300).tril(),
@@ -560,6 +553,7 @@ add(
     width_80=attended(width=80),
     width_65=attended(width=65),
     width_160=attended(width=160),
+    wide_with_a_mask=attended(width=160, mask="numbers", length=500),
     width_256=attended(width=256),
     other_keys=attended(keys=77),
     odd_length=attended(length=197, mask="booleans"),
@@ -569,9 +563,10 @@ add(
     multihead=multihead,
     multihead_without_weights=lambda make: multihead(make, need_weights=False),
 )
-add(checkpointed=lambda make: torch.utils.checkpoint.checkpoint(
-    lambda tensor: tensor.relu().exp(), make(*ROWS), use_reentrant=False
-))  # fmt: skip
+for name, reentrant in {"checkpointed": False, "checkpointed, reentrant": True}.items():
+    CASES[name] = lambda make, reentrant=reentrant: torch.utils.checkpoint.checkpoint(
+        lambda tensor: tensor.relu().exp(), make(*ROWS), use_reentrant=reentrant
+    )
 
 # --- sizes around which kernels change ---
 
@@ -650,7 +645,7 @@ def clipped(make):
     return step
 
 
-OPTIMIZERS = "SGD Adam AdamW Adagrad Adadelta RMSprop NAdam RAdam Adamax Rprop Adafactor"
+OPTIMIZERS = "SGD Adam AdamW Adagrad Adadelta RMSprop NAdam RAdam Adamax Rprop ASGD Adafactor"
 for name in OPTIMIZERS.split():
     if hasattr(torch.optim, name):
         make_optimizer = getattr(torch.optim, name)
@@ -723,28 +718,69 @@ add(
     penalty_with_saved_tensors_on_the_host=penalty_with_saved_tensors_on_the_host,
 )
 
+# By variant and case: requests of 100,000 bytes or more, as stated by hand: operands, what forward keeps, results, gradients.
+# The workspaces of two threads are cuBLAS's; softmax multiplies its gradient by its result first.
+ELEMENTS, PIXELS, WORKSPACE = 2_400_000, 6_422_528, 8_519_680  # bytes in float32
+IN_16_BITS = [160_000, WORKSPACE, 160_000]
+STATED = {
+    "fp32": {
+        **dict.fromkeys(["relu", "gelu", "clone", "cross_entropy"], [ELEMENTS] * 4),
+        **dict.fromkeys(["dropout_of_channels", "batch_norm", "group_norm", "permute"], [PIXELS] * 4),
+        "dropout": [ELEMENTS, ELEMENTS // 4, *[ELEMENTS] * 3],
+        "dropout_in_evaluation": [ELEMENTS] * 4,
+        "masked_fill": [ELEMENTS, ELEMENTS, ELEMENTS // 4, *[ELEMENTS] * 3],
+        "half": [ELEMENTS, ELEMENTS // 2, ELEMENTS // 2, ELEMENTS],
+        "layer_norm": [6_144_000] * 4,
+        "softmax": [16_000_000] * 5,
+        "log_softmax": [16_000_000] * 4,
+        "mse_loss, mean": [ELEMENTS] * 5,
+        "linear": [240_000, 480_000, 320_000, WORKSPACE, 320_000, 240_000, WORKSPACE, 480_000],
+        "conv2d": [PIXELS // 2, PIXELS, PIXELS, PIXELS // 2],
+        "max_pool2d": [PIXELS, PIXELS // 4, PIXELS // 2, PIXELS // 4, PIXELS],
+        "embedding": [2_000_000, 800_000, 800_000, 2_000_000],
+        "cat": [ELEMENTS, ELEMENTS, *[2 * ELEMENTS] * 2, ELEMENTS, ELEMENTS],
+        "split": [ELEMENTS, *[ELEMENTS // 3] * 3, ELEMENTS],
+        "sum_of_columns": [81_920_000, 113_246_208, 81_920_000],
+        **dict.fromkeys(["checkpointed", "checkpointed, reentrant"], [ELEMENTS] * 8),
+        "attention: plain": [*[1_638_400] * 10, 2_099_200, *[1_638_400] * 3],
+        "Adam": [240_000] * 6,  # two steps: gradients, moments at the first, denominators
+    },
+    "fp16": {
+        "softmax_in_float32": [8_000_000, 16_000_000, 16_000_000, 8_000_000, 16_000_000],
+        "attention: plain": [*[819_200] * 10, 2_097_152],
+    },
+    "amp bf16": {
+        "linear": [240_000, 480_000, 240_000, 120_000, *IN_16_BITS, 120_000, WORKSPACE, 240_000, 240_000, 480_000]
+    },
+}
+# The dtype under autocast: the low one even of float32, float32 even of the low one, or that of the operands.
+AUTOCAST = {
+    "low": (
+        "linear", "matmul", "bmm", "baddbmm", "mv", "conv1d", "conv2d_same", "einsum_of_heads", "prelu_of_one",
+    ),
+    "float32": (
+        "softmax", "log_softmax", "sum", "layer_norm", "exp", "power", "cross_entropy", "mse_loss, mean", "cumsum of rows",
+        "vector_norm", "group_norm", "rsqrt", "softplus", "logits", "cosine_similarity", "nearest_of_sequences",
+        "prod of rows", "smooth_l1_loss, mean",
+    ),
+    "unchanged": (
+        "gelu", "relu", "mean", "add", "cat", "stack", "avg_pool1d", "silu", "avg_pool3d", "batch_norm",
+        "pad_sequences_by_reflection",
+    ),
+}  # fmt: skip
+
 # By case: variants that differ, and why.
 LAYOUT = ("bf16 gaps",), "a product with an expanded number of bfloat16: fakes lose the gaps of the other factor"
 WIDENED = ("bf16 gaps",), "torch's own kernel, which takes bfloat16, copies what has gaps to float32"
 LAST = ("fp32 last", "bf16 last"), "channels last is made contiguous in several tensors"
 EXCEPTIONS = {
-    "nansum": LAYOUT,
-    "l1_loss, sum": LAYOUT,
-    "cross_entropy_of_shares": LAYOUT,
-    "kl_div_of_logarithms": LAYOUT,
-    "cosine_embedding_loss": LAYOUT,
-    "cosine_similarity": LAYOUT,
-    "batch_norm": WIDENED,
+    **dict.fromkeys(["nansum", "l1_loss, sum", "cross_entropy_of_shares", "kl_div_of_logarithms"], LAYOUT),
+    **dict.fromkeys(["cosine_embedding_loss", "cosine_similarity"], LAYOUT),
+    **dict.fromkeys([name for name in CASES if name.startswith(("batch_norm", "batch norm"))], WIDENED),
     "batch_norm_evaluated": (
         ("bf16 gaps", "fp32 last", "bf16 last"),
         "torch's own backward pass follows one of cuDNN forward",
     ),
-    "batch_norm_of_vectors": WIDENED,
-    "batch_norm_of_many_vectors": WIDENED,
-    "batch_norm_of_sequences": WIDENED,
-    "batch norm of 1792 rows": WIDENED,
-    "batch norm of 1793 rows": WIDENED,
-    "batch norm of 30000 rows": WIDENED,
     "attention of (1, 1, 512)": (("fp32 last", "bf16 last"), "one token is contiguous in any format"),
     "adaptive_max_pool2d": LAST,
     "bilinear_antialiased": LAST,
@@ -753,8 +789,32 @@ EXCEPTIONS = {
         "keeps a contiguous copy of which fakes make a view",
     ),
     "number_to_a_power": (("fp32 gaps", "bf16 gaps", "amp fp16 gaps"), "fakes lose the gaps of the exponent"),
+    "ASGD": (tuple(VARIANTS), "its numbers are freed in another order"),
+    "elements_by_32_bits": (tuple(VARIANTS), "torch keeps the widened indices until it sorts"),
+    "attention: wide_with_a_mask": (
+        ("bf16", "fp16", "fp16 sum", "amp bf16"),
+        "the forward pass of efficient attention sums wide heads of 16 bits in float32",
+    ),
     "attention: groups": (
         ("fp32", "fp32 gaps", "fp32 last", "fp32 sum", "bf16 gaps", "bf16 last", "amp fp16 gaps"),
         "efficient attention takes groups itself",
     ),
 }
+
+# Compared on each version of torch, by the sizes of their requests: the version since which they are those of 2.14.
+EVERY_VERSION = {
+    "fp32 sum": dict.fromkeys(
+        ["rms_norm", "conv2d", "conv2d_to_tokens", "softmax", "layer_norm_of_permuted_images", "many_rows",
+         "elements_by_32_bits", "attention: plain", "attention: dropout"],
+        (2, 6),
+    ) | {"embedding_of_many": (2, 14)},
+    "fp32 last": dict.fromkeys(
+        ["conv2d", "softmax_of_channels", "log_softmax_of_channels", "roll", "cumsum_of_channels", "pixel_shuffle",
+         "layer_norm_of_images"],
+        (2, 6),
+    ) | {"topk_of_channels": (2, 12)},
+    "fp16 sum": {
+        "batch_norm": (2, 6), "batch_norm_with_weights_of_its_dtype": (2, 6), "layer_norm": (2, 6), "rms_norm": (2, 6),
+        "attention: mask": (2, 6), "attention: plain": (2, 9), "attention: width_80": (2, 9),
+    },
+}  # fmt: skip

@@ -4,6 +4,11 @@ import itertools
 
 import torch
 
+from oomprobe.devices.simulated import SimulatedDevice
+from oomprobe.ground.units import parse_bytes
+from oomprobe.simulation.cards import Card
+
+A100 = "8.0,108,2048"
 KINDS = {"alloc": 1, "free_completed": -1}
 
 
@@ -16,6 +21,17 @@ def of_torch(run):
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)  # forgets what it has recorded
     return [(e["addr"], KINDS[e["action"]] * e["size"]) for e in trace if e["action"] in KINDS]
+
+
+def simulated(card, memory):
+    """Return a simulated card with a compute capability and a number of multiprocessors, as the bed's option `card` says them."""
+    capability, multiprocessors, _ = card.split(",")
+    return SimulatedDevice(
+        Card(
+            name="bed", full_name="bed", total_bytes=parse_bytes(memory), context_bytes=0,
+            compute_capability=tuple(map(int, capability.split("."))), multi_processor_count=int(multiprocessors),
+        )
+    )  # fmt: skip
 
 
 def of_a_simulated_card(device, run):

@@ -1,0 +1,25 @@
+"""What is stated of operators by hand; tests/cuda/test_sequences.py compares all of them with torch's own allocator."""
+
+import pytest
+import sequences
+from operators import CASES, STATED
+
+
+def requests(name, variant="fp32"):
+    """Return the bytes of each request on a simulated card."""
+    device, case = sequences.simulated(sequences.A100, "40GiB"), CASES[name]
+    if hasattr(case, "builds"):
+        with device.building():
+            case = case(sequences.tensors(variant))
+    events = sequences.of_a_simulated_card(device, sequences.runner(case, variant))
+    return [nbytes for _, nbytes in events if nbytes > 0]
+
+
+@pytest.mark.parametrize(("variant", "name"), [(variant, name) for variant in STATED for name in STATED[variant]])
+def test_an_operator_requests_what_is_stated_of_it(variant, name):
+    assert [nbytes for nbytes in requests(name, variant) if nbytes >= 100_000] == STATED[variant][name]
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if hasattr(case, "builds")])
+def test_each_optimizer_runs(name):
+    assert requests(name)
