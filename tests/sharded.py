@@ -107,8 +107,10 @@ def training(model, optimizer, *, max_norm=None, accumulates=1, autocast=False):
     return model, step
 
 
-def sharded(model, optimizer=torch.optim.AdamW, *, step=training, **options):
+def sharded(optimizer=torch.optim.AdamW, *, step=training, make=Transformer, prepare=lambda model: None, **options):
     join()
+    model = make()
+    prepare(model)
     model.cuda()
     for layer in model.layers:
         fully_shard(layer, **options)
@@ -116,74 +118,36 @@ def sharded(model, optimizer=torch.optim.AdamW, *, step=training, **options):
     return step(model, optimizer(model.parameters()))
 
 
-def plain():
-    return sharded(Transformer())
+def prefetched(model, optimizer):
+    for layer, following in zip(model.layers, model.layers[1:], strict=False):
+        layer.set_modules_to_forward_prefetch([following])
+        following.set_modules_to_backward_prefetch([layer])
+    return training(model, optimizer)
 
 
-def no_reshard():
-    return sharded(Transformer(), reshard_after_forward=False)
-
-
-def reshards_to_two():
-    return sharded(Transformer(), reshard_after_forward=2)
-
-
-def bf16_clipped():
-    return sharded(Transformer(), mp_policy=BF16, step=partial(training, max_norm=1.0))
-
-
-def fused():
-    return sharded(Transformer(), partial(torch.optim.AdamW, fused=True), mp_policy=BF16)
-
-
-def one_by_one():
-    return sharded(Transformer(), partial(torch.optim.Adam, foreach=False), mp_policy=BF16)
-
-
-def momentum():
-    return sharded(Transformer(), partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-
-
-def uneven_width():
-    return sharded(Transformer(252), mp_policy=BF16, step=partial(training, max_norm=1.0))
-
-
-def recomputing():
-    return sharded(Transformer(recomputes=True), mp_policy=BF16)
-
-
-def accumulating():
-    return sharded(Transformer(), step=partial(training, accumulates=4))
-
-
-def autocast():
-    return sharded(Transformer(), step=partial(training, autocast=True, max_norm=1.0))
-
-
-def tied():
-    return sharded(Transformer(ties=True), mp_policy=BF16)
-
-
-def model_in_bf16():
-    return sharded(Transformer().to(torch.bfloat16), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-
-
-def prefetching():
-    def step(model, optimizer):
-        for layer, following in zip(model.layers, model.layers[1:], strict=False):
-            layer.set_modules_to_forward_prefetch([following])
-            following.set_modules_to_backward_prefetch([layer])
-        return training(model, optimizer)
-
-    return sharded(Transformer(), step=step, mp_policy=BF16)
-
-
-def frozen():
-    """Only new layers beside frozen ones are trained, as with LoRA."""
-    model = Transformer().requires_grad_(False)
+def all_but_some(model):
+    """Freeze all but new layers beside frozen ones, as with LoRA."""
+    model.requires_grad_(False)
     for layer in model.layers:
         layer.feed_forward.w2.requires_grad_(True)
-    return sharded(model, mp_policy=BF16)
+
+
+CLIPPED = partial(training, max_norm=1.0)
+plain = sharded
+no_reshard = partial(sharded, reshard_after_forward=False)
+reshards_to_two = partial(sharded, reshard_after_forward=2)
+bf16_clipped = partial(sharded, mp_policy=BF16, step=CLIPPED)
+fused = partial(sharded, partial(torch.optim.AdamW, fused=True), mp_policy=BF16)
+one_by_one = partial(sharded, partial(torch.optim.Adam, foreach=False), mp_policy=BF16)
+momentum = partial(sharded, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+uneven_width = partial(sharded, make=partial(Transformer, 252), mp_policy=BF16, step=CLIPPED)
+recomputing = partial(sharded, make=partial(Transformer, recomputes=True), mp_policy=BF16)
+accumulating = partial(sharded, step=partial(training, accumulates=4))
+autocast = partial(sharded, step=partial(training, autocast=True, max_norm=1.0))
+tied = partial(sharded, make=partial(Transformer, ties=True), mp_policy=BF16)
+model_in_bf16 = partial(sharded, prepare=nn.Module.bfloat16, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+prefetching = partial(sharded, step=prefetched, mp_policy=BF16)
+frozen = partial(sharded, prepare=all_but_some, mp_policy=BF16)
 
 
 def only_the_root():
@@ -280,29 +244,25 @@ PLAN = {
 }  # fmt: skip
 
 
-def tensor_parallel():
-    mesh = join(MESHES["tensor_parallel"], ("dp", "tp"))
+def tensor_parallel(name="tensor_parallel", names=("dp", "tp")):
+    mesh = join(MESHES[name], names)
     model = Transformer().cuda()
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], PLAN)
-    for layer in [*model.layers, model]:
-        fully_shard(layer, mesh=mesh["dp"], mp_policy=BF16)
+    if "dp" in names:
+        for layer in [*model.layers, model]:
+            fully_shard(layer, mesh=mesh["dp"], mp_policy=BF16)
     return training(model, torch.optim.AdamW(model.parameters(), foreach=False))
 
 
-def only_tensor_parallel():
-    mesh = join(MESHES["only_tensor_parallel"], ("tp",))
-    model = Transformer().cuda()
-    for layer in model.layers:
-        parallelize_module(layer, mesh, PLAN)
-    return training(model, torch.optim.AdamW(model.parameters(), foreach=False))
+only_tensor_parallel = partial(tensor_parallel, "only_tensor_parallel", ("tp",))
 
 
 # --- what a simulated card refuses ---
 
 
 def offloading():
-    return sharded(Transformer(), offload_policy=CPUOffloadPolicy())
+    return sharded(offload_policy=CPUOffloadPolicy())
 
 
 def fsdp1():
@@ -311,12 +271,12 @@ def fsdp1():
     return training(model, torch.optim.AdamW(model.parameters()))
 
 
-def symmetric_memory():
-    def step(model, optimizer):
-        model.set_allocate_memory_from_process_group_for_comm(True)
-        return training(model, optimizer)
+def with_memory_of_nccl(model, optimizer):
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    return training(model, optimizer)
 
-    return sharded(Transformer(), step=step)
+
+symmetric_memory = partial(sharded, step=with_memory_of_nccl)
 
 
 def pipeline():
@@ -354,11 +314,12 @@ def exchanging_functionally():
     return experts(lambda tokens, sizes: all_to_all_single_autograd(tokens, sizes, sizes, dist.group.WORLD))
 
 
-def compiled_layers():
-    model = Transformer()
+def compile_layers(model):
     for layer in model.layers:
         layer.compile()
-    return sharded(model)
+
+
+compiled_layers = partial(sharded, prepare=compile_layers)
 
 
 def compiled():
