@@ -9,8 +9,7 @@ from bed import forked
 from sequences import A100, simulated
 from simulation.bench import ALLOCATOR_SETTINGS
 from torch import nn
-from torch.nn import functional as F
-from zoo import CLASSES, classifier, gpt, mlp, peaks, runs, training_step
+from zoo import conv_net, gpt, mlp, peaks, runs
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
@@ -161,34 +160,8 @@ def test_a_loader_with_a_stream_of_its_own_takes_what_it_takes_of_torch(batch_si
 # --- step by step ---
 
 
-def conv_net(dtype=None):
-    model = nn.Sequential(
-        nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(8, 32), nn.SiLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.BatchNorm2d(64),
-        nn.ReLU(), nn.Upsample(scale_factor=2), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES),
-    ).cuda()  # fmt: skip
-    return classifier(model, torch.optim.SGD(model.parameters()), sample=(3, 32, 32), amp=dtype)
-
-
 # Sorted gradients of an embedding, attention, a loss over a vocabulary.
 language_model = partial(gpt, vocabulary=8000, context=64)
-
-
-class Routed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.gate = nn.Linear(64, 256), nn.Linear(256, 8)
-
-    def forward(self, x):
-        hidden = F.softplus(self.body(x))
-        weights, chosen = self.gate(hidden).softmax(-1).topk(2)
-        return F.mse_loss(hidden.gather(1, chosen) * weights, weights) + hidden.mean()
-
-
-def routed():
-    """Scattered gradients, and a loss that computes its own mean."""
-    model = Routed().cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    return model, training_step(optimizer, lambda n: torch.randn(n, 64, device="cuda"), lambda loss: loss)
 
 
 def evaluated():
@@ -201,11 +174,6 @@ def evaluated():
             model(torch.randn(batch_size, 2048, device="cuda"))
 
     return model, step
-
-
-def channels_last():
-    model, step = conv_net(torch.float16)
-    return model.to(memory_format=torch.channels_last), step
 
 
 def simulated_peaks(make, size, card):
@@ -231,10 +199,9 @@ def simulated_peaks(make, size, card):
         (language_model, 100, A100),
         (lambda: language_model(bf16=True), 100, RTX_3090),
         (conv_net, 400, RTX_4090),
-        (lambda: conv_net(torch.float16), 400, H100),
-        (routed, 30_000, A100),
+        (lambda: conv_net(amp=torch.float16), 400, H100),
         (evaluated, 100, A100),
-        (channels_last, 400, A100),
+        (lambda: conv_net(amp=torch.float16, layout=torch.channels_last), 400, A100),
     ],
 )
 def test_peaks_match_torchs_allocator(make, size, card):

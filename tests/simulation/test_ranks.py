@@ -1,5 +1,6 @@
 """The first of several ranks on a simulated card; tests/cuda/test_ranks.py compares it with real ranks."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -13,8 +14,10 @@ import torch.distributed as dist
 import oomprobe
 from oomprobe.cli import main
 from oomprobe.ground.torch_versions import VERSION
+from oomprobe.records.patience import Patience
 
 TARGETS = Path(__file__).with_name("ddp.py")
+FEW_CALLS = Patience(look_calls=8)
 
 
 @pytest.fixture(autouse=True)
@@ -60,13 +63,19 @@ def test_a_card_of_80_gb_keeps_a_gibibyte_for_nccl():
 def check(name, batch_size=2, **options):
     """Check a size of a sharded target, on as many ranks as its mesh has; return the trial."""
     options = {"device": "sim:1GiB", "memory_fraction": 1.0, "confirm_steps": 4, "progress": "off", **options}
+    options["patience"] = FEW_CALLS
     ranks = prod(sharded.MESHES.get(name, (2,)))
     return oomprobe.check_target(f"{sharded.__file__}:{name}", batch_size, nproc_per_node=ranks, **options).trials[-1]
 
 
+@functools.cache
+def whole_peak_bytes():
+    return check("no_reshard").peak_allocated_bytes
+
+
 @pytest.mark.parametrize("name", ["bf16_clipped", "recomputing", "on_meta", "hsdp", "tensor_parallel"])
 def test_shards_take_less_than_whole_parameters(name):
-    assert check(name).peak_allocated_bytes < check("no_reshard").peak_allocated_bytes
+    assert check(name).peak_allocated_bytes < whole_peak_bytes()
 
 
 def test_a_sharded_search_is_predicted():
@@ -83,7 +92,7 @@ def test_a_step_that_fails_leaves_no_gathered_parameters_behind(place):
     """Trials above 4 run out of memory, and none is predicted."""
     name = f"{sharded.__file__}:fails_in_{place}"
     options = {"nproc_per_node": 2, "device": "sim:1GiB", "progress": "off", "resolution": 0}
-    result = oomprobe.probe_target(name, max_batch=8, **options)
+    result = oomprobe.probe_target(name, max_batch=8, patience=FEW_CALLS, **options)
     assert result.batch_size == 4
     assert sum(not trial.passed and not trial.replayed for trial in result.trials) >= 4
     passed = {trial.peak_reserved_bytes for trial in result.trials if trial.batch_size == 4}
@@ -93,7 +102,9 @@ def test_a_step_that_fails_leaves_no_gathered_parameters_behind(place):
 def test_a_model_built_on_meta_takes_no_host_memory():
     code = (
         "import oomprobe, pathlib, sharded\n"
-        "result = oomprobe.check_target(sharded.__file__ + ':large_on_meta', 1, nproc_per_node=2, device='sim:80GiB', progress='off')\n"
+        "few = oomprobe.records.patience.Patience(look_calls=8)\n"
+        "options = {'nproc_per_node': 2, 'device': 'sim:80GiB', 'patience': few, 'progress': 'off'}\n"
+        "result = oomprobe.check_target(sharded.__file__ + ':large_on_meta', 1, **options)\n"
         "status = pathlib.Path('/proc/self/status').read_text()\n"
         "print(result.trials[-1].peak_allocated_bytes, 1024 * int(status.partition('VmHWM:')[2].split()[0]))"
     )
