@@ -189,8 +189,7 @@ class CachingAllocator:
         self.use_stream(0)
         self._waiting: list[Block] = []  # freed, but perhaps still in use by another stream
         self._live: dict[int, Block] = {}
-        self._last_order = 0
-        self.served = 0  # number of blocks ever allocated; a block's handle is its number
+        self._last_order = self.served = 0  # blocks ever allocated; a block's handle is its number
         self._next_address = _FIRST_ADDRESS
         self.allocated_bytes = self.requested_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0

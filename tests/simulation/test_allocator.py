@@ -1,12 +1,14 @@
 """Hand-computed cases; tests/cuda/test_simulated.py compares with torch's own allocator, test_recordings.py with cards."""
 
 import contextlib
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.ground.torch_versions import BlockOrder
+from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator, adopt
 from oomprobe.simulation.settings import AllocatorSettings
 
 from .bench import ALLOCATOR_SETTINGS, EXPANDABLE
@@ -33,6 +35,7 @@ RULES = {
     "cached segments are released when memory runs out": ("", 100, [60, -1, 80], 80, 1),
     "an expandable segment grows by pages": (EXPANDABLE, 1000, [0.5, 15, 15], 42, 0),
     "only whole pages are unmapped": (EXPANDABLE, 1000, [15, 50, 5, -2, 0], 40, 0),
+    "a block that begins with a page leaves its end": (EXPANDABLE, 1000, [20, 50, 5, -2, 0], 40, 0),
     "unmapped pages are mapped again": (EXPANDABLE, 1000, [15, 50, 5, -2, 0, 45], 80, 0),
     "a stream does not use another's free block": ("", 1000, [30, -1, "use 1", 30], 60, 0),
     "a stream uses its own free block again": ("", 1000, ["use 1", 30, -1, "use 0", 30, "use 1", 30], 60, 0),
@@ -60,6 +63,12 @@ def test_rules(rule):
         else:
             allocator.empty_cache()
     assert (allocator.reserved_bytes, allocator.alloc_retries) == (reserved_mib * MIB, retries)
+    assert has_no_empty_block(allocator)
+
+
+def has_no_empty_block(allocator):
+    _, free, *_ = allocator.layout([])
+    return all(size > 0 for size, *_ in free)
 
 
 def operated(allocator, text, handles):
@@ -70,6 +79,100 @@ def operated(allocator, text, handles):
         allocator.record_stream(handles[0], int(stream))
     else:
         allocator.synchronize()
+
+
+@pytest.mark.parametrize(
+    ("order", "is_split_again", "reused"),
+    [(BlockOrder.ADDRESS, False, 1), (BlockOrder.BLOCK, False, 0), (BlockOrder.BLOCK, True, 1), (BlockOrder.SEGMENT, True, 0)],
+)  # fmt: skip
+def test_which_of_two_free_blocks_of_one_size_is_used(order, is_split_again, reused):
+    allocator = CachingAllocator(GIB, AllocatorSettings(block_order=order))
+    free = [allocator.malloc(4 * MIB)]
+    allocator.malloc(16 * MIB)
+    free.append(allocator.malloc(4 * MIB))  # of a second segment, whose address is lower
+    allocator.malloc(16 * MIB)
+    places = [allocator.layout([handle])[0] for handle in free]
+    if is_split_again:
+        allocator.free(free[0])
+        free[0] = allocator.malloc(5 * MIB // 2)
+    for handle in free:
+        allocator.free(handle)
+    assert allocator.layout([allocator.malloc(4 * MIB)])[0] == places[reused]
+
+
+def test_statistics():
+    allocator = an_allocator()
+    assert {*allocator.stats().values()} == {0}
+    allocator.serve([5 * MIB, 5 * MIB - 100, 30 * MIB, -3, -1], [])  # a split segment with gaps, and a whole one
+    assert allocator.stats() == {
+        "allocation.all.allocated": 3,
+        "requested_bytes.all.allocated": 40 * MIB - 100,
+        "allocated_bytes.all.current": 5 * MIB,
+        "allocated_bytes.all.peak": 40 * MIB,
+        "active_bytes.all.current": 5 * MIB,
+        "active_bytes.all.peak": 40 * MIB,
+        "requested_bytes.all.current": 5 * MIB - 100,
+        "reserved_bytes.all.current": 50 * MIB,
+        "reserved_bytes.all.peak": 50 * MIB,
+        "inactive_split_bytes.all.current": 15 * MIB,
+        "num_alloc_retries": 0,
+        "num_ooms": 0,
+    }
+
+
+@pytest.mark.parametrize("limit_bytes", [None, GIB])
+def test_a_refusal_has_the_figures_of_torchs_message(limit_bytes):
+    allocator = CachingAllocator(3 * GIB // 2, total_bytes=4 * GIB)
+    allocator.limit_bytes = limit_bytes
+    allocator.serve([GIB - 2 * MIB, MIB, MIB // 2], [])
+    with pytest.raises(AllocatorOutOfMemory) as refused:
+        allocator.malloc(2 * GIB)
+    found = re.findall(r"[\d.]+ (?:[GMK]iB|bytes)", str(refused.value))
+    # Requested, on the card, free, in use, allowed, allocated, reserved and free.
+    allowed = [] if limit_bytes is None else ["1024.00 MiB"]
+    assert found == ["2.00 GiB", "4.00 GiB", "512.00 MiB", "3.50 GiB", *allowed, "1023.50 MiB", "512.00 KiB"]
+    assert allocator.ooms == allocator.alloc_retries == 1
+
+
+# Bytes of a segment, offset and requested bytes of its blocks, room after it, then a request, and where it goes.
+ADOPTED = {
+    "between blocks": (20, [(0, 5), (10, 5)], 0, 5, 5),
+    "before a block": (20, [(5, 15)], 0, 5, 0),
+    "after a block": (20, [(0, 5)], 0, 15, 5),
+    "into an empty segment": (20, [], 0, 8, 0),
+    "into an empty one of small blocks": (2, [], 0, 0.5, 0),
+    "not into small blocks": (2, [(0, 0.5)], 0, 5, None),
+    "not into a gap that is too small": (20, [(0, 15)], 0, 6, None),
+    "into pages after a block": (20, [(0, 15)], 60, 45, 15),
+    "not beyond the room after it": (20, [(0, 15)], 20, 45, None),
+}
+
+
+@pytest.mark.parametrize("name", ADOPTED)
+def test_a_segment_that_exists_is_adopted(name):
+    size, inside, room, request, offset = ADOPTED[name]
+    allocator, start = an_allocator(EXPANDABLE if room else ""), 2**40
+    blocks = [(start + at * MIB, int(nbytes * MIB)) for at, nbytes in inside]
+    handles = adopt(allocator, start, size * MIB, blocks, room * MIB)
+    assert allocator.requested() == dict(zip(handles, (nbytes for _, nbytes in blocks), strict=True))
+    assert allocator.layout(handles)[0] == blocks
+    assert has_no_empty_block(allocator)
+    used = sum(nbytes for _, nbytes in blocks)
+    assert (allocator.allocated_bytes, allocator.requested_bytes, allocator.reserved_bytes) == (used, used, size * MIB)
+    [(address, _)] = allocator.layout([allocator.malloc(int(request * MIB))])[0]
+    if offset is None:
+        assert not start <= address < start + size * MIB
+    else:
+        assert address == start + offset * MIB
+    for handle in handles:
+        allocator.free(handle)
+    assert allocator.requested_bytes == request * MIB
+
+
+@pytest.mark.parametrize("blocks", [[(0, 5), (4, 5)], [(16, 5)], [(-1, 5)], [(0, 21)]])
+def test_blocks_that_overlap_are_not_adopted(blocks):
+    with pytest.raises(ValueError, match="overlaps another"):
+        adopt(an_allocator(), GIB, 20 * MIB, [(GIB + at * MIB, nbytes * MIB) for at, nbytes in blocks], 0)
 
 
 STEPS = st.lists(

@@ -107,22 +107,12 @@ SEEDED = {
     "dropout of one block": (one_block("dropout", lambda _: nn.Dropout(0.1)), "blocks.1.dropout"),
     "wider": (wider(640), "blocks.*.up"),
     "a little wider": (wider(544), "blocks.*.up"),
-    "wider head": (replaced("head", lambda _: nn.Linear(WIDTH, 1100)), "head"),
     "larger vocabulary": (replaced("embed", lambda _: nn.Embedding(4000, WIDTH)), "embed"),
     "kept after up": (replaced("up", Keeping), "blocks.*.up"),
-    "kept after down": (replaced("down", Keeping), "blocks.*.down"),
-    "kept after norm": (replaced("norm", Keeping), "blocks.*.norm"),
     "kept after act": (replaced("act", Keeping), "blocks.*.act"),
-    "kept after the head": (replaced("head", Keeping), "head"),
-    "kept after the embedding": (replaced("embed", lambda one: Keeping(one, 2)), "embed"),
     "kept in one block": (one_block("up", Keeping), "blocks.1.up"),
-    "kept after dropout": (replaced("dropout", Keeping), "blocks.*.dropout"),
-    "act of two": (replaced("act", lambda one: nn.Sequential(one, nn.GELU())), "blocks.*.act.*"),
-    "norm of two": (replaced("norm", lambda one: nn.Sequential(one, nn.LayerNorm(WIDTH))), "blocks.*.norm"),
     "two downs": (replaced("down", lambda one: nn.Sequential(one, nn.Linear(WIDTH, WIDTH))), "blocks.*.down"),
     "an extra head": (replaced("head", lambda one: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), one)), "head"),
-    "kept twice after norm": (replaced("norm", lambda one: Keeping(one, 2)), "blocks.*.norm"),
-    "kept twice after up": (replaced("up", lambda one: Keeping(one, 2)), "blocks.*.up"),
 }
 
 

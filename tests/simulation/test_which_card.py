@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from zoo import numbered
+from zoo import numbered, training_step
 
 import oomprobe
 
@@ -30,13 +30,11 @@ class Attending(nn.Module):
 
 
 def trained(model, sample):
-    optimizer = torch.optim.AdamW(model.parameters())
+    inner = training_step(torch.optim.AdamW(model.parameters()), lambda batch_size: torch.randn(batch_size, *sample))
 
     def step(model, batch_size):
-        optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16, enabled=len(sample) == 2):
-            model(torch.randn(batch_size, *sample)).square().mean().backward()
-        optimizer.step()
+            inner(model, batch_size)
 
     return model, step
 
