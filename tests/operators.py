@@ -745,6 +745,7 @@ STATED = {
         "attention: plain": [*[1_638_400] * 10, 2_099_200, *[1_638_400] * 3],
         "Adam": [240_000] * 6,  # two steps: gradients, moments at the first, denominators
     },
+    "fp32 gaps": {"batch_norm": [PIXELS] * 8},  # cuDNN's are contiguous: copies of x and of its gradient, and back
     "fp16": {
         "softmax_in_float32": [8_000_000, 16_000_000, 16_000_000, 8_000_000, 16_000_000],
         "attention: plain": [*[819_200] * 10, 2_097_152],
