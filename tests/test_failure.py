@@ -79,8 +79,9 @@ def test_folders_of_the_user_may_have_names_of_torch():
         (KeyError("labels"), "KeyError: 'labels'"),
         (AssertionError(), "AssertionError:"),
         (ValueError("x" * 10**6), f"ValueError: {'x' * (MAX_TEXT - 16)} ..."),
+        (ValueError("x" * (MAX_TEXT - 12)), f"ValueError: {'x' * (MAX_TEXT - 12)}"),
     ],
-    ids=["a key", "no text", "long"],
+    ids=["a key", "no text", "long", "just short enough"],
 )
 def test_the_text_is_the_class_and_the_message(error, text):
     assert (failure_of(error).text, failure_of(error).where) == (text, None)

@@ -114,6 +114,46 @@ def test_limits_without_a_size_between_them():
     assert said == "no multiple of 8 lies between min_batch=9 and max_batch=15: lower multiple_of or raise max_batch"
 
 
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"min_batch": 9, "max_batch": 8}, "min_batch=9 is larger than max_batch=8: swap them"),
+        ({"min_batch": 3, "start_batch": 2}, "start_batch=2 is not between min_batch=3 and max_batch=None"),
+        ({"max_batch": 8, "start_batch": 9}, "start_batch=9 is not between min_batch=1 and max_batch=8"),
+        ({"min_batch": 8, "max_batch": 8, "start_batch": 8, "multiple_of": 8}, None),
+        ({"min_batch": 3, "start_batch": 10**9}, None),
+    ],
+)
+def test_limits_include_their_ends(limits, said):
+    if said is None:
+        assert Options(**limits).start_batch == limits["start_batch"]
+    else:
+        assert refused(lambda: Options(**limits)) == said
+
+
+@pytest.mark.parametrize(
+    ("options", "examples", "expected"),
+    [
+        ({}, None, None),
+        ({}, 5, 5),
+        ({"max_batch": 8}, 5, 5),
+        ({"max_batch": 8}, 8, 8),
+        ({"max_batch": 8}, 9, 8),
+        ({"min_batch": 5}, 5, 5),
+        ({"start_batch": 6}, 5, "start_batch=6"),
+        ({"min_batch": 6}, 5, "min_batch=6"),
+        ({"min_batch": 4, "multiple_of": 3, "start_batch": 5}, 5, "min_batch=4, start_batch=5, multiple_of=3"),
+    ],
+)
+def test_the_data_set_limits_the_sizes(options, examples, expected):
+    options = Options(**options)
+    if isinstance(expected, str):
+        said = f"the data set has {examples} examples, too few for {expected}"
+        assert refused(options.within, examples) == said
+    else:
+        assert options.within(examples) == dataclasses.replace(options, max_batch=expected)
+
+
 def test_sizes_follow_the_options():
     assert Options(min_batch=5, max_batch=100, multiple_of=8).sizes == Sizes(first=8, last=96, step=8)
     assert Options().sizes == Sizes(first=1, last=None, step=1)

@@ -127,10 +127,14 @@ def test_a_text_that_misleads(text, verdict):
     assert len(facts_of_error(RuntimeError(text))[0].text) < 3 * MAX_TEXT
 
 
+# Errors of cudaError_t after which the context is lost.
+POISONING = (4, 214, 220, 226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911)
+
+
 @pytest.mark.parametrize(
     ("code", "verdict"),
     [
-        *((code, Verdict.POISONED) for code in (4, 214, 700, 710, 719, 911)),
+        *((code, Verdict.POISONED) for code in POISONING),
         (2, Verdict.OOM),
         *((code, Verdict.BUG) for code in (0, 209, 701, True, None, "700", 700.0)),
     ],

@@ -191,7 +191,7 @@ def _check_step(name: str, step: object, axis: Axis) -> None:
     if first in SIZE_NAMES and second in MODEL_NAMES:
         raise InvalidArgumentError(f"{name}{signature} is called with {arguments}: swap its first two parameters")
     try:
-        signature.bind(None, 1, **axis.arguments(0))
+        signature.bind(None, None, **axis.arguments(0))
     except TypeError as error:
         raise InvalidArgumentError(
             f"{name}{signature} cannot be called with {arguments}: {error}. Write it as def step_fn{arguments}: ..."

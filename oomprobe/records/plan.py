@@ -118,7 +118,7 @@ def _near_splits(global_batch: int, world_size: int, fitting: range) -> list[tup
     if not fitting:
         return []
     first, largest, multiple_of = fitting[0], fitting[-1], fitting.step
-    steps = max(1, -(-global_batch // (largest * world_size)))
+    steps = -(-global_batch // (largest * world_size))
     below = global_batch // (steps * world_size * multiple_of) * multiple_of
     splits = [(micro, steps) for micro in (below, below + multiple_of) if micro in fitting]
     if not splits:
