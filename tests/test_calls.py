@@ -149,3 +149,43 @@ def test_a_failure_is_certain_where_the_cap_alone_decided(trial, facts, is_stead
     trials = [a_trial(4, leaked_bytes=leaked), failed]
     assert budget.decided(failed, trials, is_steady=is_steady) is certain
     assert budget.decided_all(trials, is_steady=is_steady) is certain
+
+
+@pytest.mark.parametrize(
+    ("facts", "edge", "fraction", "before", "after"),
+    [
+        ({}, 0, 0.9, (None, None), (None, 18)),
+        ({}, 1, 0.9, (None, 19), (19, 18)),
+        ({}, 4, 0.9, (None, 18), (18, 18)),
+        ({}, 1, 1, (20, 20), (20, 20)),
+        ({}, 0, 1, (None, None), (None, None)),
+        ({"replaceable": True}, 1, 0.9, (None, None), (None, 18)),
+        ({"replaceable": True, "world_size": 2}, 1, 0.9, (None, 19), (19, 18)),
+        ({"grows_capped": True}, 1, 0.9, (None, None), (18, 18)),
+        ({"grows_capped": True}, 1, 1, (20, 20), (20, 20)),
+    ],
+)
+def test_caps_leave_a_margin_and_growing_goes_up_to_the_edge(facts, edge, fraction, before, after):
+    """In GiB: of the search and while growing before the memory is sampled, which growing may do; then the other way round."""
+    runner = ARunner(**facts)
+    runner.facts = dataclasses.replace(
+        runner.facts, device=dataclasses.replace(runner.facts.device, edge_bytes=edge * GIB)
+    )
+    budget = Budget(runner, fraction)
+    caps = [budget.search_cap(), budget.grow_cap()]
+    assert not budget.is_final
+    budget.take(runner.measure())
+    budget.take(runner.measure(), is_final=False)
+    caps += [budget.grow_cap(), budget.search_cap()]
+    assert caps == [None if cap is None else cap * GIB for cap in (*before, *after)]
+    assert (budget.is_final, budget.total_bytes) == (True, int(fraction * 20 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("peak_bytes", "verdict", "holds"),
+    [(18 * GIB, Verdict.FITS, True), (18 * GIB + 1, Verdict.FITS, False), (None, Verdict.FITS, False), (1, Verdict.OOM, False)],
+)  # fmt: skip
+def test_the_budget_holds_a_pass_that_took_no_more(peak_bytes, verdict, holds):
+    budget = Budget(runner := ARunner(), 0.9)
+    budget.take(runner.measure())
+    assert budget.holds(a_trial(8, verdict, peak_reserved_bytes=peak_bytes)) is holds

@@ -47,7 +47,16 @@ def run_undisturbed(watch, runner):
     return session.run(session.requested(8, Phase.GROW, None))
 
 
-@pytest.mark.parametrize("disturbed", [ran(GIB, 5 * GIB), ran(5 * GIB, 5 * GIB), ran(5 * GIB, GIB, cap_bytes=20 * GIB)])
+@pytest.mark.parametrize(
+    "disturbed",
+    [
+        ran(GIB, 5 * GIB),
+        ran(5 * GIB, 5 * GIB),
+        ran(5 * GIB, GIB, cap_bytes=20 * GIB),
+        ran(None, GIB + 513 * 2**20),
+        ran(5 * GIB, None),
+    ],
+)
 def test_a_failure_while_others_grew_is_run_again(disturbed):
     watch, slept = watching()
     levels = iter([9 * GIB, 9 * GIB, GIB, GIB])
@@ -64,7 +73,7 @@ def test_a_failure_while_others_grew_is_run_again(disturbed):
     [
         ran(GIB, 9 * GIB, Verdict.FITS),
         ran(GIB, 0),
-        ran(GIB, GIB + 500 * 2**20),  # its own kernels, loaded late
+        ran(GIB, GIB + 512 * 2**20),  # its own kernels, loaded late
         ran(GIB, 5 * GIB, cap_bytes=19 * GIB),  # the others left the whole cap free
     ],
 )
@@ -73,6 +82,25 @@ def test_a_trial_that_others_did_not_disturb_counts(stands):
     run = Schedule(stands, look=pytest.fail)
     assert run_undisturbed(watch, run) is stands.trial
     assert (run.calls, slept, watch.contaminated, texts(watch.notes)) == (1, [], False, [])
+
+
+@pytest.mark.parametrize(("grown_mib", "calls"), [(2000, 1), (2100, 2)])
+def test_of_a_large_device_a_fiftieth_may_move(grown_mib, calls):
+    watch, _ = watching()
+    moved = ran(GIB, GIB + grown_mib * 2**20)
+    run = Schedule(moved, ran(GIB, GIB))
+    run.facts = replace(run.facts, device=replace(run.facts.device, total_bytes=100 * GIB))
+    watch._runner = run
+    run_undisturbed(watch, run)
+    assert run.calls == calls
+
+
+def test_other_processes_are_named_on_cuda_only(monkeypatch):
+    monkeypatch.setattr("oomprobe.probing.neighbours.processes_on", lambda device: f"pid 7 on {device}")
+    runner = ARunner()
+    assert Neighbours(runner).names_in_brackets() == " (pid 7 on cuda:0)"
+    runner.facts = replace(runner.facts, device=replace(runner.facts.device, torch_device="xpu:0"))
+    assert Neighbours(runner).names_in_brackets() == ""
 
 
 def test_memory_that_keeps_changing_contaminates():
