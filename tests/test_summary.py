@@ -194,7 +194,11 @@ def failed(verdict=Verdict.OOM, size=9, **fields):
 
 
 AT_NINE, UPPER = {"deciding": 9}, {"peak_reserved_bytes": 60 * MIB, "peak_upper_bytes": 95 * MIB}
-SIMULATED, ON_CUDA, AS_COMMAND = {"replays": True}, {"on_host": False, "torch_device": "cuda:0"}, {"environment": {"command": "a"}}
+SIMULATED, ON_CUDA, AS_COMMAND = (
+    {"replays": True},
+    {"on_host": False, "torch_device": "cuda:0"},
+    {"environment": {"command": "a"}},
+)
 COMPILED = Notes([remark("first"), Note(text="compiled", kind=NoteKind.COMPILES)])
 UNPREDICTED = Outcome(trial=trial(8), unpredicted="it draws")
 SCENARIOS = {
@@ -272,10 +276,18 @@ def session_of(*, facts=None, device=None, told=None, trials=(), **options):
     return session
 
 
-def said(*, found=None, trials=(trial(8),), **rest):
+def said(*, found=None, trials=(), **rest):
     """Yield all that a result says of a session, in lines; the golden file has those that are not usual."""
-    told = summary.result_of(session_of(trials=trials, **rest), Found(**{"batch_size": 8, **(found or {})}))
-    limit = told.limit_batch_size, told.first_failing_batch_size, told.limited_by, told.limiting_step, told.limiting_rank
+    told = summary.result_of(
+        session_of(trials=trials or [trial(8)], **rest), Found(**{"batch_size": 8, **(found or {})})
+    )
+    limit = (
+        told.limit_batch_size,
+        told.first_failing_batch_size,
+        told.limited_by,
+        told.limiting_step,
+        told.limiting_rank,
+    )
     yield f"  limit {limit}; predicted {told.fit and told.fit.predicted_max_batch}, {[*told.estimates.values()]}"
     yield f"  on {told.environment['device']}, after {told.environment.get('after')}"
     yield from (f"  {told.note_kinds.get(note, 'note')}: {note}" for note in told.notes)
