@@ -64,16 +64,16 @@ def test_turns_are_longer_for_a_long_step_and_for_many_values(values, needed, ro
 
 
 @pytest.mark.parametrize(
-    ("fails_from", "orders"), [(1, [1, 1, 2]), (2, [2, 1, 2])], ids=["in the first order", "in the second"]
+    ("fails_from", "orders"), [(1, [1, 1, 1, 2]), (2, [2, 1, 1, 2])], ids=["in the first order", "in the second"]
 )
 def test_a_smaller_share_is_found_and_noted(fails_from, orders):
-    runner = Turns(0.9, fails_from=fails_from)
+    runner = Turns(0.85, fails_from=fails_from)
     sizes, [note] = mixed(runner)
-    assert sizes == {0: 56, 1: 28, 2: 14}  # seven eighths
+    assert sizes == {0: 52, 1: 26, 2: 13}  # 13 of 16
     assert len(runner.requests) == sum(orders)
     failed = runner.requests[fails_from - 1].calls[7]
     assert f"(at {LENGTHS.label(failed.row)}, in call 8)" in note
-    assert "The mixed sizes, at most 88 % of them, ran 51 calls in random order, 2 times. PYTORCH_" in note
+    assert "The mixed sizes, at most 81 % of them, ran 51 calls in random order, 2 times. PYTORCH_" in note
     assert note.endswith("loses less")
 
 

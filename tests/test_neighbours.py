@@ -82,6 +82,7 @@ def test_a_trial_that_others_did_not_disturb_counts(stands):
     run = Schedule(stands, look=pytest.fail)
     assert run_undisturbed(watch, run) is stands.trial
     assert (run.calls, slept, watch.contaminated, texts(watch.notes)) == (1, [], False, [])
+    assert watch.held_bytes == [GIB, stands.outside_after_bytes]
 
 
 @pytest.mark.parametrize(("grown_mib", "calls"), [(2000, 1), (2100, 2)])

@@ -29,8 +29,8 @@ from oomprobe.records.trials import (
 
 def plans():
     """Yield the entries for batches, ranks and limits; ``!`` marks an exact one, ``ran`` and ``+`` what ran without and with accumulation."""
-    limits = [(1, 64, 1), (1, 2, 1), (1, 1, 1), (5, 20, 4), (48, 50, 1)]
-    for batch, ranks, (low, high, step) in itertools.product([1, 8, 51, 60, 97, 1009, 1024, 2077], [1, 3], limits):
+    limits = [(1, 64, 1), (1, 40, 1), (1, 2, 1), (1, 1, 1), (5, 20, 4), (48, 50, 1)]
+    for batch, ranks, (low, high, step) in itertools.product([1, 8, 51, 60, 1009, 1024, 2077], [1, 3], limits):
         options = {"world_size": ranks, "max_micro_batch": high, "min_micro_batch": low, "multiple_of": step}
         told = []
         for entry in plan(batch, **options, ran={(64, 1), (50, 2)}):

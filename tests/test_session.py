@@ -143,6 +143,28 @@ def test_beside_others_that_kept_memory_nothing_varies():
     assert not replies[1].varies
 
 
+LONGER = {"records": records(50, served=[1000 * number for number in range(50)])}
+
+
+@pytest.mark.parametrize(
+    ("end", "replays", "predicts"),
+    [(PASSED, True, True), (LONGER, True, False), (FAILED, True, False), (LONGER, False, True), (FAILED, False, True)],
+)
+def test_a_look_that_varies_or_fails_ends_predictions(end, replays, predicts):
+    session = Told({"counts": True}, end, device={"replays": replays}).session()
+    session.run(session.requested(2, Phase.GROW, None))
+    reply = session.look(1)
+    assert (reply.passed, reply.varies, session.predicts) == (end is not FAILED, end is LONGER, predicts)
+
+
+def test_without_time_nothing_is_looked_at():
+    session = Told(PASSED).session()
+    session.run(session.requested(2, Phase.GROW, None))
+    session.has_time_to_grow = False
+    assert session.look(1) == Reply(passed=True)
+    assert len(session.runner.requests) == 1
+
+
 SAME = {"peak_allocated_bytes": GIB, "records": records(2, served=(5, 5))}
 
 

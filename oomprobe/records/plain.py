@@ -42,8 +42,6 @@ def _read(kind: Any, value: Any) -> Any:
         if value is None:
             return None
         return _read(inner[0], value)
-    if outer is tuple and inner[-1] is not ...:
-        return tuple(_read(kind, item) for kind, item in zip(inner, value, strict=True))
     if outer in (tuple, Sequence):
         return tuple(_read(inner[0], item) for item in value)
     if outer is Mapping:

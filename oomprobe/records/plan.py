@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Set
 from dataclasses import dataclass
 
@@ -99,14 +98,10 @@ def _exact_split(global_batch: int, world_size: int, fitting: range) -> tuple[in
     share, left = divmod(global_batch, world_size)
     if left:
         return None
-    divisors = []
-    for low in range(1, math.isqrt(share) + 1):
-        if share % low == 0:
-            divisors += [low, share // low]
-    micro = max((divisor for divisor in divisors if divisor in fitting), default=None)
-    if micro is None:
-        return None
-    return micro, share // micro
+    for micro in reversed(range(fitting.start, min(share + 1, fitting.stop), fitting.step)):
+        if share % micro == 0:
+            return micro, share // micro
+    return None
 
 
 def _near_splits(global_batch: int, world_size: int, fitting: range) -> list[tuple[int, int]]:
