@@ -22,21 +22,6 @@ def test_fewer_than_three_sizes_have_no_fit(points):
     assert fit_line(points, budget_bytes=100) is None
 
 
-@pytest.mark.parametrize(
-    ("peaks", "predicted"), [((300, 200, 100), None), ((300, 300, 300), None), ((1010, 1020, 1030), 0)]
-)
-def test_a_line_that_predicts_no_size(peaks, predicted):
-    assert fit_line([*enumerate(peaks, 1)], budget_bytes=1000).predicted_max_batch == predicted
-
-
-def test_the_error_is_a_share_of_the_measured_peak():
-    line = fit_line([(1, 100), (2, 100), (3, 100), (4, 200)], budget_bytes=1000)
-    # By hand: slope 30, fixed 50, so the last peak of 200 is predicted as 170 and the first of 100 as 80.
-    assert (line.bytes_per_sample, line.fixed_bytes) == (30, 50)
-    assert line.max_relative_error == pytest.approx(0.4)  # 140 at size 3, where 100 was measured
-    assert line.r_squared == pytest.approx(0.6)
-
-
 def test_estimates_differ_if_the_peaks_are_not_on_a_line():
     straight = [(size, 10**6 + 1000 * size) for size in (1, 2, 4, 8, 16)]
     bent = [(32, 10**6 + 64_000), (64, 10**6 + 256_000)]

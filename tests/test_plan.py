@@ -37,24 +37,6 @@ def test_the_exact_entry_has_the_largest_possible_micro_batch(shape):
     assert max(exact, default=None) == max(scan, default=None)
 
 
-@pytest.mark.parametrize(
-    ("global_batch", "smallest", "largest", "expected"),
-    [
-        (1009, 1, 64, (63, 16)),
-        (1009, 1, 2, (2, 505)),  # 1 x 1009 is exact
-        (51, 48, 50, (50, 1)),
-        (99, 48, 50, (49, 2)),
-        (60, 48, 50, (50, 1)),
-        (10, 48, 50, (48, 1)),
-        (2144, 1, 64, (32, 67)),  # half of what fits, and exact
-        (2077, 1, 64, (63, 33)),  # 31 x 67 is exact
-    ],
-)
-def test_the_first_entry(global_batch, smallest, largest, expected):
-    first = plan(global_batch, world_size=1, max_micro_batch=largest, min_micro_batch=smallest)[0]
-    assert (first.micro_batch, first.accumulation_steps) == expected
-
-
 @pytest.mark.parametrize("name", ["global_batch", "world_size"])
 def test_a_size_that_is_not_a_positive_integer_is_named(name):
     sizes = {"global_batch": 8, "world_size": 1, "max_micro_batch": 4, name: 0}

@@ -162,13 +162,6 @@ def test_a_check_that_failed_once_is_confirmed_and_noted():
     assert any(note.startswith("the step varies: batch 50 ended differently") for note in result.notes)
 
 
-def test_a_global_batch_without_a_fitting_split_is_noted():
-    device = LedgerDevice(100 * MIB)
-    model, step, _ = accumulating(device, 90 * MIB, per_sample=40 * MIB)
-    result = probe_model(model, step, device=device, max_batch=2, global_batch=64)
-    assert any(note.startswith("no split of global_batch=64") for note in result.notes)
-
-
 def test_a_progress_callable_gets_each_trial():
     device, seen = LedgerDevice(10 * MIB), []
     assert probe(device, taking(device), progress=seen.append).trials == tuple(seen)

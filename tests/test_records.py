@@ -30,7 +30,7 @@ from oomprobe.records.trials import (
 def plans():
     """Yield the entries for batches, ranks and limits; ``!`` marks an exact one, ``ran`` and ``+`` what ran without and with accumulation."""
     limits = [(1, 64, 1), (1, 40, 1), (1, 2, 1), (1, 1, 1), (5, 20, 4), (48, 50, 1)]
-    for batch, ranks, (low, high, step) in itertools.product([1, 8, 51, 60, 1009, 1024, 2077], [1, 3], limits):
+    for batch, ranks, (low, high, step) in itertools.product([1, 8, 51, 99, 1009, 1024, 2077, 2144], [1, 3], limits):
         options = {"world_size": ranks, "max_micro_batch": high, "min_micro_batch": low, "multiple_of": step}
         told = []
         for entry in plan(batch, **options, ran={(64, 1), (50, 2)}):
@@ -77,6 +77,7 @@ def lines():
         ([(8, 30), (2, 40), (4, 10), (4, 30)], 100),
         ([(10, 7), (20, 5), (30, 3)], 100),
         ([(1, 10), (2, 20), (3, 30)], 0),
+        ([(1, 100), (2, 100), (3, 100), (4, 200)], 1000),  # slope 30, fixed 50: 140 at size 3, where 100 was measured
     ]:
         line = fit_line(points, budget)
         numbers = (

@@ -41,39 +41,6 @@ def result(*trials, found=None, **fields):
     return summary.result_of(bench(*trials, **fields), found or Found(batch_size=trials[-1].batch_size))
 
 
-@pytest.mark.parametrize(
-    ("trials", "options", "start", "absent"),
-    [
-        (
-            [trial(1, passed=False, cap_bytes=95 * MIB, where="backward, net.py:9")],  # all memory, and a little less
-            {},
-            "batch 1, the smallest allowed, does not fit on a device with all available memory: out of memory (backward, net",
-            ["memory_fraction"],
-        ),
-        (
-            [trial(4), trial(4, passed=False, cap_bytes=90 * MIB)],
-            {"min_batch": 4},
-            "batch 4, the smallest allowed, does not fit on a device within a budget of 90.00 MiB "
-            "(memory_fraction=0.9): out of memory",
-            [],
-        ),
-        (
-            [trial(250, passed=False, cap_bytes=90 * MIB, phase=Phase.CONFIRM)],
-            {"min_batch": 250, "max_batch": 250},
-            "batch 250 does not fit on a device within a budget of 90.00 MiB (memory_fraction=0.9): out of memory",
-            ["smallest", "min_batch"],
-        ),
-    ],
-    ids=["a cap above the budget", "a budget", "one size"],
-)
-def test_nothing_fits_names_size_budget_and_remedies(trials, options, start, absent):
-    text = str(summary.nothing_fits(bench(*trials, **options)))
-    assert text.startswith(start)
-    assert ("min_batch below 4" in text) == (options == {"min_batch": 4})
-    assert text.endswith("or a larger memory_fraction.") == bool(options)
-    assert not any(words in text for words in absent)
-
-
 def test_the_first_failing_size_is_above_the_limit():
     trials = [trial(8, passed=False), trial(16), trial(32, passed=False, phase=Phase.BISECT), trial(64, passed=False)]
     found = Found(batch_size=16, limit=16, first_failing=8)
@@ -82,15 +49,6 @@ def test_the_first_failing_size_is_above_the_limit():
     assert result(*trials[:2], found=dataclasses.replace(found, first_failing=20)).first_failing_batch_size == 20
     transient = dataclasses.replace(found, transient=(64,))
     assert result(*trials, found=transient).first_failing_batch_size is None
-
-
-@pytest.mark.parametrize(("held", "is_noted"), [([], False), ([9 * MIB, 9 * MIB], False), ([MIB, 4 * MIB], True)])
-def test_growth_outside_the_allocator_is_noted(held, is_noted):
-    session = bench(trial(1))
-    session.neighbours.held_bytes = held
-    notes = summary.result_of(session, Found(batch_size=1)).notes
-    assert len(notes) == is_noted
-    assert ("grew by 3.00 MiB while probing" in "".join(notes)) is is_noted
 
 
 @pytest.mark.parametrize(
