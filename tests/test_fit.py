@@ -24,7 +24,7 @@ def test_fewer_than_three_sizes_have_no_fit(points):
 
 def test_estimates_differ_if_the_peaks_are_not_on_a_line():
     straight = [(size, 10**6 + 1000 * size) for size in (1, 2, 4, 8, 16)]
-    bent = [(32, 10**6 + 64_000), (64, 10**6 + 256_000)]
+    bent = [(17, 10**6 + 34_000), (64, 10**6 + 256_000)]
     smallest, line = estimates(straight + bent, budget_bytes=2 * 10**6).values()
     assert smallest == 1000
     assert line < 500

@@ -115,7 +115,7 @@ class _Search:
             if len(reaching) >= ENOUGH:
                 break
             if label(pair) not in self._rows.results:
-                self.run(pair, only_if_it_runs=True)
+                self.run(pair, only_if_runs=size)
             if runs(self._rows.results.get(label(pair)), size):
                 reaching.append(label(pair))
             else:
@@ -135,13 +135,13 @@ class _Search:
             return 0
         return result.batch_size
 
-    def run(self, saving: Saving, *, only_if_it_runs: bool = False) -> None:
-        """Search, and run the size at which all are compared; `only_if_it_runs`: search only if that runs."""
+    def run(self, saving: Saving, *, only_if_runs: int | None = None) -> None:
+        """Search, and run the size at which all are compared; only if a size runs, if one is given."""
         name, rows = label(saving), self._rows
         try:
             with self._expandable(saving):
                 with self._started(saving) as session:
-                    if only_if_it_runs and session.confirm_only(self._required or 1).batch_size is None:
+                    if only_if_runs is not None and session.confirm_only(only_if_runs).batch_size is None:
                         return
                     largest = session.find()
                     self._learn(saving, session)
