@@ -19,7 +19,6 @@ from oomprobe.records.trials import NO_VERDICT, DeviceInfo, Outcome, Request, Ru
 MOVED_SHARE, MOVED_BYTES = 0.02, 512 * 2**20
 ATTEMPTS = 5  # at one trial, while other processes change their memory
 LOOKS = 3  # samples before the next attempt, until memory is steady; all waits together take at most 24 seconds
-LONGEST_WAIT_S = 16
 DISCARDED = "other processes on the device held {grown} more around batch {size}, which failed: that trial was discarded and tried again"
 CONTAMINATED = (
     "CONTAMINATED: other processes on the device{which} kept more memory than before around batch {size}, so the answer may be too "
@@ -105,7 +104,7 @@ class Neighbours:
         until(
             lambda grown_bytes: grown_bytes <= self._tolerated_bytes,
             lambda: self._grown_bytes(look() or 0),
-            wait=tenacity.wait_exponential(multiplier=self._patience.neighbour_s, max=LONGEST_WAIT_S),
+            wait=tenacity.wait_exponential(multiplier=self._patience.neighbour_s),
             stop=tenacity.stop_after_attempt(LOOKS),
             sleep=self._patience.sleep,
         )

@@ -31,7 +31,7 @@ class Patience:
     cost_share: float = 1 / 4
 
     slow_start_s: float = 1.0  # of the first call of a size, beyond a later one: as torch.compile takes
-    # Other processes on the device: the first wait for their memory; each further one takes twice as long, up to 16 s.
+    # Other processes on the device: the first wait for their memory; the next one takes twice as long.
     neighbour_s: float = 2.0
 
     # Processes that run trials.
