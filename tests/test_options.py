@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 import re
+import types
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import oomprobe
 from oomprobe.errors import InvalidArgumentError, check_size
-from oomprobe.probing import order
+from oomprobe.ground.processes import MARK
+from oomprobe.probing import opening, order
 from oomprobe.records.options import Options, Step, check_model, named_steps
 from oomprobe.records.sizes import Sizes
 from oomprobe.runners.ranks_here import check_process_group
@@ -277,3 +279,21 @@ def test_the_process_group_has_as_many_ranks_as_the_probe(made, wanted, said):
 def test_a_group_may_be_made_by_the_step():
     check_process_group(2, has_stepped=False)
     assert "nor the step initialised a process group on rank 0" in refused(check_process_group, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "around", "said"),
+    [
+        ({"nproc_per_node": "gpu", "device": "sim:1GiB"}, {}, "nproc_per_node must be an integer of at least 1, not 'gpu'"),
+        ({"nproc_per_node": 2, "device": "cpu"}, {}, "'cpu'"),
+        ({"nproc_per_node": 2, "preserve": [1]}, {}, "preserve takes live objects"),
+        ({"preserve": [1]}, {}, "preserve takes live objects"),
+        ({}, {"platform": "darwin"}, "trials can be isolated on Linux only, and this is darwin"),
+        ({}, {"mark": MARK}, "calls probe_target while it is imported"),
+    ],
+)  # fmt: skip
+def test_what_no_process_can_run_is_refused_before_one_starts(options, around, said, monkeypatch):
+    monkeypatch.setattr(opening, "sys", types.SimpleNamespace(platform=around.get("platform", "linux")))
+    if "mark" in around:
+        monkeypatch.setenv(MARK, "1")
+    assert said in refused(functools.partial(oomprobe.check_target, "oomprobe.demo:wide_mlp", 8, **options))

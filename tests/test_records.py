@@ -46,7 +46,7 @@ def sizes():
         for size in (8, 24, 48):
             others = some.up(size, 4 * step), some.up(size, 20 * step), some.down(size, 2), some.down(size, 5)
             yield f"from {size} up {others[:2]}, down {others[2:]}, nearest {[some.nearest(size + more) for more in (-21, -3, 0, 5, 60)]}"
-        for good, bad in [(None, 8), (None, 48), (8, 16), (8, 24), (16, 33), (16, 32), (8, 96), (24, 96)]:
+        for good, bad in [(None, 8), (None, 48), (1, 8), (8, 16), (8, 24), (16, 33), (16, 32), (8, 96), (24, 96)]:
             ways = {}, {"geometric": True}, {"place": 0.1}, {"place": 0.8}
             yield f"middle of {good} and {bad}: {[some.middle(good, bad, **way) for way in ways]}"
 

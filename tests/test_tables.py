@@ -79,9 +79,9 @@ def test_above_a_value_that_does_not_fit_nothing_is_tried(try_larger, rows):
 @pytest.mark.parametrize(
     ("limits", "options", "noted"),
     [
-        ((100, 102, 100), {}, True),
-        ((100, 103, 100), {}, False),
-        ((100, 100, 100), {"max_batch": 50}, False),  # which limits, not memory
+        ((50, 51, 50), {}, True),
+        ((50, 52, 50), {}, False),
+        ((100, 100, 100), {"max_batch": 40}, False),  # which limits, not memory
         ((100, 0, 0), {}, False),
     ],
 )

@@ -123,7 +123,7 @@ class _Search:
             return
         except OomProbeError as error:
             if not isinstance(error, InvalidArgumentError):  # which is about all cards
-                error.args = (f"{name}: {error}", *error.args[1:])
+                error.args = (f"{name}: {error}",)
             raise
         rows.results[name] = result_of(session, largest, rows.target)
         for next_name, (replays, largest) in replayed.items():

@@ -158,7 +158,7 @@ class _Search:
         except TimeLimitError:
             raise
         except OomProbeError as error:
-            error.args = (f"{name}: {error}", *error.args[1:])
+            error.args = (f"{name}: {error}",)
             raise
         self._compare()
 

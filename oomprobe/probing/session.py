@@ -139,7 +139,7 @@ class Session:
         except (DeviceLostError, StepFailedError, TimeLimitError, UnreliableError) as error:
             is_bug = isinstance(error, StepFailedError) and error.__cause__ is not None
             if not is_bug:  # the text of a bug says what ran
-                error.args = (f"{diagnosis.known_so_far(self.trials)}{error}", *error.args[1:])
+                error.args = (f"{diagnosis.known_so_far(self.trials)}{error}",)
             raise
 
     def _drop_predictions(self) -> int:

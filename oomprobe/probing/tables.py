@@ -97,7 +97,7 @@ class Rows:
             except OomProbeError as error:
                 has_answers = any(self.results.values())
                 if not isinstance(error, TimeLimitError) or not has_answers:
-                    error.args = (f"{label}: {error}", *error.args[1:])
+                    error.args = (f"{label}: {error}",)
                     raise
                 values = ", ".join(map(text_of_value, self._axis.values[row:]))
                 self.notes.append(CUT_OFF.format(axis=self._axis.name, values=values))
