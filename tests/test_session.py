@@ -245,3 +245,12 @@ def test_bisecting_stops_where_the_time_left_is_for_confirming(left_s, size, is_
     session.clock.end_s = None if left_s is None else session.clock._started_s + left_s
     assert session.out_of_time(size, 20) is is_over
     assert [note.sizes for note in session.notes] == [(size, 20)] * is_over
+
+
+@pytest.mark.parametrize(("left_s", "grows"), [(2550, True), (2250, False)])
+def test_growing_stops_without_time_to_run_and_confirm_twice_the_size(left_s, grows):
+    """Calls of 100 s: twice the two of a trial that grows, and twice six to confirm; with half of that in hand, 2400 s."""
+    session = Told({"step_s": 100.0}).session()
+    session.clock.end_s = session.clock._started_s + left_s
+    reply = session.try_size(1, Phase.GROW, capped=False)
+    assert reply.grows_no_further is not grows
