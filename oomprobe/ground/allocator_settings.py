@@ -31,6 +31,8 @@ def to_expand(settings: Mapping[str, str], torch_version: str) -> str:
         'PYTORCH_ALLOC_CONF=expandable_segments:True'
         >>> to_expand({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "2.14.1")
         'PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64,expandable_segments:True'
+        >>> to_expand({"PYTORCH_CUDA_ALLOC_CONF": ""}, "2.14.1")
+        'PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True'
         >>> to_expand({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "2.14.1")
         ''
     """
@@ -41,7 +43,8 @@ def to_expand(settings: Mapping[str, str], torch_version: str) -> str:
             continue
         if "backend:" in value or "expandable_segments:true" in value.lower():
             return ""
-        return f"{name}={value},expandable_segments:True"
+        kept = filter(None, [value, "expandable_segments:True"])
+        return f"{name}={','.join(kept)}"
     newest = VARIABLES[-1]
     if newest not in variables:
         newest = VARIABLES[0]
