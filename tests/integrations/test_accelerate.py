@@ -1,5 +1,4 @@
 import contextlib
-import copy
 import functools
 import gc
 import inspect
@@ -52,26 +51,18 @@ def test_signature_matches_accelerate():
     assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in ours[3:])
 
 
-def test_with_and_without_parentheses(monkeypatch):
+@pytest.mark.parametrize("has_parentheses", [False, True])
+def test_with_and_without_parentheses(has_parentheses):
     def train(batch_size, factor, *, added=0):
         """Train."""
-        steps_of(batch_size, number=3)
+        torch.empty(2**50 if batch_size > 2 else 1)
         return batch_size * factor + added
 
-    asked, find_max_batch = [], oomprobe.find_max_batch
-
-    def answered(model, step_fn, **options):
-        asked.append([options[name] for name in ("max_batch", "steps", "confirm_steps")])
-        return find_max_batch(model, step_fn, **{**options, **HOST, "max_batch": 2})
-
-    monkeypatch.setattr("oomprobe.probe.find_max_batch", answered)
-    for style in (find_executable_batch_size, find_executable_batch_size(starting_batch_size=8)):
-        decorated = style(train)
-        assert decorated.result is None
-        assert decorated(10, added=1) == 21
-        assert decorated.result.batch_size == 2
-        assert (decorated.__name__, decorated.__doc__) == ("train", "Train.")
-    assert asked == [[128, 1, 3], [8, 1, 3]]  # calls, of two optimizer steps each
+    decorated = find_executable_batch_size(**HOST)(train) if has_parentheses else find_executable_batch_size(train)
+    assert decorated.result is None
+    assert decorated(10, added=1) == 21
+    assert decorated.result.batch_size == 2
+    assert (decorated.__name__, decorated.__doc__) == ("train", "Train.")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +75,6 @@ def test_with_and_without_parentheses(monkeypatch):
         ({"trial_steps": 0}, "trial_steps must be"),
         ({"function": lambda self, batch_size: None}, r"cannot be probed.* Write def .*\(batch_size, self, \.\.\.\)"),
         ({"function": lambda: None}, r"cannot be probed.* Write def .*\(batch_size, \.\.\.\)"),
-        ({"function": lambda batch_size: None, "steps": "2"}, "steps must be"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, said):
@@ -122,8 +112,6 @@ def test_it_bisects_to_the_size_that_fits_and_trains_once(monkeypatch):
     assert train() == "trained at 37"
     assert finished == [37]
     assert calls[-50:] == [37] * 50
-    assert (train.result.batch_size, train.result.limit_batch_size) == (37, 37)
-    assert {t.batch_size for t in train.result.trials if not t.passed} >= {38, 64}
     assert train.result.limited_by == "host_memory"  # the error is about host memory
     trials = {t.batch_size for t in train.result.trials}
     assert len(trials) <= 15  # accelerate needs 13 runs and ends at 33, below the limit
@@ -228,22 +216,6 @@ def test_a_size_without_a_step_is_reported(function):
 # --- failures ---
 
 
-def test_a_bug_is_reported_with_the_call_to_make():
-    @find_executable_batch_size(starting_batch_size=8, **HOST)
-    def train(batch_size):
-        if batch_size > 2:
-            raise LookupError("no such size") from IndexError(batch_size)
-        steps_of(batch_size)
-
-    with pytest.raises(LookupError) as caught:  # its own exception, as with accelerate
-        train()
-    assert isinstance(caught.value.__cause__, IndexError)
-    note = caught.value.__notes__[-1]
-    assert "batch 2 ran: pass starting_batch_size=2 if" in note
-    assert "comes without oomprobe, call train.__wrapped__(4, ...), the function" in note
-    assert train.result is None
-
-
 def test_nothing_fits_is_a_runtime_error():
     @find_executable_batch_size(starting_batch_size=8, **HOST)
     def train(batch_size):
@@ -251,7 +223,6 @@ def test_nothing_fits_is_a_runtime_error():
 
     with pytest.raises(RuntimeError, match="no executable batch size found: batch 1") as nothing:
         train()
-    assert isinstance(nothing.value, oomprobe.NothingFitsError)
     assert nothing.value.trials
 
 
@@ -283,45 +254,6 @@ def test_running_out_of_memory_in_the_final_call():
 # --- what is restored ---
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_training_is_bit_equal_to_training_without_a_probe(enabled):
-    torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3, enabled=enabled)
-
-    def train(batch_size, model, optimizer, scheduler):
-        fail_above(5, batch_size)
-        losses = []
-        for _ in range(8):
-            loss = model(torch.randn(batch_size, 4)).square().mean()
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)  # trials end in this call
-            scaler.update()
-            scheduler.step()
-            losses.append(loss.item())
-        return losses, scaler.get_scale(), scheduler.get_last_lr()
-
-    def made():
-        torch.manual_seed(2)
-        own = copy.deepcopy(model)
-        optimizer = torch.optim.AdamW(own.parameters(), lr=0.1)
-        return own, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
-
-    before = scaler.state_dict()
-    decorated = find_executable_batch_size(train, starting_batch_size=8, **HOST)
-    probed = made()
-    found = decorated(*probed)
-    scaler.load_state_dict(before)
-    plain = made()
-    assert found == train(5, *plain)
-    assert decorated.result.state_verified
-    for one, other in zip(probed[0].parameters(), plain[0].parameters(), strict=True):
-        assert torch.equal(one, other)
-
-
 def test_a_model_kept_from_call_to_call_is_refused():
     @functools.cache
     def model_of_all_calls():
@@ -334,29 +266,6 @@ def test_a_model_kept_from_call_to_call_is_refused():
     with pytest.raises(oomprobe.UnreliableError, match=r"train trains a model that an earlier call made and kept"):
         train()
     assert train() is None  # now it exists before the first call, and is restored
-
-
-def test_everything_is_restored_after_ctrl_c():
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = torch.nn.Linear(4, 1)
-    before = model.weight.tolist()
-
-    @find_executable_batch_size(starting_batch_size=4, **HOST)
-    def train(batch_size):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with accelerator.accumulate(model):
-            model(torch.randn(batch_size, 4)).sum().backward()
-            accelerator._models.append(model)
-            optimizer.step()
-            if batch_size == 4:
-                raise KeyboardInterrupt
-            optimizer.step()
-
-    with pytest.raises(KeyboardInterrupt):
-        train()
-    assert train.result is None
-    assert (accelerator.step, accelerator._models, accelerator.sync_gradients) == (0, [], True)
-    assert model.weight.tolist() == before
 
 
 def test_the_loop_of_accelerates_documentation():
