@@ -37,15 +37,16 @@ class Module(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+def trainer(**settings):
+    silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return pl.Trainer(**{"accelerator": "gpu", "devices": 1, **dict.fromkeys(silent, False), **settings})
+
+
 def build():
     from oomprobe.integrations.lightning import model_and_step
 
     strategy = pl.strategies.DDPStrategy(process_group_backend="gloo")
-    trainer = pl.Trainer(
-        accelerator="gpu", devices=2, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    return model_and_step(trainer, Module())
+    return model_and_step(trainer(devices=2, strategy=strategy, max_epochs=2), Module())
 
 
 @pytest.mark.parametrize(("count", "start_batch", "limited_by"), [(5000, 64, "memory"), (9, 8, "max_batch")])
@@ -85,9 +86,8 @@ def test_the_weights_exist_once():
     def probe():
         from oomprobe.integrations.lightning import find_max_batch
 
-        module, quiet = OnCard().to("cuda"), {"logger": False, "enable_checkpointing": False}
-        trainer = pl.Trainer(accelerator="gpu", devices=1, enable_progress_bar=False, **quiet)
-        result = find_max_batch(trainer, module, min_batch=64, progress="off")
+        module = OnCard().to("cuda")
+        result = find_max_batch(trainer(), module, min_batch=64, progress="off")
         return result.batch_size, result.limited_by, module.large.weight.device.type
 
     answer, *rest = forked(probe, memory="512MiB", limit_s=120)
@@ -104,21 +104,19 @@ def test_the_monitor_sees_what_the_probe_saw(tmp_path):
         def train_dataloader(self):
             return DataLoader(TensorDataset(torch.randn(512, 512, 256)), batch_size=self.batch_size)
 
-    def made(**settings):
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        return pl.Trainer(accelerator="gpu", devices=1, max_steps=6, **quiet, **settings)
-
     def probe():
         from oomprobe.integrations.lightning import find_max_batch
 
-        find_max_batch(made(), OnCard(), min_batch=8, max_batch=8, progress="off").to_json(tmp_path / "probe.json")
+        find_max_batch(trainer(max_steps=6), OnCard(), min_batch=8, max_batch=8, progress="off").to_json(
+            tmp_path / "probe.json"
+        )
 
     def run():
         from oomprobe.integrations.lightning import PeakMonitorCallback
 
         watch, module = PeakMonitorCallback(tmp_path / "probe.json"), OnCard()
         module.batch_size = 8
-        made(callbacks=[watch]).fit(module)
+        trainer(max_steps=6, callbacks=[watch]).fit(module)
         return watch.monitor.to_dict()
 
     card = {"memory": "2GiB", "limit_s": 120}
