@@ -11,7 +11,6 @@ from example_results import GIB, MIB, gpu
 from helpers import a_trial
 from test_progress import Terminal
 
-import oomprobe
 from oomprobe import InvalidArgumentError, PeakMonitor, Phase, ProbeTable, Verdict
 
 HERE = str(torch.__version__)
@@ -79,33 +78,33 @@ def peak(size):
     return GIB + 200 * MIB * size  # of the example's trials
 
 
+def ran(*sizes_and_peaks, **last):
+    """Return a result with trials of those sizes and peaks; `last` is about the last of them."""
+    trials = [a_trial(size, peak_allocated_bytes=one, peak_reserved_bytes=2 * one) for size, one in sizes_and_peaks]
+    return replace(PROBE, trials=(*trials[:-1], replace(trials[-1], **last)))
+
+
 @pytest.mark.parametrize(
-    ("size", "expected"),
-    [(None, peak(98)), (98, peak(98)), (64, peak(64)), (80, peak(80)), (97, peak(97)), (99, None), (128, None)],
+    ("probe", "size", "expected", "between"),
+    [
+        (PROBE, None, peak(98), ""),
+        (PROBE, 64, peak(64), ""),
+        (PROBE, 80, peak(80), "64 and 96"),
+        (PROBE, 97, peak(97), "96 and 98"),
+        (PROBE, 99, None, ""),
+        (ran((8, 100), (16, 260), (64, 270)), 10, 140, "8 and 16"),  # the nearest of those that ran
+        (ran((8, 100), (8, 110), phase=Phase.CONFIRM, accumulation_steps=4), 8, 110, ""),  # the last
+        (ran((8, 100), (8, 900), verdict=Verdict.OOM), 8, 100, ""),  # that passed
+    ],
 )
-def test_the_probed_peak_of_a_size(size, expected):
-    monitor = PeakMonitor(PROBE, size)
-    assert monitor.probed_bytes == expected
-    between = [note for note in monitor.to_dict()["notes"] if "on the line between" in note]
-    assert bool(between) == (size in (80, 97))
-
-
-def test_a_size_between_two_lies_on_the_line_of_the_nearest():
-    sizes = {8: 100, 16: 260, 64: 270}
-    trials = [a_trial(size, peak_allocated_bytes=peak, peak_reserved_bytes=2 * peak) for size, peak in sizes.items()]
-    monitor = PeakMonitor(replace(PROBE, trials=tuple(trials)), 10)
-    assert monitor.probed_bytes == 140
-    assert monitor.to_dict()["probed_reserved_bytes"] == 280
-    assert "between those of batch 8 and 16" in monitor.to_dict()["notes"][0]
-
-
-def test_the_last_trial_of_a_size_that_passed_counts():
-    trials = [
-        a_trial(8, peak_allocated_bytes=100),
-        a_trial(8, phase=Phase.CONFIRM, peak_allocated_bytes=110, accumulation_steps=4),
-        a_trial(8, Verdict.OOM, peak_allocated_bytes=900),
-    ]
-    assert PeakMonitor(replace(PROBE, trials=tuple(trials)), 8).probed_bytes == 110
+def test_the_probed_peak_of_a_size(probe, size, expected, between):
+    monitor = PeakMonitor(probe, size)
+    said = monitor.to_dict()
+    assert monitor.probed_bytes == said["probed_allocated_bytes"] == expected
+    if probe is not PROBE:
+        assert said["probed_reserved_bytes"] == 2 * expected
+    assert bool(between) == ("on the line between" in str(said["notes"]))
+    assert f"between those of batch {between}" in str(said["notes"]) or not between
 
 
 def test_a_command_that_reported_no_memory_has_no_peak(card, capsys):
@@ -190,17 +189,11 @@ def test_training_that_exceeds_is_told_to_probe_its_largest_batches(card, capsys
 
 
 @pytest.mark.parametrize(("share", "ok"), [(0.5, True), (1.0099, True), (1.0101, False)])
-def test_one_percent_more_is_still_the_same(card, share, ok):
-    monitor = PeakMonitor(PROBE)
-    train(card, monitor, 1, int(share * PROBED))
-    assert monitor.ok == ok
-
-
-def test_without_warnings_nothing_is_written(card, capsys):
+def test_one_percent_more_is_still_the_same(card, capsys, share, ok):
     monitor = PeakMonitor(PROBE, warn=False)
-    train(card, monitor, 60, 22 * GIB)
-    assert lines(capsys) == []
-    assert not monitor.ok
+    train(card, monitor, 60, int(share * PROBED))
+    assert monitor.ok == ok
+    assert lines(capsys) == []  # without warnings nothing is written
 
 
 def test_reserved_memory_above_the_cap_is_told_as_such(card, capsys):
@@ -250,15 +243,6 @@ def test_peaks_that_others_reset_are_kept_and_the_resets_counted(card):
     assert "resets of the allocator's peaks that were noticed: 3" in said["notes"][0]
 
 
-def test_it_resets_nothing(card):
-    monitor = PeakMonitor(PROBE)
-    card.alloc(PROBED)
-    for _ in range(3):
-        monitor.step()
-        monitor.to_dict()
-    assert card.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == PROBED
-
-
 def test_a_peak_from_before_the_run_is_not_the_runs(card, capsys):
     card.alloc(23 * GIB)
     monitor = PeakMonitor(PROBE)
@@ -280,6 +264,7 @@ def test_its_data_are_json_and_name_what_differs(card):
     train(card, monitor, 7)
     said = monitor.to_dict()
     assert json.loads(json.dumps(said)) == said
+    assert card.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == PROBED  # it resets nothing
     assert said["notes"] == [
         "the probe was of NVIDIA GeForce RTX 4090, and this run is on NVIDIA L40",
         f"the probe ran with torch 2.6.0, and this run has {HERE}",
@@ -362,7 +347,3 @@ def test_it_works_again_once_the_card_does(card):
     del card.is_initialized
     train(card, monitor)
     assert (monitor.peak_bytes, monitor.to_dict()["notes"]) == (PROBED, [])
-
-
-def test_it_is_public():
-    assert oomprobe.PeakMonitor is PeakMonitor
