@@ -419,29 +419,33 @@ class OfAccelerate(Driver):
     BUG = KeyError  # its own, as with accelerate
     NAMED = "batch 2 ran: pass starting_batch_size=2 if"
 
-    def __init__(self, folder, watch, scale=None):
-        self.watch, self.accelerator = watch, accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    def __init__(self, folder, watch, scale=None, **settings):
+        self.watch = watch
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **settings)
         layers = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
         self.model, self.losses = torch.nn.Sequential(*layers), Log()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=3, enabled=scale is not None)
 
+    def micro_batch(self, model, batch_size):
+        with self.accelerator.accumulate(model):
+            self.accelerator._models.append(model)
+            loss = model(torch.randn(batch_size + 1, 4)).float().square().mean()
+            self.scaler.scale(loss).backward()
+            self.watch.train(batch_size)
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            self.scaler.step(self.optimizer)  # trials end in this call
+            self.scaler.update()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.losses.append(loss.item())
+
     def function(self, batch_size):
         self.losses.clear()
         for _ in range(9):
-            with self.accelerator.accumulate(self.model):
-                self.accelerator._models.append(self.model)
-                loss = self.model(torch.randn(batch_size + 1, 4)).square().mean()
-                self.scaler.scale(loss).backward()
-                self.watch.train(batch_size)
-                self.scaler.unscale_(self.optimizer)
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                self.scaler.step(self.optimizer)  # trials end in this call
-                self.scaler.update()
-                self.scheduler.step()
-                self.optimizer.zero_grad()
-            self.losses.append(loss.item())
+            self.micro_batch(self.model, batch_size)
 
     def find(self, *, write_back=True, max_batch=8, **options):
         def train(batch_size):
