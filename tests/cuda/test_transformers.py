@@ -119,28 +119,3 @@ def test_a_trainer_on_two_ranks_evaluates_and_ends_with_its_data(tmp_path):
         on_ranks(tmp_path, lambda: oomprobe.probe_target(build, nproc_per_node=2, min_batch=5000), FOLDER=tmp_path)
     with pytest.raises(oomprobe.NothingFitsError, match="on rank"):
         on_ranks(tmp_path, probe, limit_s=60, FOLDER=tmp_path, EVALUATES=1)
-
-
-def test_the_monitor_sees_what_the_probe_saw(tmp_path):
-    path, evaluates = tmp_path / "probe.json", {"eval_strategy": "steps", "eval_steps": 3}
-
-    def probe():
-        from oomprobe.integrations.transformers import find_max_batch
-
-        made = trainer(tmp_path, 8, **evaluates)
-        find_max_batch(made, max_batch=8, write_back=False, progress="off").to_json(path)
-
-    def run():
-        from oomprobe.integrations.transformers import PeakMonitorCallback
-
-        watch = PeakMonitorCallback(path)
-        made = trainer(tmp_path, 8, **evaluates)
-        made.train_dataset = made.train_dataset[112:113] * len(made.train_dataset)
-        made.add_callback(watch)
-        made.train()
-        return watch.monitor.to_dict()
-
-    forked(probe, **CARD)
-    said = forked(run, **CARD)
-    assert (said["batch_size"], said["steps"], said["ok"]) == (8, 6, True)
-    assert abs(said["difference_percent"]) < 1  # two blocks that keep 1 MiB more than they need

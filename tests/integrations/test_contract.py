@@ -126,6 +126,7 @@ def test_options_are_passed_on(driver, tmp_path):
     calls = {name: -(-steps[name] // driver.STEPS_PER_CALL) for name in steps}
     assert {name: result.options[name] for name in steps} == calls  # each call makes some steps
     assert (result.batch_size, len(updated) > 2) == (4, True)
+    assert not any("the data set limits" in note for note in result.notes)  # max_batch does
     if driver is not OfAccelerate:  # which trains at the end
         assert average.value.item() == 0
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import oomprobe
-from oomprobe.integrations.framework import FrameworkError, load, state_kept
+from oomprobe.integrations.framework import FrameworkError, load, skipped_callbacks, state_kept
 
 
 def test_a_missing_framework_names_the_command(tmp_path, monkeypatch):
@@ -34,6 +34,14 @@ def test_an_old_framework_is_refused(monkeypatch, version):
         return
     with pytest.raises(FrameworkError, match=r"8.4 or newer, and 8.3.9 is installed: .*--upgrade"):
         load("someframe", minimum="8.4", extra="x")
+
+
+def test_weight_averaging_is_said_to_copy_the_weights():
+    callback = type("StochasticWeightAveraging", (), {})()
+    said = (
+        "callbacks, which trials do not call: StochasticWeightAveraging (weight averaging keeps a copy of the weights)"
+    )
+    assert skipped_callbacks([callback, 1], (int,)) == [said]
 
 
 # --- generators ---
