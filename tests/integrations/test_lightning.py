@@ -401,7 +401,8 @@ def test_a_trial_frees_its_optimizer_at_once():
 def test_trials_log_and_save_nothing(tmp_path, monkeypatch, caplog, capsys):
     class Own(Module):
         def configure_callbacks(self):
-            return [pl.callbacks.ModelCheckpoint(save_last=True)]
+            called = pl.callbacks.LambdaCallback(on_train_start=lambda *_: seen.held.add("called"))
+            return [called, pl.callbacks.ModelCheckpoint(save_last=True)]
 
         def training_step(self, batch, batch_idx):
             seen.held.add(len(self.trainer.loggers))
