@@ -1,7 +1,7 @@
 import math
 import random
 import textwrap
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from helpers import same_as_golden
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from oomprobe.records.sizes import Sizes
 from oomprobe.records.trials import Phase
-from oomprobe.rules.search import Found, Reply, find, look_size, nearness
+from oomprobe.rules.search import Reply, find, look_size, nearness
 
 BILLION = 10**9
 MANY = 2_000  # calls; no search over the sizes of these tests needs nearly as many
@@ -22,21 +22,48 @@ def search(ask, sizes=EVERY_SIZE, *, capped=True, late=lambda good, bad: False, 
 
 
 class Memory:
-    """An oracle that records its calls: sizes up to `limit` fit with all the memory, up to `capped_limit` under the cap."""
+    """An oracle that records its calls: sizes up to `limit` fit with all the memory, up to `capped_limit` under the cap.
 
-    def __init__(self, limit, capped_limit=None, *, shows_peak=False, fails_once_at=None, fails_confirming=()):
+    Calls numbered in `fails_at`, and confirmations of the sizes in `fails_confirming`, fail all the same. A look finds that sizes above
+    `late_limit` fail in a later call, as a confirmation does. `more(size, phase)` is what replies say besides.
+    """
+
+    def __init__(
+        self,
+        limit,
+        capped_limit=None,
+        *,
+        shows_peak=False,
+        fails_at=(),
+        fails_confirming=(),
+        late_limit=None,
+        tolerance=0.0,
+        more=None,
+    ):
         self.limit = limit
         self.capped_limit = limit if capped_limit is None else capped_limit
-        self.shows_peak, self.fails_once_at, self.fails_confirming = shows_peak, fails_once_at, fails_confirming
-        self.calls = []
+        self.shows_peak, self.fails_at, self.fails_confirming = shows_peak, fails_at, fails_confirming
+        self.late_limit, self.tolerance, self.more = late_limit, tolerance, more or (lambda size, phase: {})
+        self.calls, self.looked = [], []
 
     def __call__(self, size, phase, *, capped):
         assert len(self.calls) < MANY, "the search does not end"
+        if self.late_limit is not None and phase is Phase.CONFIRM:
+            self.capped_limit = self.late_limit
         passed = size <= (self.capped_limit if capped else self.limit)
-        if len(self.calls) == self.fails_once_at or (phase is Phase.CONFIRM and size in self.fails_confirming):
+        if len(self.calls) in self.fails_at or (phase is Phase.CONFIRM and size in self.fails_confirming):
             passed = False
         self.calls.append((size, phase, capped, passed))
-        return Reply(passed=passed, within_cap=passed and self.shows_peak and size <= self.capped_limit)
+        within_cap = passed and self.shows_peak and size <= self.capped_limit
+        return Reply(passed=passed, within_cap=within_cap, **self.more(size, phase))
+
+    def look(self, size):
+        assert size < self.limit
+        self.looked.append(size)
+        passed, varies = size <= self.late_limit, self.late_limit < self.limit
+        if passed:
+            self.limit = self.capped_limit = self.late_limit
+        return Reply(passed=passed, varies=varies, tolerance=self.tolerance)
 
     def trials(self, *phases):
         return [(size, capped) for size, phase, capped, _ in self.calls if phase in phases]
@@ -84,62 +111,25 @@ def test_limits_are_rounded_inwards_to_multiples(low, high, step):
 
 # --- how a command is searched: growing under the cap from a guess, certain failures, two confirmations ---
 
-
-class Command(Memory):
-    """An oracle whose failures are an allocator's out-of-memory errors in fresh processes."""
-
-    def __call__(self, size, phase, *, capped):
-        return replace(super().__call__(size, phase, capped=capped), is_certain=True)
-
-
-def probe_command(memory, start, resolution=1 / 64):
-    options = {"start": start, "grows_capped": True, "confirmations": 2}
-    return search(memory, resolution=resolution, **options).batch_size
+CERTAIN = {"more": lambda size, phase: {"is_certain": True}}  # an allocator's out-of-memory errors in fresh processes
+COMMAND = {"grows_capped": True, "confirmations": 2, "resolution": 1 / 64}
 
 
 def test_a_command_takes_at_most_14_runs_from_a_guess_up_to_four_times_too_small():
     runs = []
     for limit in range(100, 1001):
         for factor in (1, 2, 3, 4):
-            memory = Command(limit, shows_peak=True)
-            answer = probe_command(memory, limit // factor)
+            memory = Memory(limit, shows_peak=True, **CERTAIN)
+            answer = search(memory, start=limit // factor, **COMMAND).batch_size
             assert limit - limit / 64 - 1 <= answer <= limit
             runs.append(len(memory.calls))
     assert max(runs) <= 14
 
 
-@pytest.mark.parametrize(
-    ("start", "limit", "tried"),
-    [
-        (16, 20, [16, 32, 24, 20, 22, 21, 20, 20]),
-        (64, 20, [64, 32, 16, 24, 20, 22, 21, 20, 20]),
-        (16, 0, [16, 8, 4, 2, 1]),
-    ],
-)
-def test_a_command_by_hand(start, limit, tried):
-    memory = Command(limit, shows_peak=True)
-    assert probe_command(memory, start) == (limit or None)
-    assert [size for size, *_ in memory.calls] == tried
-    assert all(capped for _, _, capped, _ in memory.calls)
-
-
-def test_an_answer_must_pass_every_confirmation():
-    memory = Command(100, fails_once_at=None)
-    fails_second = iter([True, False])  # whether batch 100 passes a confirmation
-
-    def ask(size, phase, *, capped):
-        reply = memory(size, phase, capped=capped)
-        return replace(reply, passed=next(fails_second)) if phase is Phase.CONFIRM and size == 100 else reply
-
-    assert probe_command(ask, 50, resolution=0) == 99
-
-
 # --- from the size of another row of a table ---
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 17, 100, 1023, 5000])
-@pytest.mark.parametrize("expected", [1 / 16, 1 / 4, 0.9, 1, 1.1, 4, 16])
-@pytest.mark.parametrize("step", [1, 8])
+@given(st.integers(1, 5000), st.sampled_from([1 / 16, 1 / 4, 0.9, 1, 1.1, 4, 16]), st.sampled_from([1, 8]))
 def test_the_expected_size_changes_the_cost_but_not_the_answer(limit, expected, step):
     sizes = Sizes(first=step, last=None, step=step)
     alone, from_a_row = Memory(limit * step), Memory(limit * step)
@@ -151,26 +141,13 @@ def test_the_expected_size_changes_the_cost_but_not_the_answer(limit, expected, 
         assert len(from_a_row.calls) <= 0.65 * len(alone.calls)  # 0.69 if the strides were as long as the size
 
 
-def test_where_failures_cost_few_trials_fail_from_the_expected_size():
-    memory, options = Memory(1000), {"start": 1000, "known": Reply(passed=True), "failures_cost": True}
-    search(memory, resolution=1 / 128, **options)
-    assert sum(not passed for *_, passed in memory.calls) <= 4  # 5 if the first stride were a sixteenth
-
-
-def test_the_expected_size_may_be_the_last():
-    memory = Memory(BILLION, shows_peak=True)
-    found = search(memory, Sizes(first=1, last=64, step=1), start=60, known=Reply(passed=True))
-    assert (found.batch_size, found.deciding) == (64, None)
-    assert max(size for size, *_ in memory.calls) == 64
-
-
 # --- exact on every monotone limit ---
 
 
 STARTS = st.none() | st.integers(1, 2 * BILLION)
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(memories(BILLION), allowed_sizes(BILLION), st.booleans(), STARTS, st.booleans(), st.integers(1, 2))
 def test_answer_and_bracket_are_exact_from_any_start(memory, sizes, capped, start, grows_capped, confirmations):
     found = search(memory, sizes, capped=capped, start=start, grows_capped=grows_capped, confirmations=confirmations)
@@ -191,27 +168,6 @@ def test_answer_and_bracket_are_exact_from_any_start(memory, sizes, capped, star
         assert (found.batch_size + sizes.step, capped) in memory.trials(*Phase)
 
 
-def test_the_four_phases_by_hand():
-    memory = Memory(11, 9)
-    found = search(memory)
-    assert [(size, phase, capped) for size, phase, capped, _ in memory.calls] == [
-        *[(size, Phase.GROW, False) for size in (1, 2, 4, 8, 16)],
-        *[(size, Phase.BISECT, True) for size in (8, 12, 10, 9)],
-        (10, Phase.RECHECK, True),
-        (9, Phase.CONFIRM, True),
-    ]
-    assert found == Found(batch_size=9, limit=9, first_failing=16, deciding=10)
-
-
-def test_a_peak_within_the_cap_saves_a_trial():
-    tried = {}
-    for shows_peak in (False, True):
-        search(memory := Memory(11, 9, shows_peak=shows_peak))
-        tried[shows_peak] = memory.trials(Phase.BISECT)
-    assert len(tried[True]) == len(tried[False]) - 1
-    assert (8, True) not in tried[True]
-
-
 # --- the number of trials ---
 
 
@@ -229,25 +185,6 @@ def test_confirmations_are_few():
     assert len(memory.trials(Phase.CONFIRM)) <= 3 + math.log2(BILLION)
 
 
-# --- nothing fits ---
-
-
-@given(st.integers(1, BILLION), st.booleans())
-def test_nothing_fits_only_after_a_second_try(first, capped):
-    memory = Memory(first - 1)
-    found = search(memory, Sizes(first=first, last=None, step=1), capped=capped)
-    assert found.batch_size is found.limit is None
-    assert found.first_failing == first
-    assert [(size, phase) for size, phase, *_ in memory.calls] == [(first, Phase.GROW), (first, Phase.RECHECK)]
-
-
-def test_nothing_fits_only_after_two_failed_confirmations():
-    memory = Memory(1, 0)
-    found = search(memory)
-    assert (found.batch_size, found.unconfirmed, found.deciding) == (None, (1,), 1)
-    assert memory.trials(Phase.CONFIRM) == [(1, True)] * 2
-
-
 # --- transient failures ---
 
 
@@ -257,28 +194,8 @@ def test_one_transient_failure_changes_no_answer(memory, sizes, capped):
     search(memory, sizes, capped=capped)
     before_confirmation = len([1 for call in memory.calls if call[1] is not Phase.CONFIRM])
     for call in range(before_confirmation):
-        shaken = Memory(memory.limit, memory.capped_limit, shows_peak=memory.shows_peak, fails_once_at=call)
+        shaken = Memory(memory.limit, memory.capped_limit, shows_peak=memory.shows_peak, fails_at=[call])
         assert search(shaken, sizes, capped=capped).batch_size == largest_up_to(capped_limit, sizes), call
-
-
-@pytest.mark.parametrize("limit", [1, 2, 50])
-def test_a_transient_failed_confirmation_is_not_nothing_fits(limit):
-    sizes = Sizes(first=limit, last=None, step=1)
-    undisturbed = Memory(limit)
-    search(undisturbed, sizes)
-    memory = Memory(limit, fails_once_at=len(undisturbed.calls) - 1)
-    assert search(memory, sizes) == Found(
-        batch_size=limit, limit=limit, first_failing=2 * limit, deciding=limit + 1, transient=(limit,)
-    )
-    assert memory.trials(Phase.CONFIRM) == [(limit, True)] * 2
-
-
-@pytest.mark.parametrize(("last", "deciding", "rechecked"), [(None, 91, [(91, True)]), (64, None, [])])
-def test_a_repeatable_failure_is_rechecked_once(last, deciding, rechecked):
-    memory = Memory(100, 90)
-    found = search(memory, Sizes(first=1, last=last, step=1))
-    assert memory.trials(Phase.RECHECK) == rechecked
-    assert (found.batch_size, found.deciding, found.transient) == (last or 90, deciding, ())
 
 
 # --- confirmation ---
@@ -352,31 +269,10 @@ def test_each_later_failure_makes_trials_longer():
 # --- the look ---
 
 
-class Late(Memory):
-    """Some calls of a step come late and need more memory; trials meet them once the look has, and confirmations do."""
-
-    def __init__(self, limit, late_limit, *, tolerance=0.0):
-        super().__init__(limit)
-        self.late_limit, self.tolerance, self.looked = late_limit, tolerance, []
-
-    def look(self, size):
-        assert size < self.limit
-        self.looked.append(size)
-        passed, varies = size <= self.late_limit, self.late_limit < self.limit
-        if passed:
-            self.limit = self.capped_limit = self.late_limit
-        return Reply(passed=passed, varies=varies, tolerance=self.tolerance)
-
-    def __call__(self, size, phase, *, capped):
-        if phase is Phase.CONFIRM:
-            self.capped_limit = self.late_limit
-        return super().__call__(size, phase, capped=capped)
-
-
 @given(st.integers(2, BILLION), st.data(), st.booleans())
 def test_a_look_that_varies_takes_back_what_passed(limit, data, capped):
     late = data.draw(st.integers(1, limit - 1), label="late limit")
-    memory = Late(limit, late)
+    memory = Memory(limit, late_limit=late)
     found = search(memory, capped=capped, look=memory.look)
     assert (found.batch_size, found.limit) == (late, late)
     assert (memory.trials(Phase.RECHECK), found.transient) == ([], ())  # a pass would prove nothing
@@ -384,56 +280,18 @@ def test_a_look_that_varies_takes_back_what_passed(limit, data, capped):
 
 @given(st.integers(2, BILLION), st.booleans())
 def test_a_look_that_does_not_vary_changes_nothing(limit, capped):
-    memory, alone = Late(limit, limit), Memory(limit)
+    memory, alone = Memory(limit, late_limit=limit), Memory(limit)
     assert search(memory, capped=capped, look=memory.look) == search(alone, capped=capped)
     assert (memory.calls, len(memory.looked)) == (alone.calls, 1)
 
 
-@pytest.mark.parametrize(
-    ("late", "looked"), [(900, [32]), (32, [32]), (31, [32, 2]), (2, [32, 2]), (1, [32, 2, 1]), (0, [32, 2, 1])]
-)
-def test_a_look_that_fails_is_repeated_at_a_smaller_size(late, looked):
-    memory = Late(1500, late)
-    found = search(memory, look=memory.look)
-    assert (memory.looked, found.batch_size) == (looked, late or None)
-
-
 @given(st.integers(100, BILLION), st.integers(1, BILLION))
 def test_long_trials_leave_a_wider_bracket(limit, late):
-    memory = Late(limit, late % limit + 1, tolerance=1 / 32)
+    memory = Memory(limit, late_limit=late % limit + 1, tolerance=1 / 32)
     found = search(memory, look=memory.look)
     assert found.batch_size <= memory.late_limit < found.deciding
     assert found.deciding - found.batch_size <= max(1, found.batch_size / 32)
     assert len(memory.trials(Phase.BISECT)) <= 13
-
-
-@pytest.mark.parametrize("look", [None, lambda size: Reply(passed=True)])
-def test_growing_ends_where_memory_is_no_limit(look):
-    memory = Memory(BILLION)
-
-    def ask(size, phase, *, capped):
-        return replace(memory(size, phase, capped=capped), grows_no_further=size == 64)
-
-    assert search(ask, look=look) == Found(batch_size=64, limit=64)
-    assert memory.trials(Phase.GROW)[-1] == (64, False)
-
-
-@pytest.mark.parametrize(
-    ("varies", "answer"),
-    [
-        (True, Found(batch_size=10, limit=11, first_failing=16, deciding=11)),
-        (False, Found(batch_size=11, limit=11, first_failing=16, deciding=12, transient=(11,))),
-    ],
-)
-def test_a_failure_stands_if_the_same_calls_end_differently(varies, answer):
-    memory = Memory(11, fails_once_at=8)
-
-    def ask(size, phase, *, capped):
-        reply = memory(size, phase, capped=capped)
-        return replace(reply, varies=varies and phase is Phase.RECHECK)
-
-    assert search(ask) == answer
-    assert memory.trials(Phase.RECHECK) == [(11, True)]
 
 
 # --- resolution ---
@@ -494,7 +352,7 @@ replies = st.builds(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=300)
 @given(
     st.lists(replies, min_size=1, max_size=60),
     st.sets(st.integers(0, 60), max_size=3),
@@ -559,11 +417,11 @@ def test_the_search_looks_past_holes(holes, limit, capped):
 RESOLUTIONS = [0, 1 / 128, 1 / 64, 0.05]
 
 
-class Porous(Command):
+class Porous(Memory):
     """Some sizes below the limit fail: those in `runs`, which are given as fractions of the limit, and those in `holes`."""
 
     def __init__(self, limit, runs=(), holes=frozenset()):
-        super().__init__(round(limit / 0.9), limit, shows_peak=True)
+        super().__init__(round(limit / 0.9), limit, shows_peak=True, **CERTAIN)
         self.failing, self.holes = [(low * limit, high * limit) for low, high in runs], holes
 
     def __call__(self, size, phase, *, capped):
@@ -574,8 +432,8 @@ class Porous(Command):
 
 def answer_of(memory, resolution, start=None):
     """Search like a command if a `start` is given, otherwise as in one process."""
-    options = {} if start is None else {"start": start, "grows_capped": True, "confirmations": 2}
-    return search(memory, resolution=resolution, **options).batch_size
+    options = {} if start is None else {**COMMAND, "start": start}
+    return search(memory, **{**options, "resolution": resolution}).batch_size
 
 
 @st.composite
@@ -588,9 +446,13 @@ def runs_of_failing_sizes(draw):
     return [(low, high) for low, high in runs if high < 1]
 
 
-@pytest.mark.parametrize("resolution", RESOLUTIONS)
 @settings(max_examples=300)
-@given(st.integers(1_000, 2_000_000), runs_of_failing_sizes(), st.none() | st.floats(0.25, 1.5))
+@given(
+    st.sampled_from(RESOLUTIONS),
+    st.integers(1_000, 2_000_000),
+    runs_of_failing_sizes(),
+    st.none() | st.floats(0.25, 1.5),
+)
 def test_no_resolution_stops_below_a_narrow_hole(resolution, limit, runs, guess):
     answer = answer_of(Porous(limit, runs), resolution, start=None if guess is None else round(guess * limit))
     assert limit * (1 - resolution - 1 / 64) - 1 <= answer <= limit
@@ -612,7 +474,7 @@ def test_a_coarse_resolution_loses_no_more_to_holes_than_1_128(is_command):
 
 
 def test_without_holes_a_coarse_resolution_takes_no_more_runs():
-    for limit in range(100, 3_001, 7):
+    for limit in range(100, 3_001, 23):
         for start in (None, limit // 3):
             runs = {}
             for resolution in RESOLUTIONS:
@@ -621,38 +483,11 @@ def test_without_holes_a_coarse_resolution_takes_no_more_runs():
             assert runs[0.05] <= runs[1 / 64] + 1 <= runs[1 / 128] + 2, limit
 
 
-def test_no_hole_is_sought_when_no_time_is_left():
-    memory = Porous(1_000, [(0.7, 0.75)])
-    found = search(memory, resolution=1 / 64, late=lambda good, bad: True)
-    assert (found.batch_size, found.deciding) == (512, 1024)
-    assert memory.trials(Phase.BISECT) == [(1024, True)]  # the largest size that ran with all the memory
-
-
 @pytest.mark.parametrize(
     ("largest", "size"), [(1, 1), (8, 1), (64, 4), (256, 16), (300, 16), (511, 16), (512, 16), (1024, 32), (4096, 128)]
 )
 def test_the_look_is_at_a_thirty_second_of_at_least_16_samples(largest, size):
     assert look_size(EVERY_SIZE, largest) == size
-
-
-def test_a_failure_that_is_certain_is_not_run_again():
-    phases = []
-
-    def ask(size, phase, *, capped):
-        phases.append(phase)
-        return Reply(passed=size <= 20, is_certain=size > 20)
-
-    assert search(ask).batch_size == 20
-    assert Phase.RECHECK not in phases
-
-
-@pytest.mark.parametrize("is_certain", [False, True])
-def test_a_look_may_show_that_failures_before_it_were_certain(is_certain):
-    memory = Memory(20)
-    reply = Reply(passed=True, is_certain=is_certain)
-    found = search(memory, look=lambda size: reply, start=20, known=Reply(passed=True), near=1 / 64)
-    assert found.batch_size == 20
-    assert memory.trials(Phase.RECHECK) == ([] if is_certain else [(21, True)])
 
 
 @pytest.mark.parametrize(
@@ -665,72 +500,84 @@ def test_the_first_stride_is_twice_as_far_as_the_last_size_was_off(expected, ans
     assert memory.calls[1][0] == 1000 + int(near * 1000)
 
 
-def test_a_size_that_need_not_grow_is_no_last_one_below_a_failure():
-    passed, failed = Reply(passed=True), Reply(passed=False)
-    sequence = [failed, Reply(passed=True, grows_no_further=True), passed, failed, passed]
-    oracle = Arbitrary(lambda call, *_: sequence[call % len(sequence)], 6)
-    found = search(oracle, sizes := Sizes(first=3, last=None, step=3), capped=False, start=6)
-    assert_the_answer_was_run(oracle, found, sizes, False)
-
-
-def test_it_grows_by_as_much_as_replies_say():
-    sizes = []
-
-    def ask(size, phase, *, capped):
-        sizes.append(size)
-        return Reply(passed=size <= 500, grows_by=4 if size < 64 else 2)
-
-    assert search(ask, capped=False).batch_size == 500
-    assert sizes[:7] == [1, 4, 16, 64, 128, 256, 512]
-
-
 # --- which size comes next, written out ---
 
-LOOKED = Reply(passed=True, varies=True, tolerance=1 / 32, guess=70)
+LOOKED, KNOWN = Reply(passed=True, varies=True, tolerance=1 / 32, guess=70), Reply(passed=True)
+FROM_2, FROM_3, FROM_8 = (Sizes(first=step, last=None, step=step) for step in (2, 3, 8))
 SEARCHES = {  # the limit with all the memory, under the cap, and what else differs
     "plain": (100, 90, {}),
     "peaks show": (100, 90, {"shows_peak": True}),
     "no cap": (100, 100, {"capped": False}),
     "no margin": (100, 100, {}),
-    "multiples of 8": (1000, 900, {"sizes": Sizes(first=8, last=None, step=8)}),
+    "multiples of 8": (1000, 900, {"sizes": FROM_8}),
     "a last size": (1000, 900, {"sizes": Sizes(first=1, last=500, step=1)}),
     "from 64": (100, 90, {"start": 64}),
     "from 300": (100, 90, {"start": 300}),
     "from 300 down": (3, 2, {"start": 300, "sizes": Sizes(first=2, last=None, step=1)}),
     "only the first": (1, 1, {}),
+    "only the first, which fails under the cap": (1, 0, {}),
     "nothing": (0, 0, {}),
     "nothing under the cap": (5, 0, {}),
     "coarse": (1000, 900, {"resolution": 1 / 16}),
-    "a command": (100, 90, {"start": 32, "grows_capped": True, "confirmations": 2, "resolution": 1 / 64}),
+    "growing by 4": (500, 500, {"capped": False, "more": lambda size, phase: {"grows_by": 4 if size < 64 else 2}}),
+    "memory is no limit": (BILLION, BILLION, {"more": lambda size, phase: {"grows_no_further": size == 64}}),
+    "memory is no limit below a failure":
+        (8, 8, {"sizes": FROM_3, "start": 6, "capped": False, "fails_at": [0], "more": lambda size, phase: {"grows_no_further": True}}),
+    "failures are certain": (20, 20, {**CERTAIN}),
+    "a command": (100, 90, {"start": 32, **COMMAND}),
+    "a command from a guess": (20, 20, {"start": 16, "shows_peak": True, **COMMAND, **CERTAIN}),
+    "a command from a guess that fails": (20, 20, {"start": 64, "shows_peak": True, **COMMAND, **CERTAIN}),
+    "a command that fits nowhere": (0, 0, {"start": 16, **COMMAND, **CERTAIN}),
+    "a command, its second confirmation fails":
+        (100, 100, {"start": 50, **COMMAND, **CERTAIN, "resolution": 0, "fails_at": [12]}),
     "failures cost": (1000, 900, {"start": 300, "grows_capped": True, "failures_cost": True}),
-    "near an expected limit": (1000, 900, {"start": 880, "known": Reply(passed=True), "near": 1 / 32}),
-    "expected far above": (1000, 900, {"start": 1500, "known": Reply(passed=True), "near": 1 / 8}),
+    "failures cost, near an expected limit": (1000, 1000, {"start": 1000, "known": KNOWN, "failures_cost": True}),
+    "near an expected limit": (1000, 900, {"start": 880, "known": KNOWN, "near": 1 / 32}),
+    "near the last size": (BILLION, BILLION, {"start": 60, "known": KNOWN, "sizes": Sizes(first=1, last=64, step=1)}),
+    "expected far above": (1000, 900, {"start": 1500, "known": KNOWN, "near": 1 / 8}),
     "expected to vary": (1000, 900, {"start": 880, "known": replace(LOOKED, guess=None), "near": 1 / 8}),
-    "a look that is steady": (1000, 900, {"look": lambda size: Reply(passed=True)}),
+    "a look that is steady": (1000, 900, {"look": lambda size: KNOWN}),
     "a look that varies": (1000, 900, {"look": lambda size: replace(LOOKED, guess=700)}),
     "a look that varies, expected high": (1000, 900, {"look": lambda size: replace(LOOKED, guess=1200)}),
     "a look that fails": (1000, 900, {"look": lambda size: Reply(passed=size < 4, varies=size < 4, guess=20)}),
-    "a first failure that passes": (100, 90, {"fails_once_at": 0}),
-    "a failure that passes": (100, 90, {"fails_once_at": 10}),
+    "a look that fails twice": (1500, 1500, {"late_limit": 1}),
+    "a look that never passes": (1500, 1500, {"late_limit": 0}),
+    "a look without failures that are certain": (20, 20, {"look": lambda size: KNOWN, "start": 20, "known": KNOWN}),
+    "a look, and failures are certain":
+        (20, 20, {"look": lambda size: replace(KNOWN, is_certain=True), "start": 20, "known": KNOWN}),
+    "a first failure that passes": (100, 90, {"fails_at": [0]}),
+    "a failure that passes": (100, 90, {"fails_at": [10]}),
+    "a failure that passes, as the step varies":
+        (11, 11, {"fails_at": [8], "more": lambda size, phase: {"varies": phase is Phase.RECHECK}}),
     "a failed confirmation": (1000, 900, {"fails_confirming": (900, 893)}),
     "a failed confirmation of the first": (1, 1, {"fails_confirming": (1,)}),
+    "a failed confirmation of the first that passes": (2, 2, {"sizes": FROM_2, "fails_at": [4]}),
     "no time": (1000, 900, {"late": lambda good, bad: bad - good < 100}),
+    "no time for holes": (1111, 1000, {"late": lambda good, bad: True, "shows_peak": True, "resolution": 1 / 64}),
 }  # fmt: skip
+OF_MEMORY = ("shows_peak", "fails_at", "fails_confirming", "late_limit", "more")
 
 
 def test_which_size_comes_next():
     """Each trial: the phase's letter, the size, whether it ran, and ' under the cap."""
     lines = []
     for name, (limit, capped_limit, options) in SEARCHES.items():
-        own = {key: options[key] for key in ("shows_peak", "fails_once_at", "fails_confirming") if key in options}
-        memory = Memory(limit, capped_limit, **own)
-        answer = search(memory, **{key: value for key, value in options.items() if key not in own})
+        memory = Memory(limit, capped_limit, **{key: options[key] for key in OF_MEMORY if key in options})
+        options = {key: value for key, value in options.items() if key not in OF_MEMORY}
+        if memory.late_limit is not None:
+            options["look"] = memory.look
+        answer = search(memory, **options)
         tried = [
             f"{phase.value[0]}{size}{'+' if passed else '-'}{chr(39) if capped else ''}"
             for size, phase, capped, passed in memory.calls
         ]
+        found = {
+            key: value
+            for key, value in {**asdict(answer), "looked": memory.looked}.items()
+            if value not in (None, (), [])
+        }
         lines += [
-            f"{name}: {answer.batch_size}",
+            f"{name}: {found}",
             *textwrap.wrap(" ".join(tried), 96, initial_indent="    ", subsequent_indent="    "),
         ]
     same_as_golden("\n".join(lines) + "\n", "searches.txt")
