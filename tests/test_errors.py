@@ -54,6 +54,15 @@ def test_signals_have_their_own_codes(capsys, error, code, said):
     assert said in capsys.readouterr().err
 
 
+def test_an_internal_error_is_70_with_its_traceback(capsys):
+    assert explain(ZeroDivisionError("a bug of oomprobe"), required=True) == 70
+    assert 70 in errors.EXIT_STATUSES
+    err = capsys.readouterr().err
+    assert err.index("ZeroDivisionError: a bug of oomprobe") < err.index(
+        "unexpected internal error (ZeroDivisionError)"
+    )
+
+
 # --- a failed step ---
 
 

@@ -1,6 +1,5 @@
 """Tables over an axis: arguments, records, text and command line; on simulated cards and host memory. tests/cuda has the answers."""
 
-import contextlib
 import csv
 import io
 import json
@@ -300,28 +299,6 @@ def test_where_nothing_fits_the_exit_status_is_1(capsys):
     out = capsys.readouterr().out
     assert "verdict: 0 of 2 values of length fit" in out
     assert "not tried, since length 1 does not fit" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--over", "length=1", "--over", "width=2"], "--over is given 2 times, and a table has one axis"),
-        (["--over", "length"], "write --over as the argument of the step and its values"),
-        (["--over", "size=(1,2)"], "tuples: only from Python"),
-        (["--over", "length=1", "--require", "4"], "--require checks one size, and --over makes a table"),
-        (["--over", "length=1", "--global-batch", "64"], "--global-batch and --world-size plan for one answer"),
-        (["--try-larger"], "--try-larger and --no-mixed are about a table"),
-    ],
-)
-def test_what_makes_no_table_is_refused(arguments, said, capsys):
-    with pytest.raises(SystemExit) if arguments[1:] in (["length"], ["size=(1,2)"]) else contextlib.nullcontext():
-        assert run("linear", *arguments) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_command_has_no_table(capsys):
-    assert cli.main(["run", "--over", "length=1", "--", "python", "x.py", "{batch}"]) == 2
-    assert "--over cannot be given for a command" in capsys.readouterr().err
 
 
 def test_quiet_sizes_that_did_not_run_in_turn_exit_with_6(capsys):

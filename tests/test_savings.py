@@ -399,8 +399,6 @@ def build():
         (["--require", "1024", "--quiet"], 0, "as is\n"),
         (["--quiet"], 0, "\ncheckpoint "),
         (["--require", "999936"], 5, "none that was run runs batch 999936"),
-        (["--over", "length=1,2"], 2, "--savings makes a table of its own"),
-        (["--device", "sim:1GiB,sim:2GiB"], 2, "--savings makes a table of its own"),
     ],
 )
 def test_the_command_line(tmp_path, capsys, options, status, said):
@@ -412,11 +410,6 @@ def test_the_command_line(tmp_path, capsys, options, status, said):
     assert said in printed.out + printed.err
     if status == 5:
         assert "global_batch=999936 (--global-batch 999936) plans and runs it" in " ".join(printed.out.split())
-
-
-def test_a_command_has_no_savings(capsys):
-    assert main(["run", "--savings", "all", "--", "python", "train.py", "{batch}"]) == 2
-    assert "--savings cannot be given for a command" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_points_at_savings():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import sys
 import textwrap
@@ -94,24 +93,6 @@ def test_a_card_that_the_catalogue_lacks():
 def test_a_file_that_reads_the_variable(tmp_path):
     (tmp_path / "train.sh").write_text('test "$OOMPROBE_BATCH" -le 100\n')
     check(["sh", str(tmp_path / "train.sh")])
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["run"], "name what to probe"),
-        (["run", "train.py:build", "--", "true", "{batch}"], r"a target \(train.py:build\) and a command were given"),
-        (["run", "--device", "cuda", "--breakdown", "--", "true", "{batch}"], "--breakdown cannot be given"),
-        (["run", "--device", "cuda", "--", "true", "{batch}"], "device='cuda' cannot be given for a command"),
-        (["run", "--device", "sim:T4,sim:A10", "--", "true", "{batch}"], "simulated on one card: name one"),
-        (["run", "--in-process", "--", "true", "{batch}"], "--in-process cannot be given"),
-        (["run", "--passes-after", "3", "train.py:build"], "--passes-after is for commands"),
-        (["run", "--", "true"], "does not use the batch size"),
-    ],
-)
-def test_usage_errors_of_the_command_line(words, said, capfd):
-    assert main(words) == 2
-    assert re.search(said, capfd.readouterr().err)
 
 
 def test_command_line(capfd, tmp_path):
