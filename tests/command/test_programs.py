@@ -2,14 +2,18 @@
 
 import json
 import os
+import runpy
 import sys
 import textwrap
+import warnings
 
 import numpy as np
 import pytest
 import torch
+from processes import start
 
 import oomprobe
+from oomprobe import errors
 from oomprobe.cli import main
 from oomprobe.errors import SimulationError
 from oomprobe.simulation import program
@@ -56,57 +60,17 @@ RUN = {
             optimizer.zero_grad()
         assert model(torch.ones(1, 512, device="cuda")).device == torch.device("cuda:0")
     """,
-    "streams": """
-        model, side = nn.Linear(512, 512).cuda(), torch.cuda.Stream()
-        optimizer, reserved = torch.optim.SGD(model.parameters(), 0.1), []
-        for _ in range(60):
-            x = torch.randn(4096, 512, device="cuda")
-            x.record_stream(side)
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            reserved.append(torch.cuda.memory_reserved())
-        assert reserved[-1] == reserved[5]
-    """,
     "prints and logs": """
         model, _, loss = train()
         print(loss, loss.item(), f"{loss:.3f}", float(loss) > 0.5, model[0].weight[:2, :2], torch.cuda.get_device_name())
         torch.cuda.synchronize(); torch.cuda.memory_summary(); torch.cuda.mem_get_info()
         assert (model(torch.ones(4, 512).cuda()).argmax(1).cpu().numpy() == 0).mean() >= 0
     """,
-    "old habits": """
-        torch.set_default_tensor_type("torch.cuda.FloatTensor")
-        Tensor = torch.cuda.FloatTensor
-        x = torch.autograd.Variable(Tensor(8, 4).normal_(0, 1), requires_grad=False).type(Tensor)
-        assert x.is_cuda and isinstance(x, torch.cuda.FloatTensor) and torch.ones(2).is_cuda and x.type() == "torch.cuda.FloatTensor"
-        train(5, 64, nn.Linear(512, 10))
-    """,
     "weights replaced": """
         model, optimizer, _ = train()
         model[0].weight.data = model[0].weight.data.half().float()
         model.half().float()
         train(5, 64, model)
-    """,
-    "data of workers": """
-        from torch.utils.data import DataLoader, TensorDataset
-
-        class Made:
-            def __len__(self):
-                return 300
-
-            def __getitem__(self, index):
-                return torch.empty(512, 512).fill_(index).mean(0), index % 10
-
-        loaders = [DataLoader(Made(), 64, num_workers=2, pin_memory=True, multiprocessing_context="fork")]
-        data = TensorDataset(torch.arange(300.0)[:, None].expand(300, 512).contiguous(), torch.arange(300) % 10)
-        loaders.append(DataLoader(data, 64, num_workers=2, pin_memory=True, multiprocessing_context="spawn"))
-        model = nn.Linear(512, 10).cuda()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        for loader in loaders:
-            for x, y in loader:
-                assert x.device.type == "cpu" and (x[:, 7] % 10 == y).numpy().all() and x.max() > 10
-                nn.functional.cross_entropy(model(x.cuda(non_blocking=True)), y.cuda()).backward()
-                optimizer.step()
     """,
     "threads that do not use the card": """
         import threading
@@ -139,14 +103,6 @@ RUN = {
         assert next(loaded.parameters()).is_cuda and loaded(torch.ones(3, 512).cuda()).is_cuda
         train(5, 64, loaded)
     """,
-    "buckets of DDP": """
-        torch.distributed.init_process_group("nccl", init_method="tcp://localhost:1", rank=1, world_size=4)
-        model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
-        before, count = torch.cuda.memory_allocated(), sum(weight.numel() for weight in model.parameters())
-        model = nn.parallel.DistributedDataParallel(model)
-        assert torch.cuda.memory_allocated() - before == -(-count * 4 // 512) * 512
-        train(5, 64, model)
-    """,
     "masks and classes": """
         y = torch.arange(64) % 8
         y[:16] = -100
@@ -155,16 +111,87 @@ RUN = {
         assert x[y != -100].shape == (48, 512) and y.unique().tolist() == [-100, *range(8)]
         train()
     """,
+    "old habits": """
+        torch.set_default_tensor_type("torch.cuda.FloatTensor")
+        Tensor = torch.cuda.FloatTensor
+        x = torch.autograd.Variable(Tensor(8, 4).normal_(0, 1), requires_grad=False).type(Tensor)
+        assert x.is_cuda and isinstance(x, torch.cuda.FloatTensor) and torch.ones(2).is_cuda and x.type() == "torch.cuda.FloatTensor"
+        train(5, 64, nn.Linear(512, 10))
+    """,
+    "buckets of DDP": """
+        torch.distributed.init_process_group("nccl", init_method="tcp://localhost:1", rank=1, world_size=4)
+        model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()
+        before, count = torch.cuda.memory_allocated(), sum(weight.numel() for weight in model.parameters())
+        model = nn.parallel.DistributedDataParallel(model)
+        assert torch.cuda.memory_allocated() - before == -(-count * 4 // 512) * 512
+        train(5, 64, model)
+    """,
 }
 
 
+STREAMS_AND_DATA = """
+model, side = nn.Linear(512, 512).cuda(), torch.cuda.Stream()
+optimizer, reserved = torch.optim.SGD(model.parameters(), 0.1), []
+for _ in range(60):
+    x = torch.randn(4096, 512, device="cuda")
+    x.record_stream(side)
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    reserved.append(torch.cuda.memory_reserved())
+assert reserved[-1] == reserved[5]
+
+from torch.utils.data import DataLoader, TensorDataset
+
+class Made:
+    def __len__(self):
+        return 300
+
+    def __getitem__(self, index):
+        return torch.empty(512, 512).fill_(index).mean(0), index % 10
+
+loaders = [DataLoader(Made(), 64, num_workers=2, pin_memory=True, multiprocessing_context="fork")]
+data = TensorDataset(torch.arange(300.0)[:, None].expand(300, 512).contiguous(), torch.arange(300) % 10)
+loaders.append(DataLoader(data, 64, num_workers=2, pin_memory=True, multiprocessing_context="spawn"))
+model = nn.Linear(512, 10).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for loader in loaders:
+    for x, y in loader:
+        assert x.device.type == "cpu" and (x[:, 7] % 10 == y).numpy().all() and x.max() > 10
+        nn.functional.cross_entropy(model(x.cuda(non_blocking=True)), y.cuda()).backward()
+        optimizer.step()
+"""
+
+
+def run_here(code, script):
+    """Run a program on a card in this process, a child; return its error, why it was refused, and which cards it used."""
+    script.write_text(textwrap.dedent(TRAIN) + code)
+    os.environ["OOMPROBE_DIR"] = str(script.parent)
+    warnings.simplefilter("default")
+    entered, ended_by = program.enter("sim:1GiB", str(script.parent), {}), None
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Exception as error:
+        ended_by = errors.traceback_of(error)
+        entered.ended_by(error)
+    return ended_by, entered.refusal, entered.used
+
+
 @pytest.mark.parametrize("name", RUN)
-def test_programs_run(tmp_path, name):
+def test_programs_run(tmp_path, capsys, name):
+    code = textwrap.dedent(RUN[name])
+    assert start(run_here, code, tmp_path / "script.py").result() == (None, "", [0])
+    assert "oomprobe" not in capsys.readouterr().err.replace(
+        "oomprobe/simulation", ""
+    )  # where torch says a warning comes from
+
+
+def test_a_whole_process_with_streams_and_data_of_workers(tmp_path):
+    """Memory that a stream used is free again when a step ends. Processes that load data are forked or spawned, and have no card."""
     status, stderr, reports = on_card(
-        tmp_path, f"if __name__ == '__main__':\n{textwrap.indent(textwrap.dedent(RUN[name]), '    ')}"
+        tmp_path, f"if __name__ == '__main__':\n{textwrap.indent(STREAMS_AND_DATA, '    ')}"
     )
     assert status == 0, stderr
-    assert "oomprobe" not in stderr.replace("oomprobe/simulation", "")  # where torch says a warning comes from
     [report] = [report for report in reports if report.devices]
     assert (report.refusal, report.errors) == ("", ())
     assert report.steps >= 5
@@ -202,89 +229,61 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_a_card_lacks_is_refused_in_a_sentence(tmp_path, name):
     code, sentence = REFUSED[name]
-    _, _, (report,) = on_card(tmp_path, code)
-    assert sentence in report.refusal
+    _, refusal, _ = start(run_here, code, tmp_path / "script.py").result()
+    assert sentence in refusal
 
 
 SAVES = """
     import numpy as np
-    where = sys.argv[1] if len(sys.argv) > 1 else os.environ["WHERE"]
-    model, optimizer, loss = train()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, f"{where}/model.pt")
-    torch.save({"epoch": 3, "order": torch.arange(8)}, f"{where}/host.pt")
-    np.save(f"{where}/predicted.npy", model(torch.ones(4, 512).cuda()).detach().cpu().numpy())
-    np.save(f"{where}/truth.npy", np.arange(4))
-    if os.path.getsize(f"{where}/model.pt") > 100:
-        loaded = torch.load(f"{where}/model.pt", map_location="cuda")
-        model.load_state_dict(loaded["model"])
-        optimizer.load_state_dict(loaded["optimizer"])
-        assert loaded["epoch"] == 3
-        train(2, 64, model)
+    from safetensors.torch import load_file, save_file
+
+    for where in (os.environ["KEPT"], os.environ["OOMPROBE_DIR"]):
+        model, optimizer, loss = train()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, f"{where}/model.pt")
+        torch.save({"epoch": 3, "order": torch.arange(8)}, f"{where}/host.pt")
+        np.save(f"{where}/predicted.npy", model(torch.ones(4, 512).cuda()).detach().cpu().numpy())
+        np.save(f"{where}/truth.npy", np.arange(4))
+        save_file(model.state_dict(), f"{where}/model.safetensors")
+
+    loaded = torch.load(f"{where}/model.pt", map_location="cuda")
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    assert loaded["epoch"] == 3
+    train(2, 64, model)
+    loaded = load_file(f"{where}/model.safetensors", device="cuda")
+    assert {name: one.shape for name, one in loaded.items()} == {name: one.shape for name, one in model.state_dict().items()}
 """
 
 
-def test_a_checkpoint_is_never_replaced_by_an_empty_one(tmp_path):
-    kept = tmp_path / "kept"
+def test_only_below_the_folder_of_the_run_files_are_written_and_read_again(tmp_path):
+    """Elsewhere a checkpoint is never replaced by an empty one."""
+    pytest.importorskip("safetensors")
+    kept, precious = tmp_path / "kept", ("model.pt", "predicted.npy", "model.safetensors")
     kept.mkdir()
-    for name in ("model.pt", "predicted.npy"):
+    for name in precious:
         (kept / name).write_text("precious")
-    status, stderr, (report,) = on_card(tmp_path, SAVES, WHERE=str(kept))
+    status, stderr, (report,) = on_card(tmp_path, SAVES, KEPT=str(kept))
     assert status == 0, stderr
-    assert {(kept / name).read_text() for name in ("model.pt", "predicted.npy")} == {"precious"}
+    assert {(kept / name).read_text() for name in precious} == {"precious"}
     assert torch.load(kept / "host.pt")["order"].tolist() == [*range(8)]  # host memory has values
     assert np.load(kept / "truth.npy").tolist() == [0, 1, 2, 3]
-    assert sum("nothing was written, because the file may be a checkpoint" in note for note in report.notes) == 2
-
-
-def test_below_the_folder_of_the_run_files_are_written_and_read_again(tmp_path):
-    status, stderr, (report,) = on_card(tmp_path, SAVES, WHERE=str(tmp_path / "dir"))
-    assert status == 0, stderr
-    assert not [note for note in report.notes if "nothing was written" in note]
+    assert sum("nothing was written, because the file may be a checkpoint" in note for note in report.notes) == 3
     assert (tmp_path / "dir" / "model.pt").stat().st_size < 100_000  # no values
 
 
 def test_what_was_assumed_is_noted(tmp_path):
     code = """
+        torch.distributed.init_process_group("nccl", init_method="env://")
+        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (1, 4)
         model = torch.compile(nn.Linear(512, 10).cuda())
         train(5, 64, model)
         x = torch.randn(64, 512, device="cuda")
         x = x[x > 0]
     """
-    status, stderr, (report,) = on_card(tmp_path, code)
-    assert status == 0, stderr
-    said = "\n".join(report.notes)
-    assert "torch.compile was left out" in said
-    assert "script.py:" in said
-
-
-def test_safetensors(tmp_path):
-    pytest.importorskip("safetensors")
-    code = """
-        from safetensors.torch import load_file, save_file
-        state = train()[0].state_dict()
-        save_file(state, os.environ["WHERE"] + "/precious.safetensors")
-        path = os.environ["OOMPROBE_DIR"] + "/model.safetensors"
-        save_file(state, path)
-        assert {name: tensor.shape for name, tensor in load_file(path, device="cuda").items()} == {
-            name: tensor.shape for name, tensor in state.items()
-        }
-    """
-    (tmp_path / "precious.safetensors").write_text("precious")
-    status, stderr, (report,) = on_card(tmp_path, code, WHERE=str(tmp_path))
-    assert status == 0, stderr
-    assert (tmp_path / "precious.safetensors").read_text() == "precious"
-    assert len([note for note in report.notes if "nothing was written" in note]) == 1
-
-
-def test_a_rank_of_slurm(tmp_path):
-    code = """
-        torch.distributed.init_process_group("nccl", init_method="env://")
-        assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (1, 4)
-        train()
-    """
     status, stderr, (report,) = on_card(tmp_path, code, SLURM_PROCID="1", SLURM_NTASKS="4")
     assert status == 0, stderr
-    assert any("one rank of 4 was simulated" in note for note in report.notes)
+    for said in ("torch.compile was left out", "script.py:", "one rank of 4 was simulated"):
+        assert any(said in note for note in report.notes), said
 
 
 @pytest.mark.parametrize(
