@@ -101,6 +101,7 @@ def test_longer_trials_leave_a_wider_bracket_up_to_a_limit():
         ([0, 16 * KIB - 1, 32 * KIB - 2], 0),  # a list of losses as numbers
         ([0, 64 * KIB, 128 * KIB, 128 * KIB], 0),  # it does not rise at the end
         ([number * KIB for number in (0, 64, 64, 192, 192, 320, 320, 448)], 64 * KIB),  # at every second call
+        ([number * KIB for number in (0, 64, 128, 192, 256, 256, 320, 320)], 320 * KIB // 7),  # more and more rarely
         (
             [number * KIB for number in (0, 64, 64, 192, 192, 320, 320, 320, 320)],
             0,

@@ -16,10 +16,12 @@ from oomprobe.rules.program import Program, further, made_as_long, most_calls
 NAMES = ("train", "eval")
 
 
-def program(*, first=1, full=1, names=("step",), period=0, call_s=0.0, needed=0, row=0, **options):
+def program(*, first=1, full=1, names=("step",), period=0, call_s=0.0, needed=0, row=0, replays=False, **options):
     """Return the program of a probe whose trials have shown how many calls a full step takes."""
     options = Options(**{"steps": 2, "confirm_steps": 5, **options})
-    made = Program(ARunner(step_names=names).facts, options, Clock(options), row)
+    facts = ARunner(step_names=names).facts
+    facts = replace(facts, device=replace(facts.device, replays=replays))
+    made = Program(facts, options, Clock(options), row)
     stepped = [*[None] * (first - 1), first, *[None] * (full - 1), full]
     shown = [CallRecord(step=name, stepped=calls, seconds=call_s) for name in names for calls in stepped]
     passed = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.GROW, steps=len(shown))
@@ -42,17 +44,28 @@ def steps_of(request):
         ({"first": 4, "full": 4}, 12, 50),  # accumulates over 4
         ({"first": 40, "full": 40}, 80, 80),  # one full step more is enough
         ({"needed": 7}, 7, 50),
+        ({"call_s": 0.5, "trial_time_limit_s": 8.0}, 3, 8),  # half of the time that a trial has
+        ({"call_s": 0.5, "time_limit_s": 8.9}, 3, 8),  # half of the time that is left
+        ({"replays": True}, 6, 50),  # calls are repeated, which takes no time: every trial makes the most
+        ({"replays": True, "names": NAMES}, 12, 24),
         ({"steps": 1, "confirm_steps": 1, "call_s": 9.0}, 2, 2),
     ],
 )
 def test_trials_are_as_long_as_full_steps_take(shown, growing, confirming):
     trials = program(**shown)
-    assert [call.step for call in trials.growing(8).calls] == ["step"] * growing
+    assert len(trials.growing(8).calls) == growing
     assert len(trials.confirming(8).calls) == confirming
 
 
 def test_several_steps_take_turns_twice():
     assert steps_of(program(names=NAMES).growing(8)) == [("train", 3), ("eval", 3)] * 2
+
+
+def test_calls_of_a_confirmation_are_those_of_each_step():
+    made = program(names=NAMES)
+    passed = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.CONFIRM, steps=24)
+    assert [*made.learn(made.confirming(8), Outcome(trial=passed))] == []
+    assert made.confirmed == 12
 
 
 def test_a_plan_accumulates_after_a_full_step():

@@ -406,7 +406,7 @@ def _until_settled(request: Request, until: Until, records: Records) -> list[Cal
     checked more and more rarely: after once, once, twice, three times ... the calls that seem to repeat.
     """
     left = until.most_calls - len(records)
-    if left <= 0 or look.have_settled(records, until.period):
+    if look.have_settled(records, until.period):
         return []
     length = look.calls_since(look.marks_of(records), until.period)
     checks = len(look.checks_of(records))
@@ -434,8 +434,6 @@ def _until_stepped(request: Request, until: Until, records: Records, now_s: floa
     extra = until.most_calls - made
     if longest_s:
         extra = min(extra, math.floor(left_s / longest_s))
-    if extra <= 0:
-        return []
     each_turn = -(-extra // (len(until.turns) // len({*until.turns})))
     return [replace(call, step=name, is_extra=True) for name in until.turns for _ in range(each_turn)]
 
