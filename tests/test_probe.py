@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import threading
 import time
 
 import pytest
@@ -272,14 +271,6 @@ def test_an_interruption_carries_the_trials():
     assert note.startswith("oomprobe was interrupted; the trials so far:\n")
     assert "grow" in note
     assert len(sent) == 1
-
-
-def test_a_second_thread_may_probe():
-    answers, device = [], LedgerDevice(10 * MIB)
-    thread = threading.Thread(target=lambda: answers.append(probe(device, taking(device)).batch_size))
-    thread.start()
-    thread.join()
-    assert answers == [9]
 
 
 def test_ranks_that_the_step_starts_are_refused():

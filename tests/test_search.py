@@ -1,3 +1,4 @@
+import itertools
 import math
 import random
 import textwrap
@@ -129,16 +130,17 @@ def test_a_command_takes_at_most_14_runs_from_a_guess_up_to_four_times_too_small
 # --- from the size of another row of a table ---
 
 
-@given(st.integers(1, 5000), st.sampled_from([1 / 16, 1 / 4, 0.9, 1, 1.1, 4, 16]), st.sampled_from([1, 8]))
-def test_the_expected_size_changes_the_cost_but_not_the_answer(limit, expected, step):
-    sizes = Sizes(first=step, last=None, step=step)
-    alone, from_a_row = Memory(limit * step), Memory(limit * step)
-    search(alone, sizes)
-    found = search(from_a_row, sizes, start=round(expected * limit * step), known=Reply(passed=True))
-    assert found.batch_size == limit * step
-    assert all(capped for _, _, capped, _ in from_a_row.calls)
-    if 0.9 <= expected <= 1.1 and limit > 10:
-        assert len(from_a_row.calls) <= 0.65 * len(alone.calls)  # 0.69 if the strides were as long as the size
+def test_the_expected_size_changes_the_cost_but_not_the_answer():
+    shares = (1 / 16, 1 / 4, 0.9, 1, 1.1, 4, 16)
+    for limit, expected, step in itertools.product((1, 2, 3, 17, 100, 1023, 5000), shares, (1, 8)):
+        sizes = Sizes(first=step, last=None, step=step)
+        alone, from_a_row = Memory(limit * step), Memory(limit * step)
+        search(alone, sizes)
+        found = search(from_a_row, sizes, start=round(expected * limit * step), known=Reply(passed=True))
+        assert found.batch_size == limit * step
+        assert all(capped for _, _, capped, _ in from_a_row.calls)
+        if 0.9 <= expected <= 1.1 and limit > 10:
+            assert len(from_a_row.calls) <= 0.65 * len(alone.calls)  # 0.69 if the strides were as long as the size
 
 
 # --- exact on every monotone limit ---

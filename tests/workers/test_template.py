@@ -53,15 +53,6 @@ def target(tmp_path):
     return write
 
 
-@pytest.fixture(scope="module")
-def template():
-    template = Template.of("oomprobe.demo:wide_mlp")
-    template.wait(time.monotonic() + 60)
-    assert template.refusal == ""
-    yield template
-    template.end()
-
-
 def test_workers_begin_as_new_interpreters_do(target):
     name, notes = target()
     source = workers(name, "cpu", Options(max_batch=4), NO_AXIS, PATIENCE)
@@ -85,16 +76,6 @@ def test_the_result_says_how_workers_began(target):
     assert result.batch_size == 4
     assert result.to_dict()["environment"]["workers"] == "forked from a process that has made the imports"
     assert open_files() == files
-
-
-def test_the_parent_sees_how_a_forked_worker_ends(template):
-    worker = template.process(PATIENCE)
-    os.kill(worker.pid, signal.SIGSEGV)
-    until(lambda: is_gone(worker.pid))
-    status = until(lambda: worker.poll())
-    assert isinstance(status, ExitStatus)
-    assert status.signal == signal.SIGSEGV
-    assert status.peak_resident_bytes > 2**20
 
 
 FORKS_AN_ORPHAN = """
@@ -159,23 +140,28 @@ def test_forks_end_with_the_process_that_adopted_them():
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_workers_are_started_anew_where_the_environment_has_changed(template, monkeypatch):
-    changing = Template.of("oomprobe.demo:wide_mlp")
-    changing.wait(time.monotonic() + 60)
+def test_a_template_until_the_environment_has_changed_and_until_it_has_died(monkeypatch):
+    template, changing = (Template.of("oomprobe.demo:wide_mlp") for _ in range(2))
+    for one in (template, changing):
+        one.wait(time.monotonic() + 60)
+        assert one.refusal == ""
+    worker = template.process(PATIENCE)
+    os.kill(worker.pid, signal.SIGSEGV)
+    until(lambda: is_gone(worker.pid))
+    status = until(lambda: worker.poll())
+    assert isinstance(status, ExitStatus)
+    assert status.signal == signal.SIGSEGV
+    assert status.peak_resident_bytes > 2**20
+
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    worker = changing.process(PATIENCE)
-    assert changing.refusal == SURROUNDINGS_CHANGED
+    changing.process(PATIENCE).end()
     assert changing.how == f"started anew: {SURROUNDINGS_CHANGED}"
-    worker.end()
     changing.end()
+    monkeypatch.undo()
 
-
-def test_a_template_that_has_died_is_not_needed():
-    dying = Template.of("oomprobe.demo:wide_mlp")
-    dying.wait(time.monotonic() + 60)
-    os.kill(dying._pid, signal.SIGKILL)
-    worker = dying.process(PATIENCE)
-    assert "has ended" in dying.how
+    os.kill(template._pid, signal.SIGKILL)
+    worker = template.process(PATIENCE)
+    assert "has ended" in template.how
     assert worker.poll() is None
     worker.end()
 
@@ -191,13 +177,10 @@ STARTS_A_THREAD = "import threading; threading.Thread(target=threading.Event().w
 MAPS_CUDA = "import mmap, os; library = mmap.mmap(os.open({library!r}, os.O_RDONLY), 4096, prot=mmap.PROT_READ)"
 
 
-@pytest.mark.parametrize(
-    ("importing", "refusal"), [("", ""), (STARTS_A_THREAD, "starts threads"), (MAPS_CUDA, "loads CUDA's driver")]
-)
-def test_a_process_that_an_import_has_spoilt_is_not_forked(importing, refusal, target, tmp_path):
+def test_a_process_whose_import_has_loaded_cudas_driver_is_not_forked(target, tmp_path):
     library = tmp_path / "libcuda.so.1"
     library.write_bytes(b"0" * 4096)
-    (tmp_path / "spoiling.py").write_text(importing.format(library=str(library)))
+    (tmp_path / "spoiling.py").write_text(MAPS_CUDA.format(library=str(library)))
     name, _ = target(first="import spoiling")
     script = f"""
         import sys, sysconfig
@@ -209,10 +192,7 @@ def test_a_process_that_an_import_has_spoilt_is_not_forked(importing, refusal, t
     told = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, check=True
     )
-    *why, is_imported = told.stdout.split()
-    assert " ".join(why).endswith(refusal)
-    assert bool(why) is bool(refusal)
-    assert is_imported == "True"
+    assert told.stdout.endswith("loads CUDA's driver True\n")
 
 
 def test_one_that_must_not_be_forked_becomes_the_first_worker(target, monkeypatch):
