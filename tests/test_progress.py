@@ -18,7 +18,6 @@ import oomprobe
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.records.options import Options
 from oomprobe.records.trials import Phase, Verdict
-from oomprobe.report import progress
 from oomprobe.report.progress import reporter
 from oomprobe.report.trials import trial_line
 
@@ -46,14 +45,8 @@ def without_rich(monkeypatch):
 
 
 def write_to(monkeypatch, stream):
-    """Replace stderr in the module only, because pytest replaces sys.stderr itself."""
-    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=stream))
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    stream = Terminal()
-    write_to(monkeypatch, stream)
+    """Replace stderr, in the test itself: between fixtures and test, pytest puts its own there."""
+    monkeypatch.setattr(sys, "stderr", stream)
     return stream
 
 
@@ -71,7 +64,8 @@ def lines(trial):
     return trial_line(trial).replace(f"batch {trial.batch_size}  ", f"batch {trial.batch_size} ... ") + "\n"
 
 
-def test_the_status_line_says_trial_bracket_and_time_and_leaves_the_last_column_free(terminal, monkeypatch):
+def test_the_status_line_says_trial_bracket_and_time_and_leaves_the_last_column_free(monkeypatch):
+    terminal = write_to(monkeypatch, Terminal())
     status = reporter("auto", clock=iter([100, 100.2, 103, 112.5, 114]).__next__)
     status.started(64, Phase.GROW)
     assert terminal.screen == "oomprobe: grow  batch 64 ... | last good --, first failing -- | 0 s"
@@ -96,7 +90,8 @@ def test_the_status_line_says_trial_bracket_and_time_and_leaves_the_last_column_
     ],
     ids=["a failure below a size that ran", "a size fails under the cap", "a size passes its recheck"],
 )
-def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
+def test_the_bracket_follows_the_latest_verdict(monkeypatch, trials, bracket):
+    terminal = write_to(monkeypatch, Terminal())
     status = reporter("auto")
     for trial in trials:
         status.finished(trial)
@@ -108,7 +103,8 @@ def test_the_bracket_follows_the_latest_verdict(terminal, trials, bracket):
     ("good", "bad", "options", "left"),
     [(64, 128, {}, 8), (64, 65, {}, 2), (64, 128, {"multiple_of": 8}, 5), (64, 128, {"resolution": 0.25}, 4)],
 )
-def test_bisecting_says_how_many_trials_are_left(terminal, good, bad, options, left):
+def test_bisecting_says_how_many_trials_are_left(monkeypatch, good, bad, options, left):
+    terminal = write_to(monkeypatch, Terminal())
     status = reporter("auto")
     status.opened("a device", Options(**options), False)
     status.finished(a_trial(good))
@@ -134,7 +130,8 @@ def test_without_a_terminal_plain_lines_go_to_stderr(capsys, progress, written):
     assert capsys.readouterr() == ("", (lines(GOOD) + lines(BAD)) * written)
 
 
-def test_plain_lines_on_a_dumb_terminal_or_on_request(terminal, monkeypatch):
+def test_plain_lines_on_a_dumb_terminal_or_on_request(monkeypatch):
+    terminal = write_to(monkeypatch, Terminal())
     play(reporter("plain"), GOOD)
     monkeypatch.setenv("TERM", "dumb")
     play(reporter("auto"), BAD)

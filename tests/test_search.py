@@ -540,6 +540,7 @@ SEARCHES = {  # the limit with all the memory, under the cap, and what else diff
     "expected to vary": (1000, 900, {"start": 880, "known": replace(LOOKED, guess=None), "near": 1 / 8}),
     "a look that is steady": (1000, 900, {"look": lambda size: KNOWN}),
     "a look that varies": (1000, 900, {"look": lambda size: replace(LOOKED, guess=700)}),
+    "a look that varies, at its own guess": (1000, 900, {"look": lambda size: replace(LOOKED, guess=16)}),
     "a look that varies, expected high": (1000, 900, {"look": lambda size: replace(LOOKED, guess=1200)}),
     "a look that fails": (1000, 900, {"look": lambda size: Reply(passed=size < 4, varies=size < 4, guess=20)}),
     "a look that fails twice": (1500, 1500, {"late_limit": 1}),
