@@ -92,6 +92,11 @@ AT_EVERY_SIZE = (
         ),
         (
             ValueError("x"),
+            {"trial": 3},
+            f"ValueError: x\nThis is not about memory. It came in trial 3 of its process. {UNKNOWN} in a new process.",
+        ),
+        (
+            ValueError("x"),
             {"simulated": True, "row": "length=512"},
             "ValueError: x\nThis is not about memory, so no batch size would help. It came on a simulated card, whose tensors have "
             "no data. To see whether it comes without oomprobe, run step_fn(model, 8, length=512) once on a real device, such as the CPU.",
@@ -119,6 +124,7 @@ AT_EVERY_SIZE = (
         "a bug",
         "no text",
         "after a pass",
+        "in a later trial",
         "simulated",
         "adapter above a pass",
         "a name that is mistyped",
@@ -130,11 +136,6 @@ def test_a_failed_step_says_what_to_do(own, options, said):
     assert type(failed) is StepFailedError
     assert failed.batch_size == 8
     assert str(failed) == f"the step failed at batch size 8 with {said}"
-
-
-def test_a_later_trial_claims_nothing_about_other_processes():
-    text = str(step_failed(ValueError("x"), batch_size=8, trial=3))
-    assert text.endswith(f"This is not about memory. It came in trial 3 of its process. {UNKNOWN} in a new process.")
 
 
 @pytest.mark.parametrize("own", [KeyError("x"), errors.InvalidArgumentError("of a probe inside the step")])

@@ -273,25 +273,22 @@ def run(target, *arguments):
     return cli.main(["run", f"{__file__}:{target}", *arguments, "--device", "sim:64MiB", "--progress", "off"])
 
 
-def test_quiet_prints_a_line_for_each_value(capsys, tmp_path):
-    saved = tmp_path / "table.json"
-    assert run("linear", "--over", "length=8,16", "--max-batch", "4", "--quiet", "--json", str(saved)) == 0
-    assert capsys.readouterr().out == "8 4\n16 4\n"
-    assert cli.main(["show", str(saved)]) == 0
-    assert capsys.readouterr().out.startswith("verdict: 2 of 2 values of length fit in ")
-    assert cli.main(["compare", str(saved), str(saved)]) == 2
-
-
-@pytest.mark.parametrize("more", [["--over", "length=8"], ["--require", "2"], []])
-def test_a_saved_result_has_its_date_and_its_target(tmp_path, more):
-    saved, name = tmp_path / "saved.json", "linear" if "--over" in more else "linear_of_8"
+@pytest.mark.parametrize("more", [["--over", "length=8,16"], ["--require", "2"], []])
+def test_what_is_printed_and_saved(capsys, tmp_path, more):
+    """A table has a line for each value, and each result its date and its target."""
+    saved, is_table = tmp_path / "saved.json", "--over" in more
+    name = "linear" if is_table else "linear_of_8"
     options = [] if "--require" in more else ["--max-batch", "2"]
     assert run(name, *more, *options, "--quiet", "--json", str(saved)) == 0
+    assert capsys.readouterr().out == ("8 2\n16 2\n" if is_table else "2\n")
     data = json.loads(saved.read_text())
-    environment = (data["rows"][0]["result"] if "rows" in data else data)["environment"]
+    environment = (data["rows"][0]["result"] if is_table else data)["environment"]
     assert environment["target"] == f"{__file__}:{name}"
     age = datetime.now(UTC) - datetime.fromisoformat(environment["date"])
     assert 0 <= age.total_seconds() < 100
+    assert cli.main(["show", str(saved)]) == 0
+    assert capsys.readouterr().out.startswith(f"verdict: {'2 of 2 values of length fit' if is_table else 'batch 2 '}")
+    assert cli.main(["compare", str(saved), str(saved)]) == (2 if is_table else 0)
 
 
 def test_where_nothing_fits_the_exit_status_is_1(capsys):

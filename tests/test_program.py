@@ -16,10 +16,12 @@ from oomprobe.rules.program import Program, further, made_as_long, most_calls
 NAMES = ("train", "eval")
 
 
-def program(*, first=1, full=1, names=("step",), period=0, call_s=0.0, needed=0, row=0, replays=False, **options):
+def program(
+    *, first=1, full=1, names=("step",), period=0, call_s=0.0, needed=0, row=0, replays=False, ranks=1, **options
+):
     """Return the program of a probe whose trials have shown how many calls a full step takes."""
     options = Options(**{"steps": 2, "confirm_steps": 5, **options})
-    facts = ARunner(step_names=names).facts
+    facts = ARunner(step_names=names, world_size=ranks).facts
     facts = replace(facts, device=replace(facts.device, replays=replays))
     made = Program(facts, options, Clock(options), row)
     stepped = [*[None] * (first - 1), first, *[None] * (full - 1), full]
@@ -59,6 +61,22 @@ def test_trials_are_as_long_as_full_steps_take(shown, growing, confirming):
 
 def test_several_steps_take_turns_twice():
     assert steps_of(program(names=NAMES).growing(8)) == [("train", 3), ("eval", 3)] * 2
+
+
+@pytest.mark.parametrize(
+    ("shown", "steady"),
+    [({"period": 1}, True), ({}, False), ({"period": 1, "needed": 9}, False), ({"period": 1, "ranks": 2}, False)],
+)
+def test_calls_are_steady_where_a_look_of_one_rank_has_seen_them_repeat(shown, steady):
+    assert program(**shown).is_steady is steady
+
+
+def test_the_time_of_a_call_is_that_of_the_nearest_size():
+    made = program(call_s=0.01)  # of batch 8
+    larger = Trial(batch_size=64, verdict=Verdict.FITS, phase=Phase.GROW, steps=3)
+    shown = tuple(CallRecord(step="step", stepped=1, seconds=1.0) for _ in range(3))
+    assert [*made.learn(made.growing(64), Outcome(trial=larger, records=shown))] == []
+    assert [len(made.confirming(size).calls) for size in (8, 60, 80)] == [50, 10, 8]
 
 
 def test_calls_of_a_confirmation_are_those_of_each_step():

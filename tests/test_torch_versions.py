@@ -58,79 +58,71 @@ def test_workspaces(monkeypatch, torch_version, cache):
     assert lt == (kept_with_lt - kept, kept_with_lt - kept + borrowed)
 
 
-@pytest.mark.parametrize(
-    ("torch_version", "capability", "large"),
-    [
-        ("2.11", (9, 0), True), ("2.11", (10, 0), False), ("2.13", (12, 0), True), ("2.13", (11, 0), False),
-        ("2.14", (11, 0), True), ("2.15", (8, 9), False),
-    ],
-)  # fmt: skip
-def test_size_of_the_workspace(monkeypatch, torch_version, capability, large):
-    version(monkeypatch, torch_version)
-    assert torch_versions.has_large_workspace(capability) is large
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "width", "padded"),
-    [
-        ("2.6", 200, 224),
-        ("2.7", 160, 160),
-        ("2.10", 200, 256),
-        ("2.10", 160, 160),
-        ("2.11", 160, 192),
-        ("2.11", 100, 128),
-    ],
-)
-def test_padding_of_flash_attention(monkeypatch, torch_version, width, padded):
-    version(monkeypatch, torch_version)
-    assert torch_versions.flash_backward_width(width) == padded
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "bias", "dtype", "beta", "rows", "is_lt"),
-    [
-        ("2.8", (96,), torch.float32, 1, 48, True),
-        ("2.8", (96,), torch.float32, 2, 48, False),
-        ("2.8", (96,), torch.complex64, 1, 48, False),
-        ("2.10", (96,), torch.float32, 1, 1, False),
-        ("2.11", (96,), torch.float32, 1, 1, True),
-        ("2.8", (1, 96), torch.float32, 1, 48, False),
-        ("2.10", (1, 96), torch.float32, 1, 48, True),
-        ("2.14", (48, 96), torch.bfloat16, 1, 48, False),
-        ("2.15", (48, 96), torch.bfloat16, 1, 48, True),
-        ("2.15", (48, 96), torch.float32, 1, 48, False),
-    ],
-)
-def test_which_products_use_cublaslt(monkeypatch, torch_version, bias, dtype, beta, rows, is_lt):
-    version(monkeypatch, torch_version)
+def product_uses_lt(bias, dtype, beta, rows):
     tensors = (torch.zeros(*shape, dtype=dtype) for shape in (bias, (rows, 80), (80, 96)))
-    assert torch_versions.uses_lt(*tensors, beta) is is_lt
+    return torch_versions.uses_lt(*tensors, beta)
+
+
+LARGE, PADDED = torch_versions.has_large_workspace, torch_versions.flash_backward_width
 
 
 @pytest.mark.parametrize(
-    ("order", "chosen"),
-    [(BlockOrder.ADDRESS, [2, 1, 0]), (BlockOrder.BLOCK, [0, 1, 2]), (BlockOrder.SEGMENT, [0, 1, 2])],
+    ("torch_version", "function", "arguments", "value"),
+    [
+        ("2.11", LARGE, [(9, 0)], True),
+        ("2.11", LARGE, [(10, 0)], False),
+        ("2.13", LARGE, [(12, 0)], True),
+        ("2.13", LARGE, [(11, 0)], False),
+        ("2.14", LARGE, [(11, 0)], True),
+        ("2.15", LARGE, [(8, 9)], False),
+        ("2.6", PADDED, [200], 224),
+        ("2.7", PADDED, [160], 160),
+        ("2.10", PADDED, [200], 256),
+        ("2.10", PADDED, [160], 160),
+        ("2.11", PADDED, [160], 192),
+        ("2.11", PADDED, [100], 128),
+        ("2.8", product_uses_lt, [(96,), torch.float32, 1, 48], True),
+        ("2.8", product_uses_lt, [(96,), torch.float32, 2, 48], False),
+        ("2.8", product_uses_lt, [(96,), torch.complex64, 1, 48], False),
+        ("2.10", product_uses_lt, [(96,), torch.float32, 1, 1], False),
+        ("2.11", product_uses_lt, [(96,), torch.float32, 1, 1], True),
+        ("2.8", product_uses_lt, [(1, 96), torch.float32, 1, 48], False),
+        ("2.10", product_uses_lt, [(1, 96), torch.float32, 1, 48], True),
+        ("2.14", product_uses_lt, [(48, 96), torch.bfloat16, 1, 48], False),
+        ("2.15", product_uses_lt, [(48, 96), torch.bfloat16, 1, 48], True),
+        ("2.15", product_uses_lt, [(48, 96), torch.float32, 1, 48], False),
+    ],
 )
-def test_which_of_equal_blocks_is_used(order, chosen):
+def test_what_a_version_does(monkeypatch, torch_version, function, arguments, value):
+    """The size of cuBLAS's workspace, the width to which flash attention pads, and which products use cuBLASLt."""
+    version(monkeypatch, torch_version)
+    assert function(*arguments) == value
+
+
+@pytest.mark.parametrize(
+    ("order", "chosen", "after_splitting"),
+    [(BlockOrder.ADDRESS, [2, 1, 0], 0), (BlockOrder.BLOCK, [0, 1, 2], 2), (BlockOrder.SEGMENT, [0, 1, 2], 0)],
+)
+def test_which_of_equal_blocks_is_used(order, chosen, after_splitting):
+    """Splitting makes a new block in torch 2.12."""
     allocator = CachingAllocator(1024 * MIB, AllocatorSettings(block_order=order))
+
+    def address(handle):
+        return allocator._live[handle].address
+
     handles = [allocator.malloc(30 * MIB) for _ in range(3)]
-    places = [allocator._live[handle].address for handle in handles]
+    places = [address(handle) for handle in handles]
     for handle in handles:
         allocator.free(handle)
-    used = [allocator._live[allocator.malloc(30 * MIB)].address for _ in range(3)]
-    assert [places.index(place) for place in used] == chosen
+    assert [places.index(address(allocator.malloc(30 * MIB))) for _ in range(3)] == chosen
 
-
-@pytest.mark.parametrize(("order", "chosen"), [(BlockOrder.ADDRESS, 0), (BlockOrder.BLOCK, 2), (BlockOrder.SEGMENT, 0)])
-def test_splitting_makes_a_new_block_in_torch_2_12(order, chosen):
-    allocator = CachingAllocator(1024 * MIB, AllocatorSettings(block_order=order))
     whole, _ = allocator.malloc(3 * 512), allocator.malloc(512)
     allocator.free(whole)
     parts = [allocator.malloc(512) for _ in range(3)]  # the last is what is left of the whole
-    places = [allocator._live[handle].address for handle in parts]
+    places = [address(handle) for handle in parts]
     allocator.free(parts[0])
     allocator.free(parts[2])
-    assert places.index(allocator._live[allocator.malloc(512)].address) == chosen
+    assert places.index(address(allocator.malloc(512))) == after_splitting
 
 
 def test_a_torch_newer_than_those_tested_is_noted(monkeypatch):

@@ -331,19 +331,6 @@ def probed(words, **options):
     return oomprobe.probe_command(words, device="sim:64MiB", progress="off", **options)
 
 
-def test_a_command_is_probed_like_any(tmp_path):
-    result = probed(command(tmp_path), start_batch=4096, resolution=0.1)
-    assert result.limited_by == "memory"
-    assert result.environment["device"] == "simulated"
-    assert "holds for   a fresh process on a simulated card; torch" in str(result)
-    assert "simulated: no kernel ran, and tensors had no values" in result.notes
-    assert any("workspaces of cuDNN" in item for item in result.not_covered)
-    assert [trial.step_s for trial in result.trials] == [None] * len(result.trials)
-    last = [trial for trial in result.trials if trial.verdict == "fits"][-1]
-    assert 0 < last.peak_reserved_bytes <= result.budget_bytes
-    assert "samples/s" not in str(result)
-
-
 COUNTING = SCRIPT.replace(
     "options = parser", "counted = len(torch.arange(20).cuda()[torch.arange(20).cuda() > 4].cpu())\noptions = parser"
 )
@@ -354,14 +341,22 @@ def test_sizes_that_depend_on_values_all_run(tmp_path):
     assert not any(trial.replayed for trial in result.trials)
 
 
-def test_sizes_that_follow_from_two_runs_are_replayed(tmp_path):
+def test_a_command_is_probed_like_any_and_sizes_that_follow_from_two_runs_are_replayed(tmp_path):
     words = command(tmp_path)
     result = probed(words, start_batch=512)
+    assert result.limited_by == "memory"
+    assert result.environment["device"] == "simulated"
+    assert "holds for   a fresh process on a simulated card; torch" in str(result)
+    assert "simulated: no kernel ran, and tensors had no values" in result.notes
+    assert any("workspaces of cuDNN" in item for item in result.not_covered)
+    assert [trial.step_s for trial in result.trials] == [None] * len(result.trials)
+    assert 0 < result.confirmation.peak_reserved_bytes <= result.budget_bytes
+    assert "samples/s" not in str(result)
+
     runs = [trial for trial in result.trials if not trial.replayed]
     assert len(runs) <= 5 < len(result.trials)
     assert [trial.phase for trial in runs][-2:] == ["confirm", "confirm"]
-    size, failed = result.batch_size, min(trial.batch_size for trial in result.trials if not trial.passed)
-    assert oomprobe.check_command(words, size, device="sim:64MiB", progress="off").trials[-1].passed
+    failed = min(trial.batch_size for trial in result.trials if not trial.passed)
     with pytest.raises(oomprobe.NothingFitsError):
         oomprobe.check_command(words, failed, device="sim:64MiB", progress="off")
 
