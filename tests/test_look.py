@@ -6,6 +6,7 @@ import pytest
 from helpers import records
 
 from oomprobe.records.patience import PATIENCE
+from oomprobe.records.trials import CallRecord
 from oomprobe.rules.look import (
     EXACT_CALLS,
     STRIDE_OF_MANY,
@@ -14,6 +15,7 @@ from oomprobe.rules.look import (
     calls_needed,
     differ,
     growth_bytes,
+    growth_of,
     merged,
     step_calls,
     varies,
@@ -98,6 +100,7 @@ def test_longer_trials_leave_a_wider_bracket_up_to_a_limit():
         ([0, 64 * KIB], 0),  # one rise is no growth
         ([0, 64 * KIB, 128 * KIB], 64 * KIB),
         ([0, 16 * KIB, 32 * KIB], 16 * KIB),
+        ([64 * KIB, 80 * KIB, 96 * KIB], 16 * KIB),
         ([0, 16 * KIB - 1, 32 * KIB - 2], 0),  # a list of losses as numbers
         ([0, 64 * KIB, 128 * KIB, 128 * KIB], 0),  # it does not rise at the end
         ([number * KIB for number in (0, 64, 64, 192, 192, 320, 320, 448)], 64 * KIB),  # at every second call
@@ -110,6 +113,18 @@ def test_longer_trials_leave_a_wider_bracket_up_to_a_limit():
 )
 def test_growth_of_few_calls(live_bytes, grown_bytes):
     assert growth_bytes(live_bytes) == grown_bytes
+
+
+def test_growth_is_that_of_the_last_turn_of_each_step_from_its_first_full_step_on():
+    def turn(step, *live_kib, first=1):
+        return [
+            CallRecord(step=step, live_bytes=live * KIB, stepped=None if number < first else 1)
+            for number, live in enumerate(live_kib, 1)
+        ]
+
+    trains_again = turn("train", 0, 900, 964, 1028, first=2)
+    shown = [*turn("train", 0, 500, 900), *turn("eval", 900, 916, 932), *trains_again]
+    assert growth_of(shown) == (64 + 16) * KIB
 
 
 @pytest.mark.parametrize(
