@@ -1,7 +1,13 @@
 """What several test modules share."""
 
+import array
+import collections
+import io
+import itertools
+import operator
 import os
 import random
+import types
 from pathlib import Path
 
 import numpy as np
@@ -157,16 +163,67 @@ class Training:
         self.ema.update_parameters(model)
 
     def picture(self):
-        """Describe the state without using the package."""
-        model = self.model
-        return {
-            "parameters": [
-                (n, id(p), p.data_ptr(), p.requires_grad, bits(p))
-                for n, p in model.named_parameters(remove_duplicate=False)
-            ],
-            "buffers": [(n, id(b), bits(b)) for n, b in model.named_buffers()],
-            "modes": [(n, m.training) for n, m in model.named_modules()],
-            "grads": [None if p.grad is None else bits(p.grad) for p in model.parameters()],
-            "objects": [bits(o.state_dict()) for o in (self.optimizer, self.scheduler, self.ema, self.scaler)],
-            "rng": [bits(torch.get_rng_state()), bits(list(np.random.get_state())), random.getstate()],
+        return picture([vars(self), [p.data_ptr() for p in self.model.parameters()], generators()])
+
+
+# --- pictures ---
+
+
+def generators():
+    return [torch.get_rng_state(), repr(random.getstate()), np.random.get_state()]
+
+
+PLAIN = int | float | str | bytes | np.generic | torch.dtype | type | types.NoneType
+
+
+def picture(value, path=(), met=None):
+    """Describe a value and all that it holds, bit for bit, and what is held at two places, without using the package."""
+    met = {} if met is None else met
+    if isinstance(value, PLAIN):
+        return type(value).__name__, repr(value)
+    if id(value) in met:
+        return "as in", met[id(value)][0]
+    if not isinstance(value, tuple):
+        met[id(value)] = path, value
+    own, parts = inside(value)
+    shown = []
+    for place, (name, part) in enumerate(parts):
+        at = name if isinstance(name, str) else place
+        shown.append((picture(name, (*path, at, "key"), met), picture(part, (*path, at), met)))
+    return type(value).__name__, own, shown
+
+
+def inside(value):
+    """Return what a value shows by itself, and pairs of a name and a value of all that it holds."""
+    if hasattr(type(value), "__tensor_flatten__"):
+        return None, [(name, getattr(value, name)) for name in value.__tensor_flatten__()[0]]
+    if isinstance(value, torch.Tensor):
+        own = value.dtype, value.shape, value.stride(), value.storage_offset(), value.requires_grad, value.is_leaf
+        held = {"storage": value.untyped_storage(), "grad": value.grad if value.is_leaf else None, **vars(value)}
+        return (*own, value.detach().contiguous().numpy().tobytes()), held.items()
+    if isinstance(value, np.ndarray):
+        return (value.dtype, value.shape, value.tobytes()), ()
+    if isinstance(value, random.Random | torch.Generator | np.random.Generator | io.StringIO):
+        names = ("getstate", "get_state", "getvalue")
+        read = [getattr(value, name) for name in names if hasattr(value, name)]
+        return None, [("state", read[0]() if read else value.bit_generator.state)]
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return frame and frame.f_lasti, [(None, frame and frame.f_locals), (None, value.gi_yieldfrom)]
+    if isinstance(value, dict):
+        return None, value.items()
+    if isinstance(value, list | tuple | collections.deque):
+        return None, [(None, part) for part in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value)), ()
+    if isinstance(value, itertools.count | array.array):
+        return repr(value), ()
+    parts = dict(sorted(getattr(value, "__dict__", {}).items()))
+    for base in type(value).__mro__:
+        parts |= {name: getattr(value, name) for name in getattr(base, "__slots__", ()) if hasattr(value, name)}
+    parts.pop("_per_optimizer_states", None)  # of a GradScaler, by ids
+    if isinstance(value, nn.Module):  # hooks have numbers of the process
+        parts |= {
+            name: [*hooks.values()] for name, hooks in parts.items() if "_hooks" in name and isinstance(hooks, dict)
         }
+    return None if parts else operator.length_hint(value), parts.items()

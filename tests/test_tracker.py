@@ -1,6 +1,5 @@
 import gc
 import types
-import weakref
 
 import numpy as np
 import pytest
@@ -77,21 +76,6 @@ def test_a_tensor_that_was_not_copied_and_is_gone_is_named(monkeypatch):
     assert saved.tracker.changes() == ["kept.bank (a tensor)"]
 
 
-class Kept:
-    pass
-
-
-def test_what_was_made_anew_is_freed_when_it_is_dropped_again():
-    held = types.SimpleNamespace(kept=Kept())
-    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held])
-    for _ in range(2):
-        first = weakref.ref(held.kept)
-        held.kept = None
-        assert first() is None
-        tracker.start_cold()
-        assert type(held.kept) is Kept
-
-
 @pytest.mark.parametrize("make", [lambda inner: inner, lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1)])
 def test_what_only_a_library_held_does_not_count_as_changed(make):
     """What a library's object holds is not put back into it, and what it has let go of may be gone for good."""
@@ -112,25 +96,6 @@ class Around(torch.optim.Optimizer):
 
     def __init__(self, inner):
         self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
-
-
-def test_an_optimizer_that_is_replaced_is_freed_and_comes_back():
-    model = nn.Linear(2, 2)
-    held = types.SimpleNamespace(optimizer=torch.optim.Adam(model.parameters(), lr=0.5))
-    tracker = Tracker(model, [lambda model, n: held])
-    tracker.start_cold()
-    model(torch.ones(1, 2)).sum().backward()
-    held.optimizer.step()
-    averages = weakref.ref(held.optimizer.state[model.weight]["exp_avg"])
-    held.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gc.collect()
-    assert averages() is None
-    tracker.start_cold()
-    assert (type(held.optimizer), held.optimizer.param_groups[0]["lr"]) == (torch.optim.Adam, 0.5)
-    assert [*map(id, held.optimizer.param_groups[0]["params"])] == [*map(id, model.parameters())]
-    assert held.optimizer in tracker.optimizers
-    held.optimizer.step()
-    assert len(held.optimizer.state) == 0  # there are no gradients
 
 
 def test_an_optimizer_that_is_gone_leaves_the_groups_that_another_shares():
@@ -160,12 +125,3 @@ def test_parameters_that_another_takes_stay_and_all_do_after_a_probe(is_over):
     gc.collect()
     assert len(groups[0]["params"]) == 2
     del taken
-
-
-def test_the_order_of_parameters_comes_back():
-    """An optimizer numbers them by it, and so does its checkpoint."""
-    model = nn.Linear(2, 2)
-    tracker = Tracker(model, [lambda model, n: None])
-    model.weight = model._parameters.pop("weight")
-    tracker.start_cold()
-    assert [name for name, _ in model.named_parameters()] == ["weight", "bias"]

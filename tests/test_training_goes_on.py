@@ -1,6 +1,8 @@
 """Training goes on after a probe as if there had been none, in loops of every kind that strangers write.
 
-What cannot be put back must be named in a note, and then the state is not verified.
+One table: a row is a loop, and says what it counts and keeps. After a probe all of that is as before, bit for bit, and training
+goes on as without the probe. What cannot be put back must be named in a note, and then the state is not verified. The trials
+run in this process on a ledger device: trials on host memory run in children, and could not change anything.
 """
 
 import argparse
@@ -10,10 +12,10 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import io
 import itertools
 import math
-import operator
 import queue
 import random
 import re
@@ -21,19 +23,25 @@ import statistics
 import types
 import weakref
 
+import composed
 import numpy as np
 import pytest
+import tenacity
 import torch
-from composed import EasyDict, Slotted
-from ledger import Log, probe
+from composed import Average, EasyDict, Hidden, Momentum, Rollout
+from helpers import Training, generators, picture
+from ledger import MIB, Box, LedgerDevice, Log, probe
 from torch import nn
+from torch.optim import optimizer as torchs
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader
+from zoo import numbered
 
 import oomprobe
 
-CALLS = 24
+CALLS = 23
 SAMPLES = torch.arange(1600.0).view(400, 4).sin()
-TORCHS = {"weights", "generators", "model", "optimizer", "loader"}  # put back already, and words that a note may use
+TORCHS = {"model", "generators", "optimizer", "loader"}  # put back already, and words that a note may use
 LOOPS = []
 
 
@@ -50,104 +58,102 @@ def loop(*lost):
     return add
 
 
-@pytest.fixture(params=[0, 18], ids=["fresh", "mid-training"])
-def built(request):
+def begun(build, calls=0):
     """Build a loop, always from the same seed, and train it up to the probe."""
-
-    def from_seed(build):
-        torch.manual_seed(1)
-        random.seed(1)
-        np.random.seed(1)
-        model, step, look = build()
-        for _ in range(request.param):
-            step(model, 4)
-        return model, step, look
-
-    return from_seed
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    model, step, look = build()
+    for _ in range(calls):
+        step(model, 4)
+    return model, step, look
 
 
+class Watched:
+    """A step that notes with what each trial begins, and fails above a size after it has changed all that it does."""
+
+    def __init__(self, step, look, device):
+        self.step, self.device, self.look, self.trials = step, device, Box(look), Log()
+
+    def __call__(self, model, batch_size):
+        if len(self.trials) < len(self.device.caps):
+            self.trials.append((seen(model, self.look.held), random.random(), torch.rand(()).item(), Returned()))
+        returned = self.step(model, batch_size)
+        self.trials[-1][-1].add(returned)
+        self.device.take(batch_size * MIB)
+
+
+class Returned:
+    """What the calls of a trial have returned: how many of the earlier ones are alive after each."""
+
+    def __init__(self):
+        self.references, self.alive = [], []
+
+    def add(self, value):
+        self.alive.append(sum(reference() is not None for reference in self.references))
+        if isinstance(value, torch.Tensor):
+            self.references.append(weakref.ref(value))
+
+
+@pytest.mark.parametrize("calls", [0, 18], ids=["fresh", "mid-training"])
 @pytest.mark.parametrize(("build", "lost"), LOOPS)
-def test_training_goes_on(built, build, lost):
-    untouched = train(*built(build))
-    model, step, look = built(build)
-    before = seen(model, look)
-    result = probe(model, step, max_batch=8)
-    assert result.batch_size in (5, 8)
+def test_training_goes_on(build, lost, calls):
+    untouched = train(*begun(build, calls))
+    model, step, look = begun(build, calls)
+    before, device = seen(model, look), LedgerDevice((6 if calls else 10) * MIB)
+    moved = different(before, untouched) - TORCHS - {"losses", "alive"}
+    if not calls:  # a probe that put only torch's state back would be seen
+        assert moved
+        assert lost <= moved
+    watched = Watched(step, look, device) if calls else step
+    result = probe(model, watched, device=device, max_batch=8, memory_fraction=1.0)
+    assert result.batch_size in (5, 6 if calls else 8)
     notes = [note for note in result.notes if note.startswith("not restored: ")]
     names = {name: re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") for name in {*before, *lost} - TORCHS}
     named = {name for name, word in names.items() if any(map(word.search, notes))}
     assert different(before, seen(model, look)) <= named <= lost, notes
     assert all(any(names[name].search(note) for name in named) for note in notes)
     assert result.state_verified == (not notes)
+    if "averages" in before:
+        assert not any("no optimizer stepped" in note or "did not step" in note for note in result.notes)
+    if (
+        calls and not lost
+    ):  # each trial begins as the first did, but for the values of tensors, and frees what training frees
+        starts, *draws, returned = zip(*watched.trials, strict=True)
+        assert {str(shapes(start)) for start in starts} == {str(shapes(before))}
+        assert [len({*numbers}) for numbers in draws] == [1, 1]
+        for trial in returned:
+            assert trial.alive[:CALLS] == untouched["alive"][: len(trial.alive)]
+    copy.deepcopy(model)
     if not named:
         assert different(train(model, step, look), untouched) == set()
 
 
-@pytest.mark.parametrize("built", [0], ids=["fresh"], indirect=True)
-@pytest.mark.parametrize(("build", "lost"), LOOPS)
-def test_the_loop_repeats_and_would_notice(built, build, lost):
-    """The loops themselves: two runs are equal, and a probe that puts only torch's state back would be seen."""
-    assert different(train(*built(build)), train(*built(build))) == set()
-    model, step, look = built(build)
-    before = seen(model, look)
-    for batch_size in (1, 1, 1, 2, 2, 2, 4, 4, 4):
-        step(model, batch_size)
-    moved = different(before, seen(model, look)) - TORCHS
-    assert moved
-    assert lost <= moved
-
-
 def train(model, step, look):
-    losses = [picture(step(model, 4)) for _ in range(CALLS)]
-    return {"losses": losses, **seen(model, look)}
+    losses, returned = [], Returned()
+    for _ in range(CALLS):
+        loss = step(model, 4)
+        losses.append(picture(loss))
+        returned.add(loss)
+    return {"losses": losses, "alive": returned.alive, **seen(model, look)}
 
 
 def seen(model, look):
-    kept = {
-        "weights": [*model.parameters(), *model.buffers()],
-        "generators": [torch.get_rng_state(), repr(random.getstate()), np.random.get_state()],
-        **look(),
-    }
-    return {name: picture(value) for name, value in kept.items()}
+    kept, met = {**look(), "model": model, "generators": generators()}, {}
+    return {name: picture(value, (name,), met) for name, value in kept.items()}
 
 
 def different(one, other):
     return {name for name in one.keys() | other.keys() if name not in one or one[name] != other.get(name)}
 
 
-def picture(value, inside=()):
-    """Describe a value and all that it holds, bit for bit, without using the package."""
-    if id(value) in inside:
-        return "itself"
-    look = functools.partial(picture, inside=(*inside, id(value)))
-    kind = type(value).__name__
-    if isinstance(value, torch.Tensor):
-        gradient = look(value.grad) if value.is_leaf else None
-        return kind, value.dtype, value.shape, value.detach().numpy().tobytes(), value.requires_grad, gradient
-    if isinstance(value, np.ndarray):
-        return kind, value.dtype, value.shape, value.tobytes()
-    if isinstance(value, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler):
-        return kind, look(value.state_dict())
-    if isinstance(value, random.Random | torch.Generator | np.random.Generator | io.StringIO):
-        read = {random.Random: "getstate", torch.Generator: "get_state", io.StringIO: "getvalue"}.get(type(value))
-        return kind, look(getattr(value, read)() if read else value.bit_generator.state)
-    if isinstance(value, types.GeneratorType):
-        return kind, value.gi_frame and (value.gi_frame.f_lasti, look([value.gi_frame.f_locals, value.gi_yieldfrom]))
-    if isinstance(value, dict):
-        return kind, [(look(key), look(part)) for key, part in value.items()]
-    if isinstance(value, list | tuple | collections.deque):
-        return kind, [look(part) for part in value]
-    if isinstance(value, set | frozenset):
-        return kind, sorted(map(repr, value))
-    if isinstance(value, itertools.count | array.array):
-        return kind, repr(value)
-    parts = dict(sorted(getattr(value, "__dict__", {}).items()))
-    for base in type(value).__mro__:
-        parts |= {name: getattr(value, name) for name in getattr(base, "__slots__", ()) if hasattr(value, name)}
-    if parts and not isinstance(value, type):
-        return kind, look(parts)
-    is_plain = isinstance(value, int | float | str | bytes | np.generic | type(None))
-    return kind, repr(value) if is_plain else operator.length_hint(value)
+def shapes(picture):
+    """Return what decides about memory in a picture: everything but the values in tensors."""
+    if isinstance(picture, dict):
+        return {name: shapes(value) for name, value in picture.items()}
+    if isinstance(picture, tuple | list):
+        return [shapes(one) for one in picture if not isinstance(one, bytes)]
+    return picture
 
 
 # --- what the loops share ---
@@ -226,10 +232,6 @@ def public(owner):
     return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
 
 
-def copied(model):
-    return [value.detach().clone() for value in model.parameters()]
-
-
 # --- places to count in ---
 
 
@@ -306,30 +308,6 @@ class Record:
     losses: list = dataclasses.field(default_factory=list)
 
 
-class Meter:
-    total, count = 0.0, 0
-
-    def update(self, value):
-        self.total, self.count = self.total + value, self.count + 1
-        self.avg = self.total / self.count
-
-
-Best = collections.namedtuple("Best", ["at", "loss"])
-
-
-@method(slotted=Slotted(), record=Record(), best=Best(0, math.inf), logger=types.SimpleNamespace(meters={}))
-def objects_in_objects(self, model, batch_size):
-    self.slotted.n += 1
-    self.record.steps += batch_size
-    loss = self.fit(batch(batch_size), lr=1 / (9 * self.slotted.n + self.record.steps)).item()
-    self.record.losses.append(loss)
-    self.logger.meters.setdefault("loss", Meter()).update(loss)
-    if loss < self.best.loss:
-        self.best = self.best._replace(at=self.slotted.n, loss=loss)
-        self.slotted.best = copy.deepcopy(model.state_dict())
-    return self.logger.meters["loss"].avg
-
-
 @loop()
 def a_partial_and_defaults_and_attributes_of_the_step():
     def step(model, batch_size, seen=[], *, optimizer, state, rng, counts={}):  # noqa: B006
@@ -381,33 +359,6 @@ def averages_in_arrays_and_tensors(self, model, batch_size):
     return self.total.clone()
 
 
-@method(n=0, shadow=copied)
-def averaged_weights_made_at_the_start_and_at_calls_3_and_20(self, model, batch_size):
-    self.n += 1
-    loss = self.fit(batch(batch_size))
-    with torch.no_grad():
-        for shadow, theirs in zip(self.shadow, model.parameters(), strict=True):
-            shadow.lerp_(theirs, 0.1)
-    if hasattr(self, "ema"):
-        for mine, theirs in zip(self.ema.parameters(), model.parameters(), strict=True):
-            mine.data.lerp_(theirs.data, 0.1)
-        loss += self.ema[0].weight.sum().item()
-    if self.n in (3, 20):
-        self.ema = copy.deepcopy(model)
-    return loss + self.shadow[0].sum()
-
-
-@method(t=0, momentum={})
-def an_optimizer_written_by_hand(self, model, batch_size):
-    self.t += 1
-    loss = model(batch(batch_size)).square().mean()
-    for p, gradient in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True):
-        m = self.momentum.setdefault(p, torch.zeros_like(p))
-        m.mul_(0.9).add_(gradient)
-        p.data.sub_(m.sign(), alpha=0.01 / self.t)
-    return loss.detach()
-
-
 # --- schedules and phases ---
 
 
@@ -430,15 +381,6 @@ def tables_that_end_with_training(self, model, batch_size):
     if self.n % 4 == 0:
         self.length = min(8, self.length + 1)
     return self.fit(torch.randn(batch_size, self.length, 4), self.lrs[self.n - 1])
-
-
-@method(n=0)
-def a_body_unfrozen_and_a_new_optimizer(self, model, batch_size):
-    model[0].requires_grad_(self.n >= 5)
-    self.n += 1
-    if self.n == 4:
-        self.optimizer, self.old = torch.optim.Adam(model.parameters()), self.optimizer
-    return self.fit(batch(batch_size))
 
 
 @method(optimizer=lambda model: sgd(model[2]), started=False, n=0, layers=lambda model: [model[0].bias])
@@ -485,6 +427,396 @@ def mixup_of_shuffled_data_with_generators_of_its_own(self, model, batch_size):
     share = self.rng.beta(0.4, 0.4)
     x = share * x + (1 - share) * x[torch.randperm(batch_size, generator=self.generator)]
     return self.fit(x * self.python.gauss(1, 0.1), lr=0.1 / (1 + self.epoch))
+
+
+# --- what a model and its optimizers hold ---
+
+
+def linear(**attributes):
+    model = nn.Linear(4, 2)
+    vars(model).update(attributes)
+    return model
+
+
+@loop()
+def attributes_of_a_module():
+    sizes, loss, nested, inner = [1], collections.deque([1.0]), {"a": [[1], (torch.ones(1), [1])]}, Record()
+    model = linear(
+        sizes=sizes, loss=loss, text="a", nested=nested, seen=Marks({1}), table=np.zeros(2), act=len, inner=inner
+    )
+
+    def step(model, batch_size):
+        sizes.append(batch_size)
+        loss.append(2.0)
+        model.nested = {"a": 1}
+        nested["a"][1][0].zero_()
+        nested["a"][1][1].append(1)
+        model.seen.add(batch_size)
+        model.table += 1
+        model.act, model.inner, model.later = abs, None, 1
+        vars(model).pop("text", None)
+
+    return model, step, lambda: {"held": (sizes, loss, nested, inner), "attributes": dict(sorted(vars(model).items()))}
+
+
+@loop()
+def parameters_and_gradients():
+    """NaN bits and a negative zero, swapped data, a frozen parameter, a gradient that changes, and one that comes."""
+    odd, swapped, frozen, graded = model = nn.ModuleList(linear() for _ in range(4))
+    with torch.no_grad():
+        odd.weight.view(-1).view(torch.int32)[:2].copy_(torch.tensor([0x7FC00001, -(2**31)], dtype=torch.int32))
+    frozen.bias.requires_grad_(False)
+    graded.weight.grad = torch.full((2, 4), 7.0)
+    held = [*model.parameters(), graded.weight.grad]
+
+    def step(model, batch_size):
+        nn.init.ones_(odd.weight)
+        swapped.weight.data = torch.zeros(5, 5)
+        frozen.bias.requires_grad_(True)
+        graded.weight.grad.zero_()
+        graded.bias.grad = torch.ones(2)
+
+    return model, step, lambda: {"held": held}
+
+
+@loop()
+def shared_and_expanded_buffers():
+    model, base = nn.Module(), torch.arange(4.0)
+    for name, view in {"base": base, "view": base[1:3], "wide": base[:1].expand(3, 1)}.items():
+        model.register_buffer(name, view)
+    return model, lambda model, batch_size: base.mul_(2), lambda: {"held": [*model.buffers()]}
+
+
+@loop()
+def replaced_parameters_children_and_hooks():
+    first = nn.Linear(2, 2)
+    model = nn.Sequential(first, nn.Linear(2, 2))
+    model.register_forward_hook(lambda *_: None)
+
+    def step(model, batch_size):
+        model.append(nn.Linear(1, 1))
+        model[0].weight = model[0]._parameters.pop("weight")  # now the last
+        model[1] = nn.Linear(2, 2)
+        model[0].register_parameter("extra", nn.Parameter(torch.ones(1)))
+        model[0].bias = None
+        model.register_forward_hook(lambda *_: None)
+
+    return model, step, lambda: {"held": first, "children": model._modules}
+
+
+@loop()
+def gradients_that_share_memory():
+    """Gradients in one buffer, as DDP and flat optimizers have them."""
+    model, flat = linear(), torch.arange(10.0)
+    model.weight.grad, model.bias.grad = flat[:8].view(2, 4), flat[8:]
+    del flat
+    return model, lambda model, n: model.zero_grad(), lambda: {"gradients": [p.grad for p in model.parameters()]}
+
+
+@loop()
+def wrapped_tensors():
+    """A parameter and an average that are subclasses of tensors, and hold others."""
+    model, average = nn.Module(), Average()
+    model.weight = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)))
+    average.shadow["weight"] = TwoTensor(torch.ones(2), torch.ones(2))
+    held = [model.weight.a, model.weight.b]
+
+    def step(model, batch_size):
+        model.weight.b.mul_(2)
+        model.weight.a.data = torch.zeros(2)
+        average.shadow["weight"].a.mul_(2)
+
+    return model, step, lambda: {"held": held, "average": average}
+
+
+class WithExtra(nn.Module):
+    """A module whose extra state only get_extra_state shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.box = Box({"scale": torch.ones(1)})
+
+    def get_extra_state(self):
+        return dict(self.box.held)
+
+    def set_extra_state(self, state):
+        self.box.held = dict(state)
+
+
+@loop()
+def extra_state_averages_hidden_state_and_a_closure():
+    model, average, hidden, scale = WithExtra(), Average(), Hidden(), torch.ones(2, requires_grad=True)
+    shadow = average.shadow
+
+    def step(model, batch_size):
+        model.box.held["scale"] = model.box.held["scale"] + 1
+        average.shadow["weight"].mul_(2)
+        hidden.box.held["mean"].add_(1)
+        hidden.box.held["seen"] = [hidden.box.held["seen"][0] + 1]
+        scale.data.mul_(2)
+
+    return model, step, lambda: {"held": shadow, "average": average, "hidden": [hidden, model.box], "scale": scale}
+
+
+class Marks(set):
+    """A set subclass, such as Lightning's cache of warnings."""
+
+
+@loop()
+def all_kinds_of_state_in_torch():
+    training = Training()
+    return training.model, lambda model, n: training.step(model, max(2, n)), lambda: vars(training)
+
+
+@loop()
+def an_optimizer_out_of_reach_that_the_first_step_makes():
+    model, hidden = net(), Box([])
+
+    def step(model, batch_size):
+        if not hidden.held:
+            hidden.held.append(torch.optim.Adam(model.parameters(), lr=0.5))
+        return fit(model, hidden.held[0], batch(batch_size))
+
+    return model, step, lambda: {"averages": [optimizer.state for optimizer in hidden.held if optimizer.state]}
+
+
+@loop()
+def optimizers_out_of_reach():
+    """Two of the model, in training; each call changes them after they have stepped."""
+    model = net()
+    hidden = Box([torch.optim.Adam(model.parameters()), sgd(model)])
+    for optimizer in hidden.held:
+        fit(model, optimizer, batch(2))
+    held = [part for state in hidden.held[0].state.values() for part in state.values()]
+
+    def step(model, batch_size):
+        for optimizer in hidden.held:
+            loss = fit(model, optimizer, batch(batch_size), lr=optimizer.param_groups[0]["lr"])
+            optimizer.param_groups[0]["lr"] *= 0.9
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        return loss
+
+    return model, step, lambda: {"held": held, "averages": hidden.held}
+
+
+@loop()
+def an_optimizer_made_in_each_call_for_networks_of_which_one_is_out_of_reach():
+    model, hidden = net(), Box(net())
+
+    def step(model, batch_size):
+        for network in (model, hidden.held):
+            optimizer = torch.optim.Adam(network.parameters(), lr=0.1)
+            fit(network, optimizer, batch(batch_size))
+            optimizer.zero_grad()
+        return optimizer.state[network[0].weight]["exp_avg"]  # which is freed with its optimizer
+
+    return model, step, lambda: {"hidden": hidden.held}
+
+
+# --- optimizers of the user's own are seen when they step ---
+
+
+class Wrapped(torch.optim.Optimizer):
+    """Like accelerate's, it calls the step of another optimizer, so no hook ever sees its own."""
+
+    def __init__(self, params):
+        self.inner = Momentum(params)
+        self.param_groups, self.state, self.defaults = self.inner.param_groups, self.inner.state, {}
+
+    def step(self):
+        self.inner.step()
+
+    def zero_grad(self):
+        self.inner.zero_grad()
+
+
+class Decorated(Momentum):
+    """An installed library wraps a helper of its."""
+
+    @tenacity.retry(stop=tenacity.stop_after_attempt(2))
+    def update(self, p, m, group):
+        p.sub_(m, alpha=group["lr"])
+
+
+def logged(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        wrapper.calls += 1
+        return function(*args, **kwargs)
+
+    wrapper.calls = 0
+    return wrapper
+
+
+class WithOwnDecorator(Momentum):
+    step = logged(Momentum.step)
+
+
+class Grouped(Momentum):
+    """Muon: matrices are orthogonalised, everything else is left to AdamW."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__([p for p in params if p.dim() > 1])
+        self.others = torch.optim.AdamW([p for p in params if p.dim() < 2], lr=0.01)
+
+    def step(self):
+        self.others.step()
+        super().step()
+
+    def update(self, p, m, group):
+        p.sub_(m / (m.norm() + 1e-9), alpha=group["lr"])
+
+
+def stepped_by(kind):
+    def build():
+        WithOwnDecorator.step.calls = 0
+        model = net()
+        optimizer = kind(model.parameters())
+        return model, lambda model, n: fit(model, optimizer, batch(n)), lambda: {"averages": optimizer}
+
+    build.__name__ = kind.__name__
+    return build
+
+
+for kind in (Momentum, Wrapped, Decorated, WithOwnDecorator, Grouped):
+    loop()(stepped_by(kind))
+
+
+# --- what a step replaces is freed as in training, and comes back ---
+
+
+@dataclasses.dataclass(slots=True)
+class Outputs:
+    outputs: list = dataclasses.field(default_factory=list)
+
+    def append(self, output):
+        self.outputs = [*self.outputs, output]
+
+
+class Logged(Rollout):
+    """Holds a method of its own, so that only the garbage collector frees it."""
+
+    def __init__(self):
+        super().__init__()
+        self.add = self.append
+
+
+class Metric(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.preds = []
+
+    def forward(self, output):
+        return output
+
+    def append(self, output):
+        self.preds.append(output)
+
+
+class Own(list):
+    pass
+
+
+Pair = collections.namedtuple("Pair", "outputs labels")
+
+
+class ByKey(dict):
+    def append(self, output):
+        self[len(self)] = output
+
+
+def append(kept, output):
+    kept.append(output)
+
+
+def append_to_first(kept, output):
+    kept[0].append(output)
+
+
+def kept_in(name, make, add, *, is_held=False):
+    """Return a loop whose model keeps losses in what `make` returns, replaced at every other call; a caller may hold the first."""
+
+    def build():
+        model, optimizer = net_and_optimizer()
+        model.kept = make()
+        held = model.kept if is_held else None
+
+        @numbered
+        def step(n, model, batch_size):
+            loss = fit(model, optimizer, batch(batch_size))
+            if n % 2:
+                model.kept = make()
+            if make is Logged:
+                gc.collect()
+            add(model.kept, loss)
+            return loss
+
+        return model, step, lambda: {"held": held, "kept": model.kept, "calls": cells(step)["number"]}
+
+    build.__name__ = name
+    return build
+
+
+KEPT = {
+    "a_list": (list, append),
+    "a_list_of_ones_own": (Own, append),
+    "a_deque": (lambda: collections.deque(maxlen=50), append),
+    "a_dict": (ByKey, append),
+    "a_defaultdict": (lambda: collections.defaultdict(list), lambda kept, output: kept["all"].append(output)),
+    "a_set": (set, lambda kept, output: kept.add(output)),
+    "an_object": (Rollout, append),
+    "an_object_with_slots": (Outputs, append),
+    "an_object_in_a_cycle": (Logged, append),
+    "a_module": (Metric, append),
+    "a_namespace": (lambda: types.SimpleNamespace(a=[]), lambda kept, output: kept.a.append(output)),
+    "a_tuple_of_lists": (lambda: ([], []), append_to_first),
+    "a_named_tuple": (lambda: Pair([], []), append_to_first),
+    "lists_in_a_list": (lambda: [[], {}], append_to_first),
+    "objects_in_a_dict": (lambda: {0: Rollout()}, append_to_first),
+}
+for name, kept in KEPT.items():
+    loop()(kept_in(name, *kept))
+for name in ("a_list", "a_dict", "an_object", "an_object_with_slots", "a_tuple_of_lists"):
+    loop()(kept_in(f"{name}_that_a_caller_holds_too", *KEPT[name], is_held=True))
+
+
+@loop()
+def a_replaced_variable():
+    model, optimizer = net_and_optimizer()
+    bank = {}
+
+    @numbered
+    def step(n, model, batch_size):
+        nonlocal bank
+        if n % 2 == 0:
+            bank = {}
+        loss = fit(model, optimizer, batch(batch_size))
+        bank.setdefault(n % 3, []).append(loss)
+        return loss
+
+    return model, step, lambda: {"bank": cells(cells(step)["step"])["bank"]}
+
+
+@method(n=0, target=copy.deepcopy)
+def a_target_network_an_optimizer_and_a_schedule_made_anew(self, model, batch_size):
+    if self.n % 5 == 0:
+        self.target, self.optimizer = copy.deepcopy(model), torch.optim.AdamW(model.parameters())
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+    self.n += 1
+    self.fit(batch(batch_size) + self.target(batch(batch_size)).detach(), lr=self.schedule.get_last_lr()[0])
+    self.schedule.step()
+    return self.optimizer.state[model[0].weight]["exp_avg"]
+
+
+@loop()
+def all_habits_at_once():
+    return by(composed.Trainer())
+
+
+@loop("feed")
+def all_habits_beside_an_iterator():
+    return by(composed.Trainer(feed=(1.0 for _ in range(10**6))))
 
 
 # --- what cannot be put back, or perhaps not: then it is named ---
@@ -661,3 +993,44 @@ def test_members_of_types_written_in_c_are_not_the_users():
 
     result = probe(model, step, max_batch=2)
     assert result.state_verified, result.notes
+
+
+def test_a_trial_that_finds_its_hooks_gone_says_so():
+    model, optimizer = net_and_optimizer()
+
+    def step(model, batch_size):
+        torchs._global_optimizer_post_hooks.clear()
+        fit(model, optimizer, batch(batch_size))
+
+    before = dict(torchs._global_optimizer_post_hooks)
+    try:
+        with pytest.raises(oomprobe.UnreliableError, match=r"oomprobe's own hooks .* are gone"):
+            probe(model, step, max_batch=4)
+    finally:
+        torchs._global_optimizer_post_hooks.update(before)
+
+
+def test_what_does_something_when_it_is_freed_stays():
+    (model, optimizer), closed, made = net_and_optimizer(), Log(), Log()
+
+    class Closing(Rollout):
+        """Closes what it holds when it is freed."""
+
+        def __init__(self):
+            super().__init__()
+            self.number = len(made)
+            made.append(self.number)
+
+        def __del__(self):
+            closed.append(self.number)
+
+    held = types.SimpleNamespace(kept=Closing())
+
+    def step(model, batch_size):
+        held.kept = Closing()
+        held.kept.append(fit(model, optimizer, batch(batch_size)))
+
+    probe(model, step, max_batch=2)
+    assert held.kept.number == 0
+    assert 0 not in closed
+    assert 1 in closed

@@ -1,6 +1,7 @@
 """Loops that strangers write, each a target: what hangs on parameters, what replaces them, and long accumulation."""
 
 import torch
+from composed import Trainer
 from torch import nn
 from zoo import numbered
 
@@ -52,41 +53,10 @@ def gradients_per_sample():
     return model, step
 
 
-class Cloud(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.xyz = nn.Parameter(torch.randn(200_000, 3, device="cuda"))
-        self.features = nn.Parameter(torch.randn(200_000, 48, device="cuda"))
+def composed():
+    """A loop with the habits that keep state; it replaces parameters and their averages by longer ones."""
+    trainer = Trainer(width=WIDTH, device="cuda")
+    return trainer.model, trainer.step
 
 
-def densifies():
-    """Gaussian splatting: at every fifth call the cloud grows, parameters and Adam's state are replaced by longer ones."""
-    model = Cloud()
-    named = [{"params": [p], "name": name} for name, p in model.named_parameters()]
-    optimizer = torch.optim.Adam(named, lr=1e-3)
-
-    def grow(count):
-        for group in optimizer.param_groups:
-            old = group["params"][0]
-            state = optimizer.state.pop(old)
-            new = nn.Parameter(torch.cat([old.detach(), old.detach()[:count]]))
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = torch.cat([state[key], torch.zeros_like(state[key][:count])])
-            group["params"][0] = optimizer.state[new] = new
-            optimizer.state[new] = state
-            setattr(model, group["name"], new)
-
-    @numbered
-    def step(n, model, rays):
-        optimizer.zero_grad()
-        weights = torch.randn(rays, 48, device="cuda") @ model.features[:512].T
-        loss = (torch.softmax(weights, -1) @ model.features[:512]).square().mean() + 0 * model.xyz.sum()
-        loss.backward()
-        optimizer.step()
-        if n % 5 == 0 and n <= 20:
-            grow(20_000)
-
-    return model, step
-
-
-LOOPS = [accumulates_64, gradients_per_sample, densifies]
+LOOPS = [accumulates_64, gradients_per_sample, composed]
