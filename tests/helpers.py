@@ -215,7 +215,7 @@ def inside(value):
     if isinstance(value, list | tuple | collections.deque):
         return None, [(None, part) for part in value]
     if isinstance(value, set | frozenset):
-        return sorted(map(repr, value)), ()
+        return sorted(str(picture(part)) for part in value), ()
     if isinstance(value, itertools.count | array.array):
         return repr(value), ()
     parts = dict(sorted(getattr(value, "__dict__", {}).items()))

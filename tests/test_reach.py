@@ -62,10 +62,14 @@ def scheduler(monkeypatch):
     return one
 
 
-def holding(held):
-    holder = Plain()
+def holding(held, kind=Plain):
+    holder = kind()
     holder.held = held
     return holder
+
+
+class OfLibrary:
+    __module__ = "torch.a_test"
 
 
 def closure(held):
@@ -83,6 +87,7 @@ REACHED = {
     "partial": lambda held: functools.partial(lambda model, batch_size, it: None, it=held),
     "bound method": lambda held: types.MethodType(lambda self, model, batch_size: None, holding(held)),
     "containers": lambda held: default({"a": [(held,)]}),
+    "object of a library": lambda held: default(holding([*range(999), {"it": held}], OfLibrary)),
     "private attribute of a module": lambda held: nn.Sequential(OwnModule(held)),
     "object on a module": lambda held: OwnModule(holding(held)),
     "patched method of a module": lambda held: OwnModule(closure(held)),
@@ -107,7 +112,11 @@ def test_objects_that_the_users_code_names_are_reached(way, scheduler):
 
 
 def test_data_sets_and_library_code_are_not_searched(scheduler, monkeypatch):
-    assert scheduler not in reachable([default([*range(30_000), scheduler])])
+    for hold in (default, lambda held: default(holding(held, OfLibrary))):
+        assert scheduler in reachable([hold([*range(999), scheduler])])
+        assert scheduler not in reachable([hold([*range(1_000), scheduler])])
+    many = [[[] for _ in range(900)] for _ in range(30)]
+    assert len([*visit([(many, "")])]) == 20_000
     monkeypatch.setattr(sys.modules[__name__], "__file__", "/usr/lib/python3/site-packages/users_train.py")
     assert scheduler not in reachable([Calls(), type("Own", (Calls,), {})()])
 

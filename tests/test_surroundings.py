@@ -26,9 +26,10 @@ FLAGS = {
 }
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", FLAGS)
-def test_each_flag_and_generator_is_restored(name):
-    kept = Surroundings("cpu")
+def test_each_flag_and_generator_is_restored(name, device_type):
+    kept = Surroundings(device_type)
     try:
         FLAGS[name]()
         assert kept.differences() == [name]

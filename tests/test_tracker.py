@@ -1,3 +1,4 @@
+import functools
 import gc
 import types
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from oomprobe.state import Snapshot, snapshot, state_tensors
+from oomprobe.state import Snapshot, largest_added, snapshot, state_tensors
 from oomprobe.state.places import MAX_ENTRIES
 from oomprobe.state.tracker import Tracker
 
@@ -24,7 +25,7 @@ def test_what_is_saved_does_not_grow_with_the_data():
     """Entries are counted over all containers together; of those beyond the budget only the length is compared."""
     data = types.SimpleNamespace(rows=[[*range(4_000)] for _ in range(500)], table={i: [i] * 900 for i in range(500)})
     tracker = Tracker(nn.Linear(1, 1), [lambda model, n: data])
-    assert sum(len(place._before) for place in tracker.places) <= MAX_ENTRIES + 1_000
+    assert sum(len(place._before) for place in tracker.places) <= 101_000
     data.rows[-1].append(1)
     data.rows[0][0] = data.rows[-1][0] = -1
     tracker.start_cold()
@@ -125,3 +126,56 @@ def test_parameters_that_another_takes_stay_and_all_do_after_a_probe(is_over):
     gc.collect()
     assert len(groups[0]["params"]) == 2
     del taken
+
+
+def test_what_stays_on_the_device_is_told():
+    """Also optimizers that have not stepped yet, in the order in which the walk meets them."""
+    model, other = nn.BatchNorm1d(2), nn.Linear(2, 2)
+    model(torch.ones(2, 2)).sum().backward()
+    optimizers = [torch.optim.Adam(model.parameters()), torch.optim.SGD(other.parameters())]
+    optimizers[0].step()
+    tracker = Tracker(model, [lambda model, n: optimizers])
+    assert [*map(id, tracker.optimizers)] == [*map(id, optimizers)]
+    averages = [state[name] for state in optimizers[0].state.values() for name in ("exp_avg", "exp_avg_sq")]
+    gradients = [p.grad for p in model.parameters()]
+    resident = [*model.parameters(), *other.parameters(), *model.buffers(), *gradients, *averages]
+    assert {*map(id, tracker.resident_tensors())} == {*map(id, resident)}
+
+
+def test_what_a_step_has_added_is_named_largest_first():
+    held = types.SimpleNamespace(losses=[], outputs={}, bank=None)
+    model = nn.Linear(1, 1)
+    tracker = Tracker(model, [lambda model, n: held])
+    held.losses += [torch.zeros(256), torch.zeros(256)]
+    held.outputs["first"] = [torch.zeros(1024)]
+    held.bank = torch.zeros(768)
+    held.losses.append(held.losses[0][1:])  # a view takes nothing
+    model.weight.grad, model.weight.seen = torch.zeros(1, 1), torch.zeros(128)
+    expected = ["held.outputs (4.00 KiB)", "held.bank (3.00 KiB)", "held.losses (2.00 KiB)"]
+    assert largest_added(tracker, 1) == expected
+    assert largest_added(tracker, 3 * 2**10) == expected[:2]
+
+
+def test_what_a_librarys_object_has_comes_back_at_the_end():
+    class Scale:
+        __module__ = "torch.a_test"
+        state_dict = load_state_dict = lambda self, *given: {}
+        n = 0
+
+    scale = Scale()
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: scale])
+    scale.n = 1
+    tracker.start_cold()
+    assert scale.n == 1
+    tracker.put_back()
+    assert scale.n == 0
+
+
+def test_a_cache_that_was_empty_is_emptied():
+    cache = functools.cache(lambda n: [n])
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: cache(n)])
+    for size in (3, 4):
+        cache(size)
+    assert tracker.changes() == ["cache.results (an int)"]
+    tracker.start_cold()
+    assert (cache.cache_info().currsize, tracker.changes()) == (0, [])

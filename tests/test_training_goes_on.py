@@ -276,6 +276,7 @@ def step(model, batch_size):
     return average
 """
     notebook, cfg = types.ModuleType("notebook"), types.ModuleType("cfg")
+    del notebook.__name__
     given = {"net_and_optimizer": net_and_optimizer, "batch": batch, "fit": fit, "cfg": cfg}
     vars(notebook).update(given)
     cfg.calls = 0
@@ -307,6 +308,9 @@ class Record:
     steps: int = 0
     losses: list = dataclasses.field(default_factory=list)
 
+    def note(self):
+        self.steps += 1
+
 
 @loop()
 def a_partial_and_defaults_and_attributes_of_the_step():
@@ -324,6 +328,19 @@ def a_partial_and_defaults_and_attributes_of_the_step():
     kept = {"optimizer": optimizer, "state": {"n": 0}, "rng": random.Random(3)}
     look = lambda: {"seen": step.__defaults__, "counts": step.__kwdefaults__, **vars(step), **kept}  # noqa: E731
     return model, functools.partial(step, **kept), look
+
+
+@loop()
+def a_step_that_a_library_decorates():
+    model, optimizer = net_and_optimizer()
+    n = 0
+
+    def step(model, batch_size):
+        nonlocal n
+        n += 1
+        return fit(model, optimizer, batch(batch_size), lr=0.1 / n)
+
+    return model, tenacity.retry(stop=tenacity.stop_after_attempt(1))(step), lambda: {"n": cells(step)["n"]}
 
 
 # --- what loops keep ---
@@ -441,11 +458,13 @@ def linear(**attributes):
 @loop()
 def attributes_of_a_module():
     sizes, loss, nested, inner = [1], collections.deque([1.0]), {"a": [[1], (torch.ones(1), [1])]}, Record()
+    inner.callbacks = {inner.losses.append, inner.note}
     model = linear(
         sizes=sizes, loss=loss, text="a", nested=nested, seen=Marks({1}), table=np.zeros(2), act=len, inner=inner
     )
 
     def step(model, batch_size):
+        inner.note()
         sizes.append(batch_size)
         loss.append(2.0)
         model.nested = {"a": 1}
@@ -471,7 +490,7 @@ def parameters_and_gradients():
 
     def step(model, batch_size):
         nn.init.ones_(odd.weight)
-        swapped.weight.data = torch.zeros(5, 5)
+        swapped.weight.data = torch.zeros(len(swapped.weight) + 1, 5)
         frozen.bias.requires_grad_(True)
         graded.weight.grad.zero_()
         graded.bias.grad = torch.ones(2)
@@ -482,9 +501,14 @@ def parameters_and_gradients():
 @loop()
 def shared_and_expanded_buffers():
     model, base = nn.Module(), torch.arange(4.0)
-    for name, view in {"base": base, "view": base[1:3], "wide": base[:1].expand(3, 1)}.items():
+    for name, view in {"base": base, "view": base[1:3], "wide": base[:1].expand(3, 1), "seen": torch.ones(2)}.items():
         model.register_buffer(name, view)
-    return model, lambda model, batch_size: base.mul_(2), lambda: {"held": [*model.buffers()]}
+
+    def step(model, batch_size):
+        base.mul_(2)
+        model.seen.data = model.seen.view(torch.int32)
+
+    return model, step, lambda: {"held": [*model.buffers()]}
 
 
 @loop()
@@ -865,13 +889,16 @@ def count_cycle_queue_and_a_function_cache():
 
     model, optimizer = net_and_optimizer()
     pool, ticks, waiting = iter(SAMPLES), itertools.count(1), queue.Queue()
-    ring = itertools.cycle(pool)
+    ring, root = (
+        itertools.cycle(pool),
+        functools.cache(math.sqrt),
+    )  # of which nobody knows the results by their identity
 
     def step(model, batch_size):
         while waiting.qsize() < 4:
             waiting.put(torch.randn(8, 4))
         x = torch.stack([next(ring) for _ in range(batch_size)]) + noise(batch_size)
-        return fit(model, optimizer, x + waiting.get_nowait()[:batch_size], lr=0.1 / next(ticks))
+        return fit(model, optimizer, x + waiting.get_nowait()[:batch_size], lr=0.1 / root(next(ticks)))
 
     look = lambda: {"ring": pool, "ticks": ticks, "waiting": waiting, "noise": noise.cache_info().currsize}  # noqa: E731
     return model, step, look
