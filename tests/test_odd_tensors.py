@@ -76,17 +76,22 @@ ODD = {
 }
 
 
-def check(tensor, place, device):
-    """Check a step that holds a tensor in a closure, a dict, a list and a tuple, or whose model has it."""
+PLACES = ("held", "attribute", "buffer")
+DEVICES = pytest.mark.parametrize("device", [LedgerDevice, lambda: "sim:1GiB"], ids=["ledger", "simulated"])
+
+
+def check(tensors, place, device):
+    """Check a step that holds tensors in a closure, a dict, a list and a tuple, or whose model has them."""
     model, held = nn.Linear(2, 2), {}
     optimizer = torch.optim.AdamW(model.parameters())
-    in_closure = tensor if place == "held" else None
-    if place == "attribute":
-        model.extra = tensor
-    elif place == "buffer":
-        model.register_buffer("extra", tensor, persistent=False)
-    else:
-        held |= {"itself": tensor, "list": [tensor], "tuple": (tensor, 1)}
+    in_closure = tensors if place == "held" else None
+    for number, tensor in enumerate(tensors):
+        if place == "attribute":
+            setattr(model, f"extra{number}", tensor)
+        elif place == "buffer":
+            model.register_buffer(f"extra{number}", tensor, persistent=False)
+        else:
+            held |= {number: tensor, "list": [*held.get("list", []), tensor], "tuple": (held.get("tuple"), tensor)}
 
     def step(model, batch_size):
         held["itself"] = in_closure
@@ -97,28 +102,22 @@ def check(tensor, place, device):
     return oomprobe.check(model, step, 2, device=device(), progress="off")
 
 
-WHERE = pytest.mark.parametrize(
-    ("place", "device"),
-    [
-        ("held", LedgerDevice), ("attribute", LedgerDevice), ("buffer", LedgerDevice),
-        ("held", lambda: "sim:1GiB"), ("buffer", lambda: "sim:1GiB"),
-    ],
-    ids=["held", "attribute", "buffer", "held, simulated", "buffer, simulated"],
-)  # fmt: skip
+@DEVICES
+@pytest.mark.parametrize("place", PLACES)
+def test_dense_tensors_may_be_anywhere(place, device):
+    assert check([make() for make in PLAIN.values()], place, device).state_verified
 
 
-@WHERE
-@pytest.mark.parametrize("kind", PLAIN)
-def test_a_dense_tensor_may_be_anywhere(kind, place, device):
-    assert check(PLAIN[kind](), place, device).state_verified
+@DEVICES
+def test_others_may_be_held(device):
+    tensors = [make() for make in ODD.values()]
+    assert check([tensor for tensor in tensors if not tensor.requires_grad], "held", device).batch_size == 2
 
 
-@WHERE
 @pytest.mark.parametrize("kind", ODD)
-def test_another_may_be_anywhere_or_is_refused(kind, place, device):
-    tensor = ODD[kind]()
-    if place in ("attribute", "buffer") or tensor.requires_grad:  # it would have to be put back
-        with contextlib.suppress(oomprobe.OomProbeError):
-            check(tensor, place, device)
-    else:
-        assert check(tensor, place, device).batch_size == 2
+def test_others_may_be_put_back_or_are_refused(kind):
+    for place, device in [*((place, LedgerDevice) for place in PLACES), ("buffer", lambda: "sim:1GiB")]:
+        tensor = ODD[kind]()
+        if place != "held" or tensor.requires_grad:
+            with contextlib.suppress(oomprobe.OomProbeError):
+                check([tensor], place, device)

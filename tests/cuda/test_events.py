@@ -80,31 +80,6 @@ def by_epoch(examples):
     return in_closure(partial(evaluate, times=12), lambda batch_size: max(1, examples // batch_size))
 
 
-class Trainer:
-    """Counts its calls in an attribute, and has room for more; `call` takes it, the model and the batch size."""
-
-    def __init__(self, call, build=begun):
-        (self.model, self.optimizer), self.call, self.n, self.kept = build(), call, 0, {}
-
-    def step(self, model, batch_size):
-        self.n += 1
-        self.call(self, model, batch_size)
-
-
-def with_trainer(call, build=begun):
-    trainer = Trainer(call, build)
-    return trainer.model, trainer.step
-
-
-def in_attribute(event, every):
-    def call(trainer, model, batch_size):
-        train(model, trainer.optimizer, batch_size)
-        if trainer.n % every == 0:
-            event(model, trainer.optimizer, batch_size)
-
-    return with_trainer(call)
-
-
 def with_lengths(lengths):
     model, optimizer = begun()
     return model, numbered(lambda n, model, size: train(model, optimizer, size, lengths[(n - 1) % len(lengths)]))
@@ -173,11 +148,15 @@ def scheduled():
     return model, step
 
 
-def loading(trainer, model, batch_size):
+def loading():
     """Make an iterator over 30 batches for each batch size; the 10th is three times as long."""
-    if batch_size not in trainer.kept:
-        trainer.kept[batch_size] = iter([LENGTH] * 9 + [3 * LENGTH] + [LENGTH] * 20)
-    train(model, trainer.optimizer, batch_size, next(trainer.kept[batch_size]))
+    (model, optimizer), iterators = begun(), {}
+
+    def step(model, batch_size):
+        lengths = iterators.setdefault(batch_size, iter([LENGTH] * 9 + [3 * LENGTH] + [LENGTH] * 20))
+        train(model, optimizer, batch_size, next(lengths))
+
+    return model, step
 
 
 def splitting():
@@ -241,10 +220,7 @@ def check(build, *, memory="1GiB", calls=CALLS, share=0.95, trained=None, rises=
 
 LOOPS = {
     "evaluation at every 2nd": (partial(in_closure, evaluate, 2), {}),
-    "every 3rd long": (partial(in_attribute, train_on_more, 3), {}),
-    "evaluation at every 8th": (partial(in_closure, evaluate, 8), {}),
-    "every 12th long": (partial(in_attribute, train_on_more, 12), {}),
-    "evaluation at every 25th": (partial(in_attribute, evaluate, 25), {}),
+    "every 25th long": (partial(in_closure, train_on_more, 25), {}),
     "twelve buckets": (partial(with_lengths, [32, 8, 64, 16, 48, 24, 40, 8, 56, 192, 16, 32]), {}),
     "larger evaluation after 4000 examples": (partial(by_epoch, 4000), {}),
     "all memory, larger evaluation after 1500": (partial(by_epoch, 1500), {"memory_fraction": 1.0}),
@@ -253,9 +229,8 @@ LOOPS = {
     "list cleared at ten": (partial(keeping, list, most=10), {}),
     "deque of 40": (partial(keeping, partial(deque, maxlen=40)), {}),
     "train, every 10th long; eval": (partial(two_steps, 10), {"trained": partial(in_turn, 10)}),
-    "all memory, every 10th long": (partial(in_attribute, train_on_more, 10), {"memory_fraction": 1.0}),
     "ends with IndexError": (scheduled, {"calls": 20}),
-    "iterator for each size ends": (partial(with_trainer, loading), {"calls": 30}),
+    "iterator for each size ends": (loading, {"calls": 30}),
 }
 
 
