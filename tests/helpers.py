@@ -200,7 +200,10 @@ def inside(value):
     if isinstance(value, torch.Tensor):
         own = value.dtype, value.shape, value.stride(), value.storage_offset(), value.requires_grad, value.is_leaf
         held = {"storage": value.untyped_storage(), "grad": value.grad if value.is_leaf else None, **vars(value)}
-        return (*own, value.detach().contiguous().numpy().tobytes()), held.items()
+        has_memory = value.untyped_storage().nbytes() > 0
+        # Of a clone, as memory that numpy has seen cannot be resized.
+        content = value.detach().clone(memory_format=torch.contiguous_format).numpy().tobytes() if has_memory else b""
+        return (*own, content), held.items()
     if isinstance(value, np.ndarray):
         return (value.dtype, value.shape, value.tobytes()), ()
     if isinstance(value, random.Random | torch.Generator | np.random.Generator | io.StringIO):

@@ -67,9 +67,13 @@ def test_arrays_and_tensors_beside_the_model_share_one_limit(monkeypatch):
     assert saved.differences() == []
 
 
-def test_a_tensor_that_was_not_copied_and_is_gone_is_named(monkeypatch):
+@pytest.mark.parametrize("changes", [0, 1, 2])
+def test_a_tensor_that_was_not_copied_and_is_gone_is_named(monkeypatch, changes):
+    """However often it was changed before: a new tensor may have the same version."""
     monkeypatch.setattr(snapshot, "COPIED_BYTES", 0)
     kept = types.SimpleNamespace(bank=torch.ones(2**18))
+    for _ in range(changes):
+        kept.bank.add_(1)
     saved = Snapshot(nn.Linear(1, 1), [lambda model, n: kept], [], "cpu")
     kept.bank = None
     saved.restore()

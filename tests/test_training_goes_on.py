@@ -500,13 +500,15 @@ def parameters_and_gradients():
 
 @loop()
 def shared_and_expanded_buffers():
-    model, base = nn.Module(), torch.arange(4.0)
+    model, base, given_back = nn.Module(), torch.arange(4.0), torch.ones(3)
+    model.register_buffer("given_back", given_back)
     for name, view in {"base": base, "view": base[1:3], "wide": base[:1].expand(3, 1), "seen": torch.ones(2)}.items():
         model.register_buffer(name, view)
 
     def step(model, batch_size):
         base.mul_(2)
         model.seen.data = model.seen.view(torch.int32)
+        given_back.untyped_storage().resize_(0)  # as FSDP does
 
     return model, step, lambda: {"held": [*model.buffers()]}
 
@@ -927,6 +929,20 @@ def a_hook_that_collects():
     return model, lambda model, n: fit(model, optimizer, batch(n)), lambda: {"means": means}
 
 
+@loop("ticks")
+def an_iterator_that_the_model_holds():
+    class Counting(nn.Sequential):
+        pass
+
+    model = Counting(*net())
+    optimizer, model.ticks = sgd(model), itertools.count(1)
+    return (
+        model,
+        lambda model, n: fit(model, optimizer, batch(n), 0.1 / next(model.ticks)),
+        lambda: {"ticks": model.ticks},
+    )
+
+
 # --- values that must agree with an iterator, between trials too ---
 
 
@@ -1007,6 +1023,18 @@ def test_what_was_unfrozen_stays_so_beside_an_iterator():
     probe(model, step, max_batch=8)
     assert all(trainable is (n >= 4) for n, trainable in seen if n < 4 or n > 40)
     assert not model[0].weight.requires_grad
+
+
+def test_what_was_replaced_stays_so_beside_an_iterator():
+    trainer, lengths = composed.Trainer(feed=(1.0 for _ in range(10**6))), Log()
+
+    def step(model, batch_size):
+        lengths.append(len(model[2].weight))
+        trainer.step(model, batch_size)
+
+    probe(trainer.model, step, max_batch=8)
+    assert [*lengths] == sorted(lengths)
+    assert (lengths[0], lengths[-1], len(trainer.model[2].weight)) == (8, trainer.longest, 8)
 
 
 def test_members_of_types_written_in_c_are_not_the_users():

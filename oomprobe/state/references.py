@@ -169,8 +169,6 @@ class Reference:
         Another list, dict or tuple that the step made may have the id of one that is gone: then it takes its place, and
         its contents.
         """
-        if self._value is not None:
-            return value is self._value
         if self._weak is not None:
             return value is not None and self._weak() is value
         return id(value) == self._id and type(value) is self.kind
