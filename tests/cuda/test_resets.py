@@ -8,39 +8,35 @@ import torch
 from bed import forked
 from ledger import Log
 from resets import RESETS, all_of_them
-from torch import nn
 from zoo import numbered
 
 import oomprobe
 
-WIDTH = 256
+from .test_settled import begun, evaluate, train
 
 
 def probed(reset, *, evaluates=True):
     """Probe a loop that may evaluate at every 7th call, and then resets; return what trials showed, and what the loop saw."""
-    model = nn.Sequential(nn.Linear(WIDTH, 1024), nn.ReLU(), nn.Linear(1024, WIDTH)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters())
-    seen_by_the_step = Log()
+    (model, optimizer), seen_by_the_step = begun(), Log()
 
-    def train(model, batch_size):
-        optimizer.zero_grad()
-        model(torch.randn(batch_size, WIDTH, device="cuda")).square().mean().backward()
-        optimizer.step()
+    def train_and_reset(model, batch_size):
+        train(model, optimizer, batch_size)
         reset()
 
     @numbered
     def train_and_evaluate(number, model, batch_size):
         if number % 7 == 0:
-            with torch.no_grad():
-                model(torch.randn(8 * batch_size, WIDTH, device="cuda"))
-        train(model, batch_size)
+            evaluate(model, batch_size)
+        train_and_reset(model, batch_size)
         total = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
         seen_by_the_step.append((torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated(), total == 0))
 
     functions = vars(torch._C).copy()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        step, max_batch = (train_and_evaluate, None) if evaluates else (train, 1024)  # far from the limit, calls repeat
+        step, max_batch = (
+            (train_and_evaluate, None) if evaluates else (train_and_reset, 1024)
+        )  # far from the limit, calls repeat
         result = oomprobe.find_max_batch(model, step, max_batch=max_batch, resolution=0.05, progress="off")
     assert vars(torch._C) == functions
     shown = [
