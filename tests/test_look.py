@@ -130,6 +130,7 @@ def test_growth_is_that_of_the_last_turn_of_each_step_from_its_first_full_step_o
 @pytest.mark.parametrize(
     ("served", "peaks", "live", "needed"),
     [
+        ([9], [9], [1], 1),  # the first alone
         ([9, 1, 1, 1, 1], [9, 9, 9, 9, 9], [1, 1, 1, 1, 1], 2),
         ([9, 1, 1, 2, 1, 1, 1, 2], 8 * [9], 8 * [1], 5),  # every fourth call, and the one after
         ([9, 1, 1, 1, 1], [9, 9, 9, 10, 10], [1, 1, 1, 1, 1], 4),  # the peak of the fourth

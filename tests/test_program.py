@@ -28,7 +28,9 @@ def program(
     shown = [CallRecord(step=name, stepped=calls, seconds=call_s) for name in names for calls in stepped]
     passed = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.GROW, steps=len(shown))
     assert [*made.learn(made.growing(8), Outcome(trial=passed, records=tuple(shown)))] == []
-    made.needed, made._period = needed, period
+    made.needed = needed
+    if period:
+        made._period = period
     return made
 
 
@@ -153,12 +155,27 @@ def test_each_step_in_turn_makes_its_full_steps():
     assert made(request, lambda number, step: {"stepped": 1}) == (["train"] * 3 + ["eval"] * 3) * 2
 
 
-@pytest.mark.parametrize(("seconds", "calls"), [(None, 50), (0.5, 26), (60.0, 6)])
-def test_a_check_goes_on_while_there_is_time(seconds, calls):
+@pytest.mark.parametrize(
+    ("names", "seconds", "calls"),
+    [(("step",), None, 50), (("step",), 0.5, 26), (("step",), 60.0, 6), (NAMES, None, 100)],
+)
+def test_a_check_goes_on_while_there_is_time(names, seconds, calls):
     options = Options(steps=2)
-    request = Program(ARunner().facts, options, Clock(options)).confirming(8)
+    request = Program(ARunner(step_names=names).facts, options, Clock(options)).confirming(8)
     assert len(made(request, stepping(1), seconds)) == calls
     assert most_calls(request) == 50
+    shown = [CallRecord(step=name, stepped=1, seconds=0.5) for name in names * (len(names)) for _ in range(6)]
+    until_deadline = further(replace(request, deadline_s=104.9), shown, 100.0)
+    assert len(until_deadline) == 4 * len(names)  # half of the time that is left
+
+
+def test_a_plan_does_not_tell_how_many_calls_a_full_step_takes():
+    options = Options(steps=2)
+    made = Program(ARunner().facts, options, Clock(options))
+    planned = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.CONFIRM, steps=3, accumulation_steps=2)
+    shown = tuple(CallRecord(step="step", stepped=1) for _ in range(3))
+    assert [*made.learn(made.accumulating(8, 2), Outcome(trial=planned, records=shown))] == []
+    assert made.growing(8).until is not None
 
 
 def repeating(after, length):

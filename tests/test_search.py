@@ -521,6 +521,7 @@ SEARCHES = {  # the limit with all the memory, under the cap, and what else diff
     "nothing": (0, 0, {}),
     "nothing under the cap": (5, 0, {}),
     "coarse": (1000, 900, {"resolution": 1 / 16}),
+    "coarse, and met exactly": (70, 70, {"resolution": 1 / 4}),
     "growing by 4": (500, 500, {"capped": False, "more": lambda size, phase: {"grows_by": 4 if size < 64 else 2}}),
     "memory is no limit": (BILLION, BILLION, {"more": lambda size, phase: {"grows_no_further": size == 64}}),
     "memory is no limit below a failure":
