@@ -63,7 +63,7 @@ class Hidden:
     """An object whose state only its state_dict shows."""
 
     def __init__(self):
-        self.box = Box({"mean": torch.zeros(1), "seen": [torch.zeros(1)]})
+        self.box = Box({"name": "hidden", "mean": torch.zeros(1), "seen": [torch.zeros(1)]})
 
     def state_dict(self):
         return dict(self.box.held)

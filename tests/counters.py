@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from composed import Momentum
 from torch import nn
 
 numbers = 0
@@ -125,6 +126,7 @@ COUNTERS = {
     "function": (lambda: lambda: None, add_attribute),
     "slots": (Slotted, add_attribute),
     "module": (nn.Identity, add_attribute),
+    "own optimizer": (lambda: Momentum([torch.zeros(1, requires_grad=True)]), add_attribute),
     "attribute of a tensor": (lambda: torch.zeros(1), add_attribute),
     "thread-local": (threading.local, add_attribute),
     "lru_cache": (lambda: functools.lru_cache(abs), lambda cached: cached(cached.cache_info().currsize)),

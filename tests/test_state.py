@@ -111,9 +111,18 @@ def test_a_frozen_weight_that_joins_a_graph_is_a_leaf_again():
 # --- preserve ---
 
 
+class OnlyRead(Hidden):
+    load_state_dict = None
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
-    [(3, "preserve is a int"), (object(), "preserve is a object"), ({"a": 1}, "preserve holds a str")],
+    [
+        (OnlyRead(), "preserve is a OnlyRead"),
+        (3, "preserve is a int"),
+        (object(), "preserve is a object"),
+        ({"a": 1}, "preserve holds a str"),
+    ],
 )
 def test_preserving_an_object_without_state_is_refused(given, text):
     with pytest.raises(InvalidArgumentError, match=text):
@@ -224,6 +233,25 @@ def test_memory_that_was_never_written_takes_none():
     assert kept.differences() == ["model.weight"]
     kept.restore()
     assert not model.weight[5].any()
+    assert kept.differences() == []
+
+
+CHANGES = {
+    "value": lambda model: model.weight.data.add_(1),
+    "memory": lambda model: setattr(model.weight, "data", model.weight.data.clone()),
+    "view": lambda model: setattr(model.weight, "data", model.weight.data.t()),
+    "freezing": lambda model: model.weight.requires_grad_(False),
+    "gradient": lambda model: setattr(model.weight, "grad", torch.ones(2, 2)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_of_a_weight_is_seen(change):
+    model = linear()
+    kept = Snapshot(model, [], [], "cpu")
+    CHANGES[change](model)
+    assert kept.differences() == ["model.weight.grad" if change == "gradient" else "model.weight"]
+    kept.restore()
     assert kept.differences() == []
 
 

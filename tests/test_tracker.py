@@ -183,3 +183,33 @@ def test_a_cache_that_was_empty_is_emptied():
     assert tracker.changes() == ["cache.results (an int)"]
     tracker.start_cold()
     assert (cache.cache_info().currsize, tracker.changes()) == (0, [])
+
+
+def test_a_full_cache_that_was_used_is_named():
+    cache = functools.lru_cache(maxsize=1)(lambda n: n)
+    cache(1)
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: cache(n)])
+    assert tracker.changes() == []
+    cache(2)
+    assert tracker.changes() == ["cache (a cache, which cache.cache_clear() empties)"]
+
+
+def test_mapped_files_and_arrays_of_objects_are_left_alone(tmp_path):
+    mapped = np.lib.format.open_memmap(tmp_path / "a.npy", mode="w+", shape=(3,))
+    arrays = [mapped, np.array([None, 1])]
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: arrays])
+    for array in arrays:
+        array[0] = 7
+    tracker.start_cold()
+    tracker.put_back()
+    assert [array[0] for array in arrays] == [7, 7]
+
+
+def test_an_optimizer_that_is_made_anew_is_tracked():
+    model = nn.Linear(2, 2)
+    held = types.SimpleNamespace(optimizer=torch.optim.Adam(model.parameters()))
+    tracker = Tracker(model, [lambda model, n: held])
+    held.optimizer = None
+    gc.collect()
+    tracker.start_cold()
+    assert [*map(id, tracker.optimizers)] == [id(held.optimizer)]

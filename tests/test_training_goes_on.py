@@ -952,8 +952,8 @@ def a_list_indexed_by_an_iterator(self, model, batch_size):
     return self.history[next(self.ticks)]
 
 
-@method("numbered", "n", numbered=lambda _: ((i, torch.randn(8, 4)) for i in range(200)), n=0)
-def a_number_checked_against_a_generator(self, model, batch_size):
+@method("numbered", "n", numbered=lambda _: Prefetcher((i, torch.randn(8, 4)) for i in range(200)), n=0)
+def a_number_checked_against_a_generator_in_an_object(self, model, batch_size):
     i, x = next(self.numbered)
     if i != self.n:
         raise IndexError(f"batch {i} came, but {self.n} was expected")
