@@ -53,6 +53,10 @@ def add(counts, name=0):
     counts[name] += 1
 
 
+def add_to_buffer(module):
+    module.n += 1
+
+
 def add_attribute(counts):
     counts.n = getattr(counts, "n", 0) + 1
 
@@ -77,6 +81,12 @@ class Slotted:
 
 class Own(dict):
     pass
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.zeros(1))
 
 
 class Source:
@@ -126,6 +136,7 @@ COUNTERS = {
     "function": (lambda: lambda: None, add_attribute),
     "slots": (Slotted, add_attribute),
     "module": (nn.Identity, add_attribute),
+    "buffer of a module": (Counting, add_to_buffer),
     "own optimizer": (lambda: Momentum([torch.zeros(1, requires_grad=True)]), add_attribute),
     "attribute of a tensor": (lambda: torch.zeros(1), add_attribute),
     "thread-local": (threading.local, add_attribute),

@@ -213,3 +213,12 @@ def test_an_optimizer_that_is_made_anew_is_tracked():
     gc.collect()
     tracker.start_cold()
     assert [*map(id, tracker.optimizers)] == [id(held.optimizer)]
+
+
+def test_a_value_under_another_key_goes_back():
+    held = {"a": 3}
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held])
+    held["b"] = held.pop("a")
+    assert tracker.changes() == ["held['a'] (an int)", "held['b'] (an int)"]
+    tracker.start_cold()
+    assert held == {"a": 3}

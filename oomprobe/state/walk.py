@@ -105,8 +105,6 @@ def is_training_state(seen: Met) -> bool:
 
 def has_state(value: object) -> bool:
     """Return whether an object (not a class) has ``state_dict()`` and ``load_state_dict()``."""
-    if isinstance(value, type):
-        return False
     kind = type(value)
     return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
 
