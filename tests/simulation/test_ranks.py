@@ -102,7 +102,8 @@ def test_a_step_that_fails_leaves_no_gathered_parameters_behind(place):
 def test_a_model_built_on_meta_takes_no_host_memory():
     code = (
         "import oomprobe, pathlib, sharded\n"
-        "few = oomprobe.records.patience.Patience(look_calls=8)\n"
+        "from oomprobe.records.patience import Patience\n"
+        "few = Patience(look_calls=8)\n"
         "options = {'nproc_per_node': 2, 'device': 'sim:80GiB', 'patience': few, 'progress': 'off'}\n"
         "result = oomprobe.check_target(sharded.__file__ + ':large_on_meta', 1, **options)\n"
         "status = pathlib.Path('/proc/self/status').read_text()\n"
