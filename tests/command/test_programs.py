@@ -337,8 +337,12 @@ COUNTING = SCRIPT.replace(
 
 
 def test_sizes_that_depend_on_values_all_run(tmp_path):
-    result = probed(command(tmp_path, script=COUNTING), start_batch=8192, resolution=0.2)
-    assert not any(trial.replayed for trial in result.trials)
+    result = probed(command(tmp_path, script=COUNTING), start_batch=256, max_batch=1024)
+    assert [(trial.batch_size, trial.replayed) for trial in result.trials[:3]] == [
+        (256, False),
+        (512, False),
+        (1024, False),
+    ]
 
 
 def test_a_command_is_probed_like_any_and_sizes_that_follow_from_two_runs_are_replayed(tmp_path):
