@@ -554,6 +554,7 @@ add(
     width_65=attended(width=65),
     width_160=attended(width=160),
     wide_with_a_mask=attended(width=160, mask="numbers", length=500),
+    wider_with_a_mask=attended(width=256, mask="numbers"),
     width_256=attended(width=256),
     other_keys=attended(keys=77),
     odd_length=attended(length=197, mask="booleans"),
@@ -792,10 +793,6 @@ EXCEPTIONS = {
     "number_to_a_power": (("fp32 gaps", "bf16 gaps", "amp fp16 gaps"), "fakes lose the gaps of the exponent"),
     "ASGD": (tuple(VARIANTS), "its numbers are freed in another order"),
     "elements_by_32_bits": (tuple(VARIANTS), "torch keeps the widened indices until it sorts"),
-    "attention: wide_with_a_mask": (
-        ("bf16", "fp16", "fp16 sum", "amp bf16"),
-        "the forward pass of efficient attention sums wide heads of 16 bits in float32",
-    ),
     "attention: groups": (
         ("fp32", "fp32 gaps", "fp32 last", "fp32 sum", "bf16 gaps", "bf16 last", "amp fp16 gaps"),
         "efficient attention takes groups itself",

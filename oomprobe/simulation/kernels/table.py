@@ -291,6 +291,7 @@ _RULES: dict[Any, Rule] = {
     _aten._scaled_dot_product_flash_attention_backward: attention.flash_backward,
     _aten._scaled_dot_product_cudnn_attention: lambda _: launch(afterwards, (), (attention.CUDNN_BYTES,)),
     _aten._scaled_dot_product_cudnn_attention_backward: attention.cudnn_backward,
+    _aten._scaled_dot_product_efficient_attention: attention.efficient,
     _aten._scaled_dot_product_efficient_attention_backward: attention.efficient_backward,
     # lists of tensors
     _aten.split_with_sizes_copy: lists.split_copy,
