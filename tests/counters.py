@@ -57,6 +57,10 @@ def add_to_buffer(module):
     module.n += 1
 
 
+def toggle_gradient(layer):
+    layer.weight.grad = torch.ones(1, 1) if layer.weight.grad is None else None
+
+
 def add_attribute(counts):
     counts.n = getattr(counts, "n", 0) + 1
 
@@ -137,6 +141,7 @@ COUNTERS = {
     "slots": (Slotted, add_attribute),
     "module": (nn.Identity, add_attribute),
     "buffer of a module": (Counting, add_to_buffer),
+    "gradient": (lambda: nn.Linear(1, 1), toggle_gradient),
     "own optimizer": (lambda: Momentum([torch.zeros(1, requires_grad=True)]), add_attribute),
     "attribute of a tensor": (lambda: torch.zeros(1), add_attribute),
     "thread-local": (threading.local, add_attribute),

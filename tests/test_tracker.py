@@ -148,13 +148,13 @@ def test_what_stays_on_the_device_is_told():
 
 def test_what_a_step_has_added_is_named_largest_first():
     held = types.SimpleNamespace(losses=[], outputs={}, bank=None)
-    model = nn.Linear(1, 1)
+    model = nn.Linear(64, 64)
     tracker = Tracker(model, [lambda model, n: held])
     held.losses += [torch.zeros(256), torch.zeros(256)]
     held.outputs["first"] = [torch.zeros(1024)]
     held.bank = torch.zeros(768)
     held.losses.append(held.losses[0][1:])  # a view takes nothing
-    model.weight.grad, model.weight.seen = torch.zeros(1, 1), torch.zeros(128)
+    model.weight.grad, model.weight.seen = torch.zeros(64, 64), torch.zeros(128)
     expected = ["held.outputs (4.00 KiB)", "held.bank (3.00 KiB)", "held.losses (2.00 KiB)"]
     assert largest_added(tracker, 1) == expected
     assert largest_added(tracker, 3 * 2**10) == expected[:2]

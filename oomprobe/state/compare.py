@@ -22,6 +22,8 @@ def same(first: Any, second: Any) -> bool:
     Examples:
         >>> same({"a": (1, np.zeros(2))}, {"a": (1, np.zeros(2))}), same([1], [2])
         (True, False)
+        >>> same({float("nan"): 1}, {float("nan"): 1})
+        True
     """
     try:
         return _same(first, second)
