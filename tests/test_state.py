@@ -339,6 +339,7 @@ COMPARED = {  # a value, and another that differs
     "dtype of a tensor": (lambda: torch.zeros(2), lambda: torch.zeros(2, dtype=torch.int32)),
     "shape of a tensor": (lambda: torch.zeros(1, 2), lambda: torch.zeros(2, 1)),
     "layout of a tensor": (lambda: torch.eye(2), lambda: torch.eye(2).to_sparse()),
+    "device of a tensor": (lambda: torch.ones(2, device="meta"), lambda: torch.ones(2)),
     "length": (lambda: [1, 2], lambda: [1, 2, 3]),
     "kind": (lambda: [1], lambda: (1,)),
     "dtype": (lambda: torch.float32, lambda: torch.float64),

@@ -797,6 +797,7 @@ KEPT = {
     "a_module": (Metric, append),
     "a_namespace": (lambda: types.SimpleNamespace(a=[]), lambda kept, output: kept.a.append(output)),
     "a_tuple_of_lists": (lambda: ([], []), append_to_first),
+    "a_tuple_with_a_tensor": (lambda: ([], torch.ones(1)), append_to_first),
     "a_named_tuple": (lambda: Pair([], []), append_to_first),
     "lists_in_a_list": (lambda: [[], {}], append_to_first),
     "objects_in_a_dict": (lambda: {0: Rollout()}, append_to_first),
@@ -1026,15 +1027,18 @@ def test_what_was_unfrozen_stays_so_beside_an_iterator():
 
 
 def test_what_was_replaced_stays_so_beside_an_iterator():
-    trainer, lengths = composed.Trainer(feed=(1.0 for _ in range(10**6))), Log()
+    """And each trial begins without the optimizer state that the last one made."""
+    trainer, lengths, states = composed.Trainer(feed=(1.0 for _ in range(10**6))), Log(), Log()
 
     def step(model, batch_size):
         lengths.append(len(model[2].weight))
+        states.append(len(trainer.optimizer.state))
         trainer.step(model, batch_size)
 
-    probe(trainer.model, step, max_batch=8)
+    result = probe(trainer.model, step, max_batch=8)
     assert [*lengths] == sorted(lengths)
     assert (lengths[0], lengths[-1], len(trainer.model[2].weight)) == (8, trainer.longest, 8)
+    assert states.count(0) == len(result.trials)
 
 
 def test_members_of_types_written_in_c_are_not_the_users():
