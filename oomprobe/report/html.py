@@ -63,12 +63,16 @@ def notebook(report: Report) -> str:
 
 def _body(report: Report) -> list[str]:
     """Render all but the heading; the pictures come between blocks without and with a title."""
-    rendered: dict[bool, list[str]] = {False: [], True: []}  # by whether a block has a title
+    untitled, titled = [], []
     for block in report.blocks:
-        if block.content:
-            rendered[bool(block.title)].append(_block(block))
+        if not block.content:
+            continue
+        if block.title:
+            titled.append(_block(block))
+        else:
+            untitled.append(_block(block))
     pictures = "".join(_svg(title, draw) for title, draw in report.pictures.items())
-    lines = [*_warning(report), *rendered[False], f'<div class="pictures">{pictures}</div>', *rendered[True]]
+    lines = [*_warning(report), *untitled, f'<div class="pictures">{pictures}</div>', *titled]
     if report.parts:
         lines.append("<h2>Rows</h2>")
     for name, part in report.parts.items():

@@ -99,11 +99,14 @@ def bracket_figure(trials: Iterable[Trial], answer: int) -> Figure:
 
     axes = figure.subplots()
     single = _without_accumulation(trials)
-    points: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    passed, failed = [], []
     for number, trial in enumerate(single, 1):
-        points[trial.passed].append((number, trial.batch_size))
-    _scatter(axes, points[True], "o", DARK, "ran")
-    _scatter(axes, points[False], "x", "black", "failed")
+        if trial.passed:
+            passed.append((number, trial.batch_size))
+        else:
+            failed.append((number, trial.batch_size))
+    _scatter(axes, passed, "o", DARK, "ran")
+    _scatter(axes, failed, "x", "black", "failed")
     axes.axhline(answer, color=GREY, linewidth=0.8, linestyle="--")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:.0f}")

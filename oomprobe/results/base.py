@@ -61,7 +61,10 @@ class Reported(ABC):
         """
         report = self.report()
         draw, *_ = report.pictures.values()
-        return titled(draw(), f"{report.subject}: {report.verdict}".removeprefix(": "), path)
+        title = report.verdict
+        if report.subject:
+            title = f"{report.subject}: {title}"
+        return titled(draw(), title, path)
 
     def _repr_html_(self) -> str:
         return notebook(self.report())

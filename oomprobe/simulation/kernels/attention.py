@@ -103,16 +103,16 @@ def _cudnn_backward_steps(
     return afterwards(rows * width + rows + CUDNN_BYTES + expanded)
 
 
+_KEY_SPLITS = 200  # of all heads, each with a tile for key and value
 _TILE_WIDTH = 128  # of efficient attention: wider heads of 16 bits are summed in float32
 
 
 def efficient(op: Operator) -> Launch | None:
     """Sum the result of wide 16-bit heads in float32. Source: mem_eff_attention/kernel_forward.h (kNeedsOutputAccumulatorBuffer)."""
     query, value = op.args[0], op.args[2]
-    width = value.shape[3]
-    if value.element_size() == FLOAT_BYTES or width <= _TILE_WIDTH:
+    if value.element_size() == FLOAT_BYTES or value.shape[3] <= _TILE_WIDTH:
         return None
-    return launch(_efficient_steps, (width,), query.shape[:3])
+    return launch(_efficient_steps, (value.shape[3],), query.shape[:3])
 
 
 def _efficient_steps(width: int, batch: int, heads: int, length: int) -> Steps:
@@ -141,7 +141,7 @@ def _efficient_backward_steps(
     tile = 128 if has_large_tiles and width > 64 else 64
     tiles = -(-length // tile) * -(-width // 64) * (tile * 256 + 16)
     if half and width > _TILE_WIDTH:
-        splits = min(-(-keys // 64), max(1, 200 // (batch * heads)))
+        splits = min(-(-keys // 64), max(1, _KEY_SPLITS // (batch * heads)))
         tiles += 2 * splits * 64 * (-(-width // _TILE_WIDTH) * _TILE_WIDTH) * FLOAT_BYTES
     row_sums, workspace = batch * heads * length * 4, batch * heads * tiles
     copies = (batch * heads * length * width * item_bytes,) * copied
