@@ -14,6 +14,7 @@ PROLOGUE = """
     from torch.nn import functional as F
     rows, device = int(sys.argv[1]), torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """
+# Each ends after 20 steps: a trial of a command makes at least as many, and how many more depends on the time they take.
 PROGRAMS = {
     "mixed precision": """
         model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Dropout(0.1), nn.Linear(1024, 1000))
@@ -37,7 +38,7 @@ PROGRAMS = {
         critic = nn.Sequential(nn.Linear(784, 512), nn.LeakyReLU(0.2), nn.Linear(512, 256), nn.LeakyReLU(0.2), nn.Linear(256, 1))
         critic.to(device)
         optimizers = [torch.optim.Adam(model.parameters(), betas=(0.5, 0.9)) for model in (generator, critic)]
-        for i in range(40):
+        for i in range(20):
             real = torch.cuda.FloatTensor(rows, 784).normal_()
             fake = generator(torch.randn(rows, 64, device=device))
             shares = torch.rand(rows, 1, device=device)
@@ -65,7 +66,7 @@ PROGRAMS = {
         average = copy.deepcopy(model).eval().requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        for i in range(60):
+        for i in range(20):
             tokens = torch.randint(0, 2000, (rows, 16))
             targets = tokens.roll(-1, 1).clone()
             targets[:, -1] = -100
