@@ -14,13 +14,13 @@ PROLOGUE = """
     from torch.nn import functional as F
     rows, device = int(sys.argv[1]), torch.device("cuda" if torch.cuda.is_available() else "cpu")
 """
-# Each ends after 20 steps: a trial of a command makes at least as many, and how many more depends on the time they take.
+# Each ends by itself after 10 steps: how many more a trial of a command waits for depends on the time that they take.
 PROGRAMS = {
     "mixed precision": """
         model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Dropout(0.1), nn.Linear(1024, 1000))
         model = model.to(device)
         optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler()
-        for epoch in range(20):
+        for epoch in range(10):
             x, y = torch.randn(rows, 256).to(device), torch.randint(1000, (rows,)).to(device, non_blocking=True)
             with torch.autocast("cuda", torch.float16):
                 logits = model(x)
@@ -38,7 +38,7 @@ PROGRAMS = {
         critic = nn.Sequential(nn.Linear(784, 512), nn.LeakyReLU(0.2), nn.Linear(512, 256), nn.LeakyReLU(0.2), nn.Linear(256, 1))
         critic.to(device)
         optimizers = [torch.optim.Adam(model.parameters(), betas=(0.5, 0.9)) for model in (generator, critic)]
-        for i in range(20):
+        for i in range(10):
             real = torch.cuda.FloatTensor(rows, 784).normal_()
             fake = generator(torch.randn(rows, 64, device=device))
             shares = torch.rand(rows, 1, device=device)
@@ -66,7 +66,7 @@ PROGRAMS = {
         average = copy.deepcopy(model).eval().requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-        for i in range(20):
+        for i in range(10):
             tokens = torch.randint(0, 2000, (rows, 16))
             targets = tokens.roll(-1, 1).clone()
             targets[:, -1] = -100
