@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class CudaKernels:
             if hasattr(_aten, "_fused_rms_norm_backward"):  # one kernel on CUDA since torch 2.9, several on the CPU
                 library.impl("_fused_rms_norm", functools.partial(_composite, _aten._fused_rms_norm.default), "CPU")
                 library.impl("_fused_rms_norm_backward", decompositions._fused_rms_norm_backward, "CPU")
-            for name, kernel in _autocast_kernels():
+            for name, kernel in _autocast_kernels().items():
                 library.impl(name, kernel, "AutocastCPU")
         self._library = library
         return self
@@ -402,8 +402,10 @@ _IN_LOW_PRECISION = ["addmv", "addr", "mv", "convolution", "einsum"]  # in addit
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
-def _autocast_kernels() -> Iterator[tuple[str, Any]]:
-    """Yield operator names, each with a kernel that does what CUDA's autocast does."""
+@functools.cache
+def _autocast_kernels() -> dict[str, Any]:
+    """Return a kernel for each operator that does what CUDA's autocast does."""
+    kernels: dict[str, Any] = dict.fromkeys(_cpu_extras(), torch.library.fallthrough_kernel)
     for names, kernel in (
         (_IN_FLOAT32, _in_float32),
         (_FLOAT32_RESULT, _with_float32_result),
@@ -411,15 +413,12 @@ def _autocast_kernels() -> Iterator[tuple[str, Any]]:
         (_IN_LOW_PRECISION, _in_low_precision),
     ):
         for name in names:
-            base, _, overload = name.partition(".")
-            if not _has_kernel(name, "AutocastCUDA"):
-                continue  # rms_norm before torch 2.12
-            yield name, functools.partial(kernel, getattr(getattr(_aten, base), overload or "default"))
-    for name in _cpu_extras():
-        yield name, torch.library.fallthrough_kernel
+            if _has_kernel(name, "AutocastCUDA"):  # rms_norm has none before torch 2.12
+                base, _, overload = name.partition(".")
+                kernels[name] = functools.partial(kernel, getattr(getattr(_aten, base), overload or "default"))
+    return kernels
 
 
-@functools.cache
 def _cpu_extras() -> tuple[str, ...]:
     """Return operators that the CPU's autocast handles and CUDA's does not."""
     extras = []
