@@ -293,16 +293,19 @@ class ProbeTable(Reported):
         is_contaminated = any(result.contaminated for result in results)
         shown = [Block("", _rows(self))] if self.savings is None else blocks_of_savings(self.rows, self.savings)
         blocks = [*shown, Block("", _facts(self)), Block(NOTES, [note.text for note in self._noted()])]
-        if results and not has_rows:
-            blocks.append(not_covered_block(results[-1]))
+        about, last_lines = "", []
+        if results:
+            about, last_lines = subject(results[-1]), appendix(results[-1])
+            if not has_rows:
+                blocks.append(not_covered_block(results[-1]))
         return Report(
-            subject="".join(map(subject, results[-1:])),
+            subject=about,
             verdict=clip(_verdict(self), VERDICT_WIDTH),
             warning=WARNING if is_contaminated else "",
             blocks=blocks,
             parts=parts,
             pictures={f"batch size for each {self.axis}": partial(_figure, self)},
-            appendix=appendix(results[-1]) if results else [],
+            appendix=last_lines,
         )
 
 
