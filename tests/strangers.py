@@ -170,84 +170,6 @@ def diffusion():
     return model, step
 
 
-def translation():
-    """nn.Transformer with masks and tied embeddings, losses of padded tokens ignored."""
-    model = nn.Transformer(128, 4, 2, 2, 512, batch_first=True).to(CUDA)
-    model.tokens = nn.Embedding(3000, 128, padding_idx=0).to(CUDA)
-    optimizer = torch.optim.Adam(model.parameters(), 1e-4, betas=(0.9, 0.98), eps=1e-9)
-
-    def step(model, batch_size):
-        source, target = labels(batch_size, 60), labels(batch_size, 50)
-        causal = nn.Transformer.generate_square_subsequent_mask(49, device=CUDA)
-        out = model(
-            model.tokens(source) * 11.3, model.tokens(target[:, :-1]) * 11.3, tgt_mask=causal,
-            src_key_padding_mask=source == 5, tgt_key_padding_mask=target[:, :-1] == 5,
-        )  # fmt: skip
-        logits = out @ model.tokens.weight.t()
-        loss = F.cross_entropy(logits.reshape(-1, 3000), target[:, 1:].reshape(-1), ignore_index=0, label_smoothing=0.1)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return model, step
-
-
-def speech():
-    """Convolutions over samples, batch norms of transposed tokens, an encoder, a masked loss."""
-
-    class Speech(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.features = nn.Sequential(
-                nn.Conv1d(1, 64, 10, 5), nn.GELU(), nn.Conv1d(64, 128, 8, 4), nn.GELU(), nn.Conv1d(128, 128, 4, 2)
-            )
-            self.norm, self.mix = nn.LayerNorm(128), nn.Conv1d(128, 128, 15, padding=7, groups=128)
-            self.batch_norm = nn.BatchNorm1d(128)
-            self.encoder = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)
-            self.head = nn.Linear(128, 64)
-
-        def forward(self, samples):
-            x = self.norm(self.features(samples[:, None]).transpose(1, 2))
-            mixed = F.silu(self.batch_norm(self.mix(x.transpose(1, 2)))).transpose(1, 2)
-            return self.head(self.encoder(x + mixed))
-
-    model = Speech().to(CUDA)
-    optimizer = torch.optim.RAdam(model.parameters(), 1e-4)
-
-    def step(model, batch_size):
-        logits = model(draw(batch_size, 4000))
-        loss = F.binary_cross_entropy_with_logits(
-            logits, torch.zeros_like(logits), pos_weight=torch.ones(64, device=CUDA)
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return model, step
-
-
-def graphs():
-    """Messages between nodes of a graph, summed where they arrive."""
-    layers = nn.ModuleList([nn.Linear(128, 64), nn.Linear(128, 64), nn.Linear(64, 10)]).to(CUDA)
-    embedding = nn.Embedding(100, 64).to(CUDA)
-    layers.embedding = embedding
-    optimizer = torch.optim.Adam(layers.parameters(), 1e-3)
-
-    def step(model, batch_size):
-        source, arrival = labels(batch_size * 160), labels(batch_size * 160)
-        x = model.embedding(labels(batch_size * 40))
-        for layer in model[:2]:
-            messages = F.relu(layer(torch.cat([x[source], x[arrival]], 1)))
-            x = torch.zeros_like(x).index_add_(0, arrival, messages) + x
-        pooled = torch.zeros(batch_size, 64, device=CUDA).index_add_(0, labels(batch_size * 40), x)
-        loss = F.cross_entropy(model[2](pooled), labels(batch_size))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return layers, step
-
-
 def recommendation():
     """Bags of features, their products, a click to predict."""
 
@@ -377,29 +299,6 @@ def adversarial():
     return model, step
 
 
-def contrast():
-    """Two views, normalized embeddings, a queue of negatives, a momentum encoder."""
-    encoder = nn.Sequential(nn.Linear(256, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 128)).to(CUDA)
-    slow = copy.deepcopy(encoder).requires_grad_(False)
-    queue = F.normalize(draw(128, 4096), dim=0)
-    optimizer = torch.optim.SGD(encoder.parameters(), 0.03, momentum=0.9)
-
-    def step(model, batch_size):
-        with torch.no_grad():
-            for kept, new in zip(slow.parameters(), model.parameters(), strict=True):
-                kept.mul_(0.999).add_(new, alpha=0.001)
-            keys = F.normalize(slow(draw(batch_size, 256)), dim=1)
-        queries = F.normalize(model(draw(batch_size, 256)), dim=1)
-        positive = torch.einsum("nc,nc->n", queries, keys).unsqueeze(-1)
-        negative = torch.einsum("nc,ck->nk", queries, queue.clone().detach())
-        loss = F.cross_entropy(torch.cat([positive, negative], 1) / 0.07, labels(batch_size))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return encoder, step
-
-
 def points():
     """Neighbours of points by distance, features of the nearest, batch norms, a maximum."""
     model = nn.ModuleList(
@@ -428,65 +327,14 @@ def points():
     return model, step
 
 
-def super_resolution():
-    """Pixels shuffled, an absolute loss, a schedule, accumulated gradients."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 64, 3, padding=1), nn.PReLU(), *(nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.PReLU()) for _ in range(3)),
-        nn.Conv2d(64, 12, 3, padding=1), nn.PixelShuffle(2),
-    ).to(CUDA)  # fmt: skip
-    optimizer = torch.optim.Adam(model.parameters(), 1e-4)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 10)
-
-    def step(model, batch_size):
-        for _ in range(2):
-            small = draw(batch_size, 3, 24, 24)
-            (F.l1_loss(model(small), F.interpolate(small, scale_factor=2, mode="bicubic")) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-
-    return model, step
-
-
-def experts():
-    """Tokens sent to two of eight experts, a balancing loss, LayerScale, float16 weights."""
-    gate, experts = (
-        nn.Linear(128, 8),
-        nn.ModuleList(nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(8)),
-    )
-    model = nn.ModuleDict({"gate": gate, "experts": experts, "norm": nn.LayerNorm(128)}).to(CUDA)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, foreach=True)
-
-    def step(model, batch_size):
-        tokens = model["norm"](draw(batch_size * 64, 128))
-        shares = model["gate"](tokens).softmax(-1)
-        weights, chosen = shares.topk(2)
-        out = torch.zeros_like(tokens)
-        for number, expert in enumerate(model["experts"]):
-            weight = (weights * (chosen == number)).sum(-1, keepdim=True)
-            out = out + expert(tokens) * weight
-        loss = F.mse_loss(out, tokens.detach()) + 0.01 * (shares.mean(0) * shares.mean(0)).sum() * 8
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return model, step
-
-
 STRANGERS = {
     "resnet, scaled": resnet_scaled,
     "llama": llama,
     "llama in float32": partial(llama, fused=False, dtype=torch.float32),
     "diffusion": diffusion,
-    "translation": translation,
-    "speech": speech,
-    "graphs": graphs,
     "recommendation": recommendation,
     "policy": policy,
     "detection": detection,
     "adversarial": adversarial,
-    "contrast": contrast,
     "points": points,
-    "super-resolution": super_resolution,
-    "experts": experts,
 }
