@@ -1,7 +1,5 @@
 """A step whose optimizer comes late, or never, and one that does not train at all."""
 
-import contextlib
-
 import pytest
 import torch
 from ledger import Log, probe
@@ -33,7 +31,7 @@ def accumulating(over, *, backward=True, by_hand=False, reach=True):
     return model, step
 
 
-@pytest.mark.parametrize(("over", "made"), [(5, 0), (200, 0), (48, 1), (48, 50)])
+@pytest.mark.parametrize(("over", "made"), [(200, 0), (48, 50)])
 def test_an_optimizer_that_steps_late_is_waited_for(over, made):
     """A probe may begin within an accumulation."""
     model, step = accumulating(over)
@@ -74,23 +72,15 @@ def test_without_an_optimizer_a_note_says_what_was_seen(text):
     assert text in result._repr_html_()
 
 
-SEEN = "the answer ran for 50 calls; rarer events were not measured"
-
-
 @pytest.mark.parametrize(
-    ("model", "context"),
-    [
-        (nn.Linear(2, 2).eval(), contextlib.nullcontext),
-        (nn.Linear(2, 2).requires_grad_(False), contextlib.nullcontext),
-        (nn.Linear(2, 2), torch.inference_mode),
-        (nn.Linear(2, 2), torch.no_grad),
-    ],
-    ids=["eval mode", "frozen", "inference mode", "gradients off"],
+    ("model", "grad"),
+    [(nn.Linear(2, 2).eval(), True), (nn.Linear(2, 2).requires_grad_(False), True), (nn.Linear(2, 2), False)],
+    ids=["eval mode", "frozen", "gradients off"],
 )
-def test_inference_is_no_missing_training(model, context):
-    with context():
+def test_inference_is_no_missing_training(model, grad):
+    with torch.set_grad_enabled(grad):
         result = probe(model, lambda model, n: model(torch.ones(n, 2)), max_batch=4)
-    assert result.notes == (SEEN,)
+    assert result.notes == ("the answer ran for 50 calls; rarer events were not measured",)
 
 
 @pytest.mark.parametrize("trained", [False, True])
