@@ -4,7 +4,6 @@ import array
 import collections
 import contextvars
 import functools
-import io
 import itertools
 import os
 import queue
@@ -32,14 +31,11 @@ def turn(queued):
     queued.put(queued.get())
 
 
-def filled(make):
-    def fill():
-        queued = make()
-        for flag in (True, False, False):
-            queued.put(flag)
-        return queued
-
-    return fill
+def filled():
+    queued = queue.Queue()
+    for flag in (True, False, False):
+        queued.put(flag)
+    return queued
 
 
 def lines():
@@ -74,17 +70,9 @@ def add_to_the_environment(_):
     os.environ["CALLS"] = str(int(os.environ.get("CALLS", "0")) + 1)
 
 
-class Attributes:
-    pass
-
-
 @dataclass(slots=True)
 class Slotted:
     n: int = 0
-
-
-class Own(dict):
-    pass
 
 
 class Counting(nn.Module):
@@ -106,38 +94,29 @@ class Source:
 COUNTERS = {
     "iter(DataLoader)": (from_loader, next),
     "generator": (lambda: (one for one in range(MANY)), next),
-    "range iterator": (lambda: iter(range(MANY)), next),
-    "enumerate": (lambda: enumerate(range(MANY)), next),
-    "zip": (lambda: zip(range(MANY), range(MANY), strict=True), next),
     "own iterator": (Source, next),
     "cycle": (lambda: itertools.cycle([True, False, False]), next),
-    "count": (lambda: itertools.count(1), next),
     "random.Random": (lambda: random.Random(1), lambda drawn: drawn.random()),
     "numpy generator": (lambda: np.random.default_rng(1), lambda drawn: drawn.random()),
-    "RandomState": (lambda: np.random.RandomState(1), lambda drawn: drawn.rand()),
     "global random": (lambda: 0, lambda _: random.random()),
+    "RandomState": (lambda: np.random.RandomState(1), lambda drawn: drawn.rand()),
     "deque": (lambda: collections.deque([True, False, False]), lambda flags: flags.rotate(1)),
-    "Queue": (filled(queue.Queue), turn),
-    "SimpleQueue": (filled(queue.SimpleQueue), turn),
+    "Queue": (filled, turn),
     "file": (lines, lambda file: file.readline()),
-    "StringIO": (lambda: io.StringIO("line\n" * MANY), lambda file: file.readline()),
     "Counter": (collections.Counter, add),
     "dict": (lambda: {0: 0}, add),
-    "own dict": (lambda: Own({0: 0}), add),
     "UserDict": (lambda: collections.UserDict({0: 0}), add),
     "list": (lambda: [0], add),
     "array": (lambda: array.array("l", [0]), add),
     "numpy array": (lambda: np.zeros(1), add),
-    "0-d array": (lambda: np.zeros(()), lambda counts: add(counts, ())),
     "tensor on the host": (lambda: torch.zeros(1), add),
     "version of a tensor": (lambda: torch.zeros(2000), lambda counts: counts.add_(1)),
     "length of a list": (list, lambda seen: seen.append(None)),
-    "length of a bytearray": (bytearray, lambda seen: seen.append(0)),
     "length of a set": (set, lambda seen: seen.add(len(seen))),
-    "SimpleNamespace": (types.SimpleNamespace, add_attribute),
-    "object": (Attributes, add_attribute),
-    "class": (lambda: type("Class", (), {}), add_attribute),
     "function": (lambda: lambda: None, add_attribute),
+    "SimpleNamespace": (types.SimpleNamespace, add_attribute),
+    "class": (lambda: type("Class", (), {}), add_attribute),
+    "object": (lambda: type("Class", (), {})(), add_attribute),
     "slots": (Slotted, add_attribute),
     "module": (nn.Identity, add_attribute),
     "buffer of a module": (Counting, add_to_buffer),
@@ -150,7 +129,7 @@ COUNTERS = {
     "variable": (lambda: 0, add_variable),
     "environment": (lambda: 0, add_to_the_environment),
     "nested": (
-        lambda: {"a": [(Attributes(), [collections.OrderedDict(n=0)])]},
+        lambda: {"a": [(Slotted(), [collections.OrderedDict(n=0)])]},
         lambda counts: add(counts["a"][0][1][0], "n"),
     ),
 }

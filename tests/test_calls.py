@@ -50,7 +50,6 @@ def settles_after(request):
 GROUPS = {"confirmations": 2, "grows_capped": True}
 LOOPS = {
     "one process": (Loop(large_call=7), {}),
-    "at the last call": (Loop(large_call=50), {}),
     "two steps": (Loop(large_call=7, step_names=("train", "eval")), {}),
     "ranks": (Loop(large_call=6, call_s=3.0, failure_cost_s=60.0, **GROUPS), {"resolution": 1 / 128}),
     "a command": (Loop(large_call=20, bonus=25, starts_anew=True, **GROUPS), {"resolution": 1 / 64}),

@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from helpers import ARunner, records
+from helpers import ARunner
 
 from oomprobe.records.options import Options
 from oomprobe.records.patience import Clock
@@ -142,7 +142,7 @@ def stepping(every):
     return lambda number, step: {"stepped": None if number % every else every}
 
 
-@pytest.mark.parametrize(("every", "calls"), [(1, 3), (4, 12), (40, 120)])
+@pytest.mark.parametrize(("every", "calls"), [(4, 12), (40, 120)])
 def test_a_first_trial_makes_full_steps_whatever_they_take(every, calls):
     options = Options(steps=2)
     request = Program(ARunner().facts, options, Clock(options)).growing(8)
@@ -212,13 +212,6 @@ def test_ranks_settle_together():
     assert have_settled(early, 1)
     assert not have_settled(merged([early, late]), 1)
     assert have_settled(merged([early, early]), 1)
-
-
-def test_ranks_complete_a_full_step_when_the_last_of_them_does():
-    ranks = [records(6, first=1), records(6, first=4)]
-    assert [record.stepped for record in merged(ranks)] == [None, None, None, 4, 1, 1]
-    taking_turns = [[CallRecord(step="step", stepped=1 if n % 2 == odd else None) for n in range(6)] for odd in (0, 1)]
-    assert [record.stepped for record in merged(taking_turns)] == [None, 1, None, 1, None, 1]
 
 
 def test_the_defaults_make_short_trials_and_confirm_by_what_a_look_has_shown():
