@@ -729,7 +729,7 @@ def kept_in(name, kinds, *, is_held=False):
         @numbered
         def step(n, model, batch_size):
             loss = fit(model, optimizer, batch(batch_size))
-            if n % 2:
+            if n % 2 == 0:
                 renew()
             if "an_object_in_a_cycle" in kinds:
                 gc.collect()
