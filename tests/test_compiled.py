@@ -60,12 +60,6 @@ def compiled_model(**options):
     return torch.compile(Net(), **options), forward_and_backward
 
 
-def compiled_in_place(**options):
-    model = Net()
-    model.compile(**options)
-    return model, forward_and_backward
-
-
 def compiled_step(**options):
     def step(model, batch_size):
         return model(torch.ones(batch_size, 4)).square().sum()
@@ -86,7 +80,7 @@ def run_sizes(model, step, sizes, *, drops=True):
     return compiled
 
 
-@pytest.mark.parametrize("way", [compiled_model, compiled_in_place, compiled_step])
+@pytest.mark.parametrize("way", [compiled_model, compiled_step])
 def test_each_size_is_compiled_as_if_alone(way):
     recorder, alone = Recorder(), []
     for size in SIZES:
@@ -128,35 +122,19 @@ def test_a_step_that_is_not_compiled_resets_nothing(monkeypatch):
     assert not run_sizes(Net(), forward_and_backward, SIZES).is_used
 
 
-def slow_to_start(device, seconds, later_s=0.0):
-    """Return a step whose first call at each size takes long, as one that is compiled does."""
-    seen = Log()
+def test_sizes_that_take_long_to_start_are_skipped_while_memory_is_far():
+    device, seen = LedgerDevice(1000 * MIB), Log([0])
 
     def step(model, batch_size):
-        is_first = batch_size != (seen.items or [0])[-1]
-        time.sleep(seconds if is_first else later_s)
+        if batch_size != seen[-1]:  # as where a size is compiled
+            time.sleep(0.1)
         seen.append(batch_size)
         device.take(batch_size * MIB)
 
-    return step
-
-
-@pytest.mark.parametrize(
-    ("seconds", "later_s", "sizes"),
-    [
-        (0.1, 0.0, [1, 4, 16, 64, 128, 256, 512]),
-        (0.0, 0.0, [1, 2, 4, 8, 16, 32, 64]),
-        (0.1, 0.02, [1, 2, 4, 8, 16, 32, 64]),
-    ],
-    ids=["slow to start", "fast", "slow"],
-)
-def test_sizes_that_take_long_to_start_are_skipped_while_memory_is_far(seconds, later_s, sizes):
-    device = LedgerDevice(1000 * MIB)
     options = {"device": device, "max_batch": 512, "resolution": 0.5, "confirm_steps": 1}
-    step = slow_to_start(device, seconds, later_s)
     result = find_hastily(Patience(slow_start_s=0.05, look_s=0.1), torch.nn.Linear(1, 1), step, **options)
     grown = [trial.batch_size for trial in result.trials if trial.phase == "grow" and trial.steps < 50]
-    assert grown[:7] == sizes
+    assert grown[:7] == [1, 4, 16, 64, 128, 256, 512]
     assert not any("compiling" in note for note in result.notes)
 
 

@@ -63,9 +63,8 @@ def linear(**attributes):
 
 
 @pytest.mark.filterwarnings("ignore:.*norm.*is deprecated")
-@pytest.mark.parametrize("normed", [nn.utils.spectral_norm, nn.utils.weight_norm])
-def test_a_normed_weight_can_be_copied_afterwards(normed):
-    model = nn.Sequential(normed(nn.Linear(3, 2)), nn.Linear(2, 1))
+def test_a_normed_weight_can_be_copied_afterwards():
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 2)), nn.Linear(2, 1))
     before = bits(model[0].weight)
     assert probe(model, lambda model, n: model(torch.ones(n, 3)).sum().backward()).state_verified
     assert bits(model[0].weight) == before
@@ -78,22 +77,6 @@ def test_python_attributes_of_ddp_are_not_restored():
     assert probe(model, lambda model, n: setattr(model.eval(), "rebuilt", True)).state_verified
     assert model.rebuilt
     assert model.training
-
-
-def test_tensors_that_a_step_replaces_are_not_kept_alive():
-    model = linear(table=torch.ones(3))
-    model(torch.ones(1, 2)).sum().backward()
-    replaced = [weakref.ref(one) for one in (model.table, model.weight.grad, model.weight.grad.untyped_storage())]
-    alive = Log()
-
-    def step(model, batch_size):
-        model.table = None
-        model.zero_grad()
-        alive.append([one() for one in replaced if one() is not None])
-
-    probe(model, step)
-    assert alive[0] == []
-    assert bits(model.table) == bits(torch.ones(3))
 
 
 def test_a_frozen_weight_that_joins_a_graph_is_a_leaf_again():
@@ -117,12 +100,7 @@ class OnlyRead(Hidden):
 
 @pytest.mark.parametrize(
     ("given", "text"),
-    [
-        (OnlyRead(), "preserve is a OnlyRead"),
-        (3, "preserve is a int"),
-        (object(), "preserve is a object"),
-        ({"a": 1}, "preserve holds a str"),
-    ],
+    [(OnlyRead(), "preserve is a OnlyRead"), (3, "preserve is a int"), ({"a": 1}, "preserve holds a str")],
 )
 def test_preserving_an_object_without_state_is_refused(given, text):
     with pytest.raises(InvalidArgumentError, match=text):
@@ -206,9 +184,8 @@ def test_unreadable_state_is_noted():
 
 def test_a_snapshot_larger_than_host_memory_is_refused(monkeypatch):
     """Memory that tensors share is copied once."""
-    flat, model = torch.ones(10_000), nn.Module()
-    for place in range(100):
-        model.register_parameter(f"p{place}", nn.Parameter(flat[place:]))
+    flat = torch.ones(10_000)
+    model = nn.ParameterList(nn.Parameter(flat[place:]) for place in range(100))
     monkeypatch.setattr(linux, "free_bytes", lambda: 1000)
     with pytest.raises(UnreliableError, match=r"a copy of 39\.06 KiB .* but only 1000 B is free: nothing was run"):
         probe(model, lambda model, batch_size: pytest.fail("it ran"))
@@ -223,11 +200,11 @@ def test_memory_that_was_never_written_takes_none():
             return int(numbers.read().split()[1]) * mmap.PAGESIZE // 2**20
 
     model = nn.Linear(1, 1, device="meta")
-    model.weight, model.bias = nn.Parameter(torch.empty(2**14, 2**14)), None  # 1 GiB
+    model.weight, model.bias = nn.Parameter(torch.empty(2**13, 2**13)), None  # 256 MiB
     before = resident_mib()
     kept = Snapshot(model, [], [], "cpu")
     assert kept.differences() == []
-    assert resident_mib() < before + 200
+    assert resident_mib() < before + 60
     with torch.no_grad():
         model.weight[5] = 1
     assert kept.differences() == ["model.weight"]
@@ -273,14 +250,10 @@ def test_unchanged_host_memory_is_not_written(tmp_path):
 # --- tensors that cannot be copied ---
 
 
-def registered(name, one):
-    model = linear()
-    (model.register_parameter if isinstance(one, nn.Parameter) else model.register_buffer)(name, one)
-    return model
-
-
 def with_sparse_parameter():
-    return registered("adjacency", nn.Parameter(torch.eye(3).to_sparse()))
+    model = linear()
+    model.adjacency = nn.Parameter(torch.eye(3).to_sparse())
+    return model
 
 
 def with_sparse_gradient():
@@ -289,18 +262,14 @@ def with_sparse_gradient():
     return model
 
 
-@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
 @pytest.mark.parametrize(
     ("make", "told"),
-    [
-        (with_sparse_parameter, "model.adjacency is a sparse_coo tensor"),
-        (lambda: registered("table", torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)),
-         "model.table is a quantised tensor"),
-        (with_sparse_gradient, "model.weight.grad is a sparse_coo tensor"),
-    ],
-)  # fmt: skip
+    [(with_sparse_parameter, "model.adjacency"), (with_sparse_gradient, "model.weight.grad")],
+)
 def test_tensors_that_cannot_be_copied_are_refused(make, told):
-    with pytest.raises(InvalidArgumentError, match=f"^{told}, .* oomprobe run path/to/train.py:build"):
+    with pytest.raises(
+        InvalidArgumentError, match=f"^{told} is a sparse_coo tensor, .* oomprobe run path/to/train.py:build"
+    ):
         probe(make(), lambda model, batch_size: None)
 
 
@@ -312,24 +281,18 @@ def test_workers_keep_track_of_tensors_that_cannot_be_copied():
     assert model.adjacency.grad is None
 
 
-def test_sparse_tensors_of_the_step_are_no_obstacle():
-    graph = torch.eye(3).to_sparse()
-    assert probe(linear(), lambda model, batch_size: model.weight.sum() + graph.sum()).state_verified
-
-
 # --- comparison ---
 
 
 class Plain:
     """A class without a comparison."""
 
-    def __init__(self, value=0):
+    def __init__(self, value):
         self.value = value
 
 
 COMPARED = {  # a value, and another that differs
     "object": (lambda: Plain(3), lambda: Plain(4)),
-    "object in an object": (lambda: Plain(Plain(np.float32("nan"))), lambda: Plain(Plain(np.float32(0)))),
     "array of objects": (lambda: np.array([Plain(1)]), lambda: np.array([Plain(2)])),
     "deque of tensors": (lambda: collections.deque([torch.zeros(2)]), lambda: collections.deque([torch.ones(2)])),
     "set": (lambda: {"a", 2}, lambda: {"a", 3}),

@@ -96,42 +96,6 @@ def test_what_only_a_library_held_does_not_count_as_changed(make):
     assert saved.differences() == []
 
 
-class Around(torch.optim.Optimizer):
-    """Shares the groups of another optimizer, as wrappers do."""
-
-    def __init__(self, inner):
-        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
-
-
-def test_an_optimizer_that_is_gone_leaves_the_groups_that_another_shares():
-    model = nn.Linear(2, 2)
-    held = types.SimpleNamespace(optimizer=torch.optim.Adam(model.parameters()))
-    held.around = Around(held.optimizer)
-    tracker = Tracker(model, [lambda model, n: held])
-    tracker.start_cold()
-    held.around = None
-    gc.collect()
-    assert len(held.optimizer.param_groups[0]["params"]) == 2
-    tracker.start_cold()
-    assert held.around.inner is held.optimizer
-
-
-@pytest.mark.parametrize("is_over", [False, True])
-def test_parameters_that_another_takes_stay_and_all_do_after_a_probe(is_over):
-    model = nn.Linear(2, 2)
-    held = types.SimpleNamespace(optimizer=torch.optim.Adam(model.parameters()))
-    tracker = Tracker(model, [lambda model, n: held])
-    tracker.start_cold()
-    groups = held.optimizer.param_groups
-    if is_over:
-        tracker.put_back()
-    taken = None if is_over else groups[0]["params"]
-    held.optimizer = None
-    gc.collect()
-    assert len(groups[0]["params"]) == 2
-    del taken
-
-
 def test_what_stays_on_the_device_is_told():
     """Also optimizers that have not stepped yet, in the order in which the walk meets them."""
     model, other = nn.BatchNorm1d(2), nn.Linear(2, 2)
