@@ -1,7 +1,6 @@
 """Training loops as other projects write them, for answers on a simulated card against torch's allocator: one of each kind."""
 
 import copy
-from functools import partial
 
 import torch
 from torch import nn
@@ -16,45 +15,6 @@ def draw(*shape):
 
 def labels(*shape):
     return torch.zeros(*shape, dtype=torch.long, device=CUDA)
-
-
-class Residual(nn.Module):
-    def __init__(self, width, stride=1, inside=None):
-        super().__init__()
-        inside = inside or width
-        self.first = nn.Conv2d(inside, width, 3, stride, 1, bias=False)
-        self.second = nn.Conv2d(width, width, 3, 1, 1, bias=False)
-        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
-        self.short = nn.Identity()
-        if stride > 1:
-            self.short = nn.Sequential(nn.Conv2d(inside, width, 1, stride, bias=False), nn.BatchNorm2d(width))
-
-    def forward(self, x):
-        hidden = F.relu(self.norms[0](self.first(x)), inplace=True)
-        return F.relu(self.norms[1](self.second(hidden)) + self.short(x), inplace=True)
-
-
-def resnet_scaled():
-    """Images in float16 with a scaler, channels last, as torchvision's reference trains."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 32, 3, 1, 1), Residual(32), Residual(64, 2, 32), Residual(128, 2, 64), nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(), nn.Linear(128, 100),
-    ).to(CUDA, memory_format=torch.channels_last)  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=1e-4)
-    scaler, criterion = torch.amp.GradScaler(CUDA), nn.CrossEntropyLoss(label_smoothing=0.1)
-
-    def step(model, batch_size):
-        images = draw(batch_size, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(CUDA, torch.float16):
-            loss = criterion(model(images), labels(batch_size))
-        optimizer.zero_grad(set_to_none=True)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return model, step
 
 
 class Attention(nn.Module):
@@ -111,9 +71,9 @@ class Llama(nn.Module):
         return self.head(self.norm(x))
 
 
-def llama(*, fused=True, dtype=torch.bfloat16):
-    model = Llama().to(CUDA, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=fused)
+def llama():
+    model = Llama().to(CUDA, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def step(model, batch_size):
         ids = labels(batch_size, 128)
@@ -153,11 +113,8 @@ def diffusion():
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
 
     def step(model, batch_size):
-        images, noise, time = (
-            draw(batch_size, 3, 32, 32),
-            draw(batch_size, 3, 32, 32),
-            torch.rand(batch_size, 1, device=CUDA),
-        )
+        images, noise = draw(batch_size, 3, 32, 32), draw(batch_size, 3, 32, 32)
+        time = torch.rand(batch_size, 1, device=CUDA)
         share = time[:, :, None, None]
         loss = F.mse_loss(model(images * (1 - share) + noise * share, time), noise)
         optimizer.zero_grad()
@@ -196,36 +153,6 @@ def recommendation():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
-    return model, step
-
-
-def policy():
-    """Proximal policy optimization: a distribution of actions, advantages normalized, a clipped ratio, minibatches."""
-    model = nn.ModuleDict({
-        "body": nn.Sequential(nn.Linear(128, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh()),
-        "policy": nn.Linear(256, 18), "value": nn.Linear(256, 1),
-    }).to(CUDA)  # fmt: skip
-    optimizer = torch.optim.Adam(model.parameters(), 2.5e-4, eps=1e-5)
-
-    def step(model, batch_size):
-        states, actions = draw(batch_size, 128), labels(batch_size)
-        before, advantages, returns = draw(batch_size), draw(batch_size), draw(batch_size)
-        for chosen in torch.arange(batch_size, device=CUDA).chunk(2):
-            hidden = model["body"](states[chosen])
-            logits = F.log_softmax(model["policy"](hidden), -1)
-            ratio = (logits.gather(1, actions[chosen][:, None]).squeeze(1) - before[chosen]).exp()
-            gained = advantages[chosen]
-            gained = (gained - gained.mean()) / (gained.std() + 1e-8)
-            loss = torch.max(-gained * ratio, -gained * ratio.clamp(0.8, 1.2)).mean()
-            value = model["value"](hidden).view(-1)
-            loss = (
-                loss + 0.5 * (value - returns[chosen]).square().mean() + 0.01 * (logits.exp() * logits).sum(-1).mean()
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
 
     return model, step
 
@@ -301,15 +228,8 @@ def adversarial():
 
 def points():
     """Neighbours of points by distance, features of the nearest, batch norms, a maximum."""
-    model = nn.ModuleList(
-        [
-            nn.Conv2d(6, 64, 1, bias=False),
-            nn.BatchNorm2d(64),
-            nn.Conv1d(64, 128, 1),
-            nn.BatchNorm1d(128),
-            nn.Linear(128, 40),
-        ]
-    ).to(CUDA)
+    first, second = nn.Conv2d(6, 64, 1, bias=False), nn.Conv1d(64, 128, 1)
+    model = nn.ModuleList([first, nn.BatchNorm2d(64), second, nn.BatchNorm1d(128), nn.Linear(128, 40)]).to(CUDA)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 
     def step(model, batch_size):
@@ -328,12 +248,9 @@ def points():
 
 
 STRANGERS = {
-    "resnet, scaled": resnet_scaled,
     "llama": llama,
-    "llama in float32": partial(llama, fused=False, dtype=torch.float32),
     "diffusion": diffusion,
     "recommendation": recommendation,
-    "policy": policy,
     "detection": detection,
     "adversarial": adversarial,
     "points": points,

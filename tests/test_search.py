@@ -420,16 +420,6 @@ def test_no_resolution_stops_below_a_narrow_hole(resolution, limit, runs, guess)
     assert limit * (1 - resolution - 1 / 64) - 1 <= answer <= limit
 
 
-def test_without_holes_a_coarse_resolution_takes_no_more_runs():
-    for limit in range(100, 3_001, 23):
-        for start in (None, limit // 3):
-            runs = {}
-            for resolution in RESOLUTIONS:
-                answer_of(memory := Porous(limit), resolution, start)
-                runs[resolution] = len(memory.calls)
-            assert runs[0.05] <= runs[1 / 64] + 1 <= runs[1 / 128] + 2, limit
-
-
 @pytest.mark.parametrize(("largest", "size"), [(1, 1), (8, 1), (64, 4), (256, 16), (512, 16), (1024, 32), (4096, 128)])
 def test_the_look_is_at_a_thirty_second_of_at_least_16_samples(largest, size):
     assert look_size(EVERY_SIZE, largest) == size

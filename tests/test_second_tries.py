@@ -6,13 +6,8 @@ from helpers import ARunner, a_trial, texts
 from oomprobe.errors import DeviceLostError, StepFailedError, TimeLimitError
 from oomprobe.records.trials import Outcome, Phase, RankTrial, Verdict
 
-FITS, OOM, CRASHED, POISONED, TIMED_OUT = (
-    Verdict.FITS,
-    Verdict.OOM,
-    Verdict.CRASHED,
-    Verdict.POISONED,
-    Verdict.TIMED_OUT,
-)
+FITS, OOM, TIMED_OUT = Verdict.FITS, Verdict.OOM, Verdict.TIMED_OUT
+CRASHED, POISONED = Verdict.CRASHED, Verdict.POISONED
 
 
 class Dying(ARunner):

@@ -263,8 +263,7 @@ def with_sparse_gradient():
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
-    [(with_sparse_parameter, "model.adjacency"), (with_sparse_gradient, "model.weight.grad")],
+    ("make", "told"), [(with_sparse_parameter, "model.adjacency"), (with_sparse_gradient, "model.weight.grad")]
 )
 def test_tensors_that_cannot_be_copied_are_refused(make, told):
     with pytest.raises(

@@ -884,20 +884,6 @@ def a_hook_that_collects():
     return model, lambda model, n: fit(model, optimizer, batch(n)), lambda: {"means": means}
 
 
-@loop("ticks")
-def an_iterator_that_the_model_holds():
-    class Counting(nn.Sequential):
-        pass
-
-    model = Counting(*net())
-    optimizer, model.ticks = sgd(model), itertools.count(1)
-    return (
-        model,
-        lambda model, n: fit(model, optimizer, batch(n), 0.1 / next(model.ticks)),
-        lambda: {"ticks": model.ticks},
-    )
-
-
 # --- values that must agree with an iterator, between trials too ---
 
 

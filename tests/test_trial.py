@@ -62,10 +62,7 @@ def scaled(device=None, *, skips=0):
 
 @pytest.mark.parametrize(
     ("build", "calls"),
-    [
-        (lambda: stepping(1, 3), [3 + 2 * 3, 3 + 60 * 3]),
-        (lambda: scaled(skips=6), [7 + 2, 7 + 60]),
-    ],
+    [(lambda: stepping(1, 3), [3 + 2 * 3, 3 + 60 * 3]), (lambda: scaled(skips=6), [7 + 2, 7 + 60])],
     ids=["two optimizers", "scaler"],
 )
 def test_trials_run_until_every_optimizer_has_stepped(build, calls):
