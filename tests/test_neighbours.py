@@ -124,16 +124,6 @@ def test_only_one_trial_waits_in_vain():
     assert watch.contaminated
 
 
-def test_each_trial_has_as_many_attempts():
-    watch, _ = watching()
-    moved = [ran(5 * GIB, 5 * GIB)] * (ATTEMPTS - 2)
-    run = Schedule(*moved, ran(GIB, GIB), *moved, ran(GIB, GIB))
-    for _ in range(2):
-        run_undisturbed(watch, run)
-    assert run.calls == len(run.rans)
-    assert not watch.contaminated
-
-
 @pytest.mark.parametrize("verdict", [Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_OUT])
 def test_the_end_of_a_process_is_not_blamed_on_others(verdict):
     watch, slept = watching()

@@ -267,15 +267,6 @@ def test_a_look_that_does_not_vary_changes_nothing(limit, capped):
     assert (memory.calls, len(memory.looked)) == (alone.calls, 1)
 
 
-@given(st.integers(100, BILLION), st.integers(1, BILLION))
-def test_long_trials_leave_a_wider_bracket(limit, late):
-    memory = Memory(limit, late_limit=late % limit + 1, tolerance=1 / 32)
-    found = search(memory, look=memory.look)
-    assert found.batch_size <= memory.late_limit < found.deciding
-    assert found.deciding - found.batch_size <= max(1, found.batch_size / 32)
-    assert len(memory.trials(Phase.BISECT)) <= 13
-
-
 # --- resolution ---
 
 

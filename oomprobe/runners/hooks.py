@@ -57,10 +57,6 @@ REPLAYS_GRAPH = (
     "cannot be probed, since a graph is made for one batch size and never calls the optimizer's step(). Pass the step that you "
     "capture as step_fn"
 )
-HOOKS_GONE = (
-    "oomprobe's own hooks on optimizers are gone after batch {size}, so it cannot see whether they step: the step clears "
-    "torch.optim's global hooks, or this is a fault of oomprobe. Please report it with the step's code"
-)
 
 
 class OptimizerWatch:
@@ -87,11 +83,6 @@ class OptimizerWatch:
             register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._if_ours(self._end, optimizer)),
         ]
         return self
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether torch still calls the hooks."""
-        return all(handle.id in (handle.hooks_dict_ref() or ()) for handle in self._handles)
 
     def _if_ours(self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
         """Call `act`. Hooks are process-wide; ignore optimizers that train another model in another thread."""

@@ -23,7 +23,6 @@ from oomprobe.errors import (
     SimulationError,
     StepFailedError,
     TimeUp,
-    UnreliableError,
     step_failed,
 )
 from oomprobe.ground.frames import hide_frames, is_own_fault
@@ -35,7 +34,6 @@ from oomprobe.records.trials import Call, CallRecord, Measured, Outcome, Phase, 
 from oomprobe.rules import look, program
 from oomprobe.runners.hooks import (
     COMPILED,
-    HOOKS_GONE,
     Compiled,
     OptimizerWatch,
     Stepping,
@@ -422,8 +420,6 @@ class LocalRunner:
             raise
         finally:
             self._in_steps_s += calls.in_steps_s
-        if not self._work.watch.is_alive:
-            raise UnreliableError(HOOKS_GONE.format(size=request.batch_size))
         # The exception is gone by now, and with it the frames that held the failed step's tensors.
         if failure is None:
             usage = self._usage()
