@@ -157,46 +157,6 @@ def recommendation():
     return model, step
 
 
-def detection():
-    """A pyramid of features, focal and smooth losses, suppressed scores."""
-
-    class Pyramid(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.SiLU())
-            self.levels = nn.ModuleList([
-                nn.Sequential(nn.Conv2d(32 * 2**i, 64 * 2**i, 3, 2, 1, bias=False), nn.BatchNorm2d(64 * 2**i), nn.SiLU())
-                for i in range(2)
-            ])  # fmt: skip
-            self.lateral = nn.ModuleList([nn.Conv2d(64, 64, 1), nn.Conv2d(128, 64, 1)])
-            self.scores, self.boxes = nn.Conv2d(64, 20, 3, padding=1), nn.Conv2d(64, 4, 3, padding=1)
-
-        def forward(self, images):
-            first = self.levels[0](self.stem(images))
-            second = self.lateral[1](self.levels[1](first))
-            first = self.lateral[0](first) + F.interpolate(second, scale_factor=2)
-            found = [
-                (of(level).flatten(2).transpose(1, 2)) for of in (self.scores, self.boxes) for level in (first, second)
-            ]
-            return torch.cat(found[:2], 1), torch.cat(found[2:], 1)
-
-    model = Pyramid().to(CUDA)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.937, nesterov=True)
-
-    def step(model, batch_size):
-        scores, boxes = model(draw(batch_size, 3, 64, 64))
-        wanted = torch.zeros_like(scores)
-        shares = scores.sigmoid()
-        losses = F.binary_cross_entropy_with_logits(scores, wanted, reduction="none")
-        sure = shares * wanted + (1 - shares) * (1 - wanted)
-        loss = (losses * (1 - sure) ** 2).sum() / batch_size + F.smooth_l1_loss(boxes, torch.zeros_like(boxes))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return model, step
-
-
 def adversarial():
     """A generator and a critic with optimizers of their own."""
     generator = nn.Sequential(
@@ -226,32 +186,9 @@ def adversarial():
     return model, step
 
 
-def points():
-    """Neighbours of points by distance, features of the nearest, batch norms, a maximum."""
-    first, second = nn.Conv2d(6, 64, 1, bias=False), nn.Conv1d(64, 128, 1)
-    model = nn.ModuleList([first, nn.BatchNorm2d(64), second, nn.BatchNorm1d(128), nn.Linear(128, 40)]).to(CUDA)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-
-    def step(model, batch_size):
-        cloud = draw(batch_size, 128, 3)
-        nearest = torch.cdist(cloud, cloud).topk(8, largest=False)[1]
-        others = cloud.gather(1, nearest.reshape(batch_size, -1, 1).expand(-1, -1, 3)).view(batch_size, 128, 8, 3)
-        edges = torch.cat([others - cloud[:, :, None], cloud[:, :, None].expand_as(others)], -1).permute(0, 3, 1, 2)
-        features = F.leaky_relu(model[1](model[0](edges)), 0.2).max(-1)[0]
-        pooled = F.leaky_relu(model[3](model[2](features)), 0.2).amax(-1)
-        loss = F.cross_entropy(model[4](pooled), labels(batch_size))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return model, step
-
-
 STRANGERS = {
     "llama": llama,
     "diffusion": diffusion,
     "recommendation": recommendation,
-    "detection": detection,
     "adversarial": adversarial,
-    "points": points,
 }

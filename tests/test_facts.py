@@ -55,11 +55,6 @@ def test_the_timing_noise_is_the_spread_of_repeated_trials(before, after, words)
     assert words in sentence(again, "throughput")
 
 
-def test_without_a_speed_there_is_no_throughput_line():
-    for speeds in ({"b8": 5.0}, {"b8": 5.0, "b32": 0.0}, {"b32": None}):
-        assert "throughput" not in report(timed(**speeds))
-
-
 @pytest.mark.parametrize(
     ("predicted", "tried", "words"),
     [

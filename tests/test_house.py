@@ -21,8 +21,9 @@ MODULES = {
 DEVICE_CLASSES = {"SimulatedDevice", "HostDevice", "AcceleratorDevice", "MpsDevice"}
 
 
-def frames_to_the_step(**options):
-    """Return the package's frames from `find_max_batch` to each call of the step, outermost first."""
+@pytest.mark.parametrize("options", [{"global_batch": 64}, {"memory_fraction": 1.0}])
+def test_the_step_is_near_the_call(options):
+    """The frames of the package at each call of the step, outermost first."""
     seen = Log()
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -39,14 +40,8 @@ def frames_to_the_step(**options):
         optimizer.step()
 
     oomprobe.find_max_batch(model, step, device=LedgerDevice(), max_batch=4, progress="off", **options)
-    return seen
-
-
-@pytest.mark.parametrize("options", [{"global_batch": 64}, {"memory_fraction": 1.0}])
-def test_the_step_is_near_the_call(options):
-    calls = frames_to_the_step(**options)
-    assert len(calls) > 10
-    for frames in calls:
+    assert len(seen) > 10
+    for frames in seen:
         assert frames[0] == ("probe.py", "find_max_batch")
         assert len(frames) <= 12, frames
         assert len({file for file, _ in frames}) <= 4, frames

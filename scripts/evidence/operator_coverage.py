@@ -147,7 +147,7 @@ MODELS = {
     "wav2vec2": partial(configured, "Wav2Vec2Config", "Wav2Vec2Model", of_samples, mask_time_prob=0.0, **SMALL),
     "diffusers unet": denoiser,
     "torch_geometric": graph,
-    **{f"our {name}": STRANGERS[name] for name in ("detection", "adversarial", "recommendation", "points", "diffusion")},
+    **{f"our {name}": STRANGERS[name] for name in ("adversarial", "recommendation", "diffusion")},
 }  # fmt: skip
 
 
