@@ -20,8 +20,8 @@ import torch
 
 from oomprobe.state.compare import same
 from oomprobe.state.contents import PLAIN, Values
-from oomprobe.state.references import MISSING, BoundMethod, Reference, keyed
-from oomprobe.state.tensors import AnyCopy, GraphTensor, HostCopies, TensorCopy, WrapperCopy, can_copy, version_of
+from oomprobe.state.references import MISSING, BoundMethod, Reference, Saved, keyed, refers_to
+from oomprobe.state.tensors import AnyCopy, GraphTensor, HostCopies, TensorCopy, can_copy, version_of
 from oomprobe.state.walk import Kind, Met, module_of
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are put back before every trial, larger ones at the end
@@ -77,7 +77,7 @@ class Place:
         save = partial(saved, copies=self._copies, trains=self.values.trains)
         self._before = {save(key): save(value) for key, value in _by_key(now).items()}
         # Plain values are compared by `is` alone, which is several times as fast.
-        self._is_plain = not any(isinstance(part, _SAVED) for part in chain(self._before, self._before.values()))
+        self._is_plain = not any(isinstance(part, Saved) for part in chain(self._before, self._before.values()))
 
     @property
     def name(self) -> str:
@@ -147,7 +147,7 @@ class Place:
         changed: dict[str, Any] = {}
         for key in {**before, **now}:
             is_there = key in now
-            if is_there and _refers_to(before.get(key, MISSING), now[key]):
+            if is_there and refers_to(before.get(key, MISSING), now[key]):
                 continue
             first = _find(before.get(key), before.get(key))
             if first is None and is_there:
@@ -182,7 +182,7 @@ class Place:
             return False
         if isinstance(now, set):
             return all(_find(value) in now for value in before)
-        refers = is_ if self._is_plain else _refers_to
+        refers = is_ if self._is_plain else refers_to
         # By `map`, because there are a hundred thousand of these before every trial.
         has_values = all(map(refers, before.values(), now.values() if isinstance(now, dict) else now))
         if not isinstance(now, dict):
@@ -197,20 +197,9 @@ def _by_key(now: Any) -> dict[Any, Any]:
     return dict(zip(now, now, strict=True) if isinstance(now, set) else keyed(now))
 
 
-# What stands in a place for a value that it does not keep alive.
-_SAVED = (TensorCopy, WrapperCopy, GraphTensor, Reference, BoundMethod)
-
-
-def _refers_to(before: Any, now: Any) -> bool:
-    """Return whether a value is the one that was saved."""
-    if isinstance(before, _SAVED):
-        return before.refers_to(now)
-    return before is now
-
-
 def _find(before: Any, gone: Any = MISSING) -> Any:
     """Return the value that was saved, or `gone` if it was freed."""
-    if not isinstance(before, _SAVED):
+    if not isinstance(before, Saved):
         return before
     value = before.find()
     return gone if value is None else value

@@ -73,7 +73,24 @@ def weak(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     return find
 
 
-class Reference:
+class Saved:
+    """What stands for a value of the user's that it does not keep alive."""
+
+    find: Callable[[], Any]  # returns the value; None if it is gone
+
+    def refers_to(self, value: Any) -> bool:
+        """Return whether a value is the one that this stands for."""
+        raise NotImplementedError
+
+
+def refers_to(before: Any, now: Any) -> bool:
+    """Return whether a value is the one that was saved."""
+    if isinstance(before, Saved):
+        return before.refers_to(now)
+    return before is now
+
+
+class Reference(Saved):
     """A reference to an object or a container of the user's.
 
     It is strong until `let_go`. After that, `find` returns the object while the user's code holds it, and `restore` makes it
@@ -119,10 +136,11 @@ class Reference:
                 self._is_strong = True
                 return
         if isinstance(value, tuple):
-            self._parts = [save(part) for part in value]
-            if any(part is MISSING for part in self._parts):
+            parts = [save(part) for part in value]
+            if any(part is MISSING for part in parts):
                 self._is_strong = True
                 return
+            self._parts = parts
         if isinstance(value, defaultdict):
             self._factory = value.default_factory
         elif isinstance(value, deque):
@@ -166,12 +184,14 @@ class Reference:
     def refers_to(self, value: Any) -> bool:
         """Return whether a value is the object.
 
-        Another list, dict or tuple that the step made may have the id of one that is gone: then it takes its place, and
-        its contents.
+        Another list or dict that the step made may have the id of one that is gone: then it takes its place, and its
+        contents. A tuple cannot: it has to hold what this one held.
         """
         if self._weak is not None:
             return value is not None and self._weak() is value
-        return id(value) == self._id and type(value) is self.kind
+        if id(value) != self._id or type(value) is not self.kind:
+            return False
+        return not self._parts or all(map(refers_to, self._parts, value))
 
     def restore(self, get: Callable[[Any], Any]) -> Any:
         """Return the object, made anew if it is gone, and then kept alive until `let_go_again`.
@@ -203,7 +223,7 @@ class Reference:
         return value
 
 
-class BoundMethod:
+class BoundMethod(Saved):
     """A bound method, whose object it does not keep alive."""
 
     def __init__(self, method: types.MethodType, owner: Reference) -> None:

@@ -14,7 +14,7 @@ from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.ground import linux
 from oomprobe.ground.units import format_bytes
 from oomprobe.state.compare import inner_tensors
-from oomprobe.state.references import References, weak
+from oomprobe.state.references import References, Saved, weak
 from oomprobe.state.walk import has_data, is_learnable
 
 PAGE_BYTES = 2**12
@@ -107,14 +107,14 @@ def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class TensorCopy:
+class TensorCopy(Saved):
     """A copy of a strided tensor: its storage, geometry and bytes.
 
     The tensor is not kept alive, so that a step which replaces it can free the old one; `restore` makes it anew.
     """
 
     def __init__(self, tensor: torch.Tensor, storage: StorageCopy) -> None:
-        self.find = weak(tensor)
+        self.find: Callable[[], torch.Tensor | None] = weak(tensor)
         self.storage, self.device = storage, tensor.device
         self._kind = type(tensor)
         self._geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -175,7 +175,7 @@ class TensorCopy:
         return self._looks_the_same(tensor) and tensor.untyped_storage() is self.storage.find()
 
 
-class WrapperCopy:
+class WrapperCopy(Saved):
     """A tensor subclass that wraps tensors, such as DTensor: kept alive, with copies of the tensors inside."""
 
     is_replaced, has_bytes = False, True
@@ -213,7 +213,7 @@ class WrapperCopy:
 AnyCopy = TensorCopy | WrapperCopy
 
 
-class GraphTensor:
+class GraphTensor(Saved):
     """A tensor that is not copied: it has a graph, no data or no plain storage. To keep it alive would keep a step's memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
