@@ -3,7 +3,6 @@
 import functools
 import io
 import json
-import os
 import pickle
 import re
 import struct
@@ -17,7 +16,7 @@ from recordings import NAMES, Recording, segment_of, snapshot_of
 
 import oomprobe
 from oomprobe.cli import main
-from oomprobe.explaining import snapshot
+from oomprobe.explaining import explanation, snapshot
 
 GIB, MIB = 2**30, 2**20
 
@@ -173,7 +172,6 @@ FREE = {"action": "free_completed", "addr": 2**41, "size": 512, "stream": 0, "fr
     ("change", "reason"),
     [
         ({"allocator_settings": {"max_split_size": 2**27}}, "max_split_size=134217728"),
-        ({"allocator_settings": {"garbage_collection_threshold": 0.8}}, "garbage_collection_threshold=0.8"),
         ({"allocator_settings": {"roundup_power2_divisions": {"256": 4}}}, "roundup_power2_divisions"),
         ({"device_traces": []}, "no request was recorded"),
         # As _record_memory_history(True) of old versions leaves it.
@@ -223,9 +221,7 @@ def test_long_names_leave_room_for_the_numbers(explained):
     "file",
     [
         "/tmp/torchinductor_me-you/ab/cabc.py",
-        r"C:\uv\python\cpython-3.10.19-windows-x86_64-none\lib\copy.py",
         r"C:\Python310\Lib\copy.py",
-        "/usr/lib/python3.12/copy.py",
         "/env/site-packages/torch/nn/modules/linear.py",
     ],
 )
@@ -234,14 +230,6 @@ def test_code_of_libraries_is_not_the_users(file, explained):
     for event in snapshot["device_traces"][0]:
         event["frames"] = [{"name": "call", "filename": file, "line": 1}, *FRAMES]
     assert list(explained(snapshot).held) == ["model.py:7 in forward"]
-
-
-def test_blocks_of_no_bytes_have_no_shares(explained):
-    segment = pages(2**41, 2 * MIB, (0, 512))
-    segment["blocks"][0]["requested_size"] = 0
-    explanation = explained({"segments": [segment], "device_traces": [[]]})
-    assert explanation.live_bytes == 0
-    assert "what was live" not in str(explanation)
 
 
 # --- logs ---
@@ -269,8 +257,6 @@ OTHER = "Process {} has {} GiB memory in use. "
         (NEW, 2.00, 1.04, OWN.format(22.60), 21.9, 0.30, "live"),
         (NEW, 2.00, 0.04, OWN.format(3.60) + OTHER.format(812, 20.00), 2.9, 0.30, "others"),
         (NEW, 2.00, 0.04, OTHER.format(812, 3.60) + OTHER.format(9, 20.00), 2.9, 0.30, "others"),
-        (NEW, 2.00, 0.50, OTHER.format(812, 22.60) + OTHER.format(9, 0.50), 21.9, 0.30, "live"),
-        (NEW, 2.00, 0.04, OWN.format(3.60), 2.9, 0.30, "others"),  # in use, and not by this process
         (NEW, 2.00, 11.0, OWN.format(12.6) + "12.00 GiB allowed; ", 11.9, 0.05, "cap"),
         (NEW, 2.00, 11.0, OWN.format(12.6) + "12.00 GiB allowed; ", 7.0, 4.90, "fragmentation"),
         (NEW, 2.00, 11.0, OWN.format(12.6), 11.9, 0.05, "unknown"),
@@ -298,11 +284,6 @@ def test_the_text_of_an_error(text, asked, free, processes, live, unused, cause,
     ("text", "cause", "requested_bytes", "live_bytes"),
     [
         (
-            "CUDA out of memory. Tried to allocate 1.12 MiB (GPU 0; 22.37 GiB total capacity; 15.87 GiB already allocated; 3.56 MiB free; "
-            "787.74 MiB cached)",  # before torch 1.4, "cached" is what is not allocated
-            *("fragmentation", int(1.12 * MIB), int(15.87 * GIB)),
-        ),
-        (
             "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 31.75 GiB total capacity; 612.33 MiB already allocated; 14.75 MiB "
             "free; 622.00 MiB reserved in total by PyTorch)",  # no word of others, who must hold 30 GiB
             *("others", 20 * MIB, int(612.33 * MIB)),
@@ -311,11 +292,6 @@ def test_the_text_of_an_error(text, asked, free, processes, live, unused, cause,
             "Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 22.10 GiB\nRequested"
             "               : 2.00 GiB\nDevice limit            : 23.65 GiB\nFree (according to CUDA): 1.00 GiB\n",  # cudaMallocAsync
             *("live", 2 * GIB, int(22.1 * GIB)),
-        ),
-        (
-            "XPU out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 16.50 GiB. Of the allocated memory 16.40 GiB is "
-            "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.",
-            *("live", 512 * MIB, int(16.4 * GIB)),
         ),
         (
             "MPS backend out of memory (MPS allocated: 9.57 GiB, other allocations: 17.35 GiB, max allowed: 27.20 GiB). Tried to allocate "
@@ -398,35 +374,20 @@ WHOLE = changed()
 PROTO = b"\x80\x04"
 HOSTILE = {
     "a call": PROTO + b"\x8c\x08builtins\x8c\x05print\x93\x8c\x03ran\x85R.",
-    "a global alone": PROTO + b"cbuiltins\nprint\n.",
-    "an extension": PROTO + b"\x82\x01.",
-    "a persistent id": PROTO + b"\x8c\x01xQ.",
     "a set beside what is read": changed(more={1, 2}),
-    "an instance": PROTO + b"(ibuiltins\nprint\n.",
     "text opcodes": PROTO + b"I" + b"9" * 100_000 + b"\n.",
-    "a long integer": PROTO + b"\x8b" + struct.pack("<I", 2**30) + b"1",
     "a memo index": PROTO + b"]r" + struct.pack("<I", 2**32 - 1) + b".",
     "a memo bomb": PROTO + b"]\x94" + b"(h\x00h\x00h\x00e" * 10_000 + b".",
-    "deep lists": PROTO + b"]" * 300_000 + b"a" * 299_999 + b".",
     "deep tuples as a key": PROTO + b"}" + b")" + b"\x85" * 300_000 + b"Ks.",
+    "deep lists": PROTO + b"]" * 300_000 + b"a" * 299_999 + b".",
     "a huge string": PROTO + b"X" + struct.pack("<I", 2**32 - 1) + b"abc.",
-    "huge bytes": PROTO + b"\x8e" + struct.pack("<Q", 2**62) + b".",
-    "a huge frame": PROTO + b"\x95" + struct.pack("<Q", 2**62) + b".",
     "cut off": WHOLE[: len(WHOLE) // 2],
-    "one byte": PROTO[:1],
     "only a header": PROTO,
-    "a list": pickle.dumps([1, 2, 3]),
-    "no segments": pickle.dumps({"device_traces": [[]]}),
     "nothing recorded": pickle.dumps({"segments": [], "device_traces": [[]]}),
-    "segments that are numbers": pickle.dumps({"segments": [1], "device_traces": []}),
     "a negative size": changed(event={"size": -1}),
     "a size that is a text": changed(event={"size": "1"}),
-    "a size that is no number": changed(event={"size": float("nan")}),
-    "a size beyond 64 bits": changed(event={"size": 2**70}),
-    "an address that is true": changed(event={"addr": True}),
     "a block that leaves its segment": changed(segment={"total_size": 1000}),
     "an unknown block": pickle.dumps({"segments": [{"device": 0}], "device_traces": []}),
-    "binary noise": bytes(range(256)) * 40,
     "an empty file": b"",
     "a text without an error": b"step 1\nstep 2\n",
     "an error of the host": b"RuntimeError: DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes.",
@@ -445,26 +406,19 @@ def test_a_file_of_a_stranger_ends_in_a_sentence(name, tmp_path, capsys):
     assert "ran" not in err.split()
 
 
-@pytest.mark.slow
-def test_a_file_that_takes_too_much_memory(tmp_path, capsys):
-    path = tmp_path / "file"
-    path.write_bytes(PROTO + b"]" * (snapshot.MOST_CONTAINERS + 1) + b".")
-    assert main(["explain", str(path)]) == 2
-    assert "it has more than 20,000,000 lists and dicts" in capsys.readouterr().err
-    os.truncate(path, snapshot.MOST_FILE_BYTES + 1)
-    assert main(["explain", str(path)]) == 2
-    assert "it is larger than 1.00 GiB" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("limited", "limit", "said"),
+    [
+        (snapshot, "MOST_CONTAINERS", "it has more than 9 lists and dicts"),
+        (explanation, "MOST_FILE_BYTES", "it is larger than 9"),
+    ],
+)
+def test_a_file_that_takes_too_much_memory(limited, limit, said, written, capsys, monkeypatch):
+    monkeypatch.setattr(limited, limit, 9)
+    assert main(["explain", str(written(warm()))]) == 2
+    assert said in capsys.readouterr().err
 
 
-def test_shared_stacks_cost_no_more_than_they_say(explained):
-    """A stack of 100,000 frames that all events share, as a file of a few bytes can have it."""
-    snapshot, frames = warm(), 100_000 * [{"name": "f", "filename": "/a.py", "line": 7}]
-    for event in snapshot["device_traces"][0]:
-        event["frames"] = frames
-    assert "/a.py:7 in f" in explained(snapshot).held
-
-
-def test_a_missing_file_and_a_folder(tmp_path, capsys):
-    for path in (tmp_path / "none", tmp_path):
-        assert main(["explain", str(path)]) == 2
-        assert "cannot be explained" in capsys.readouterr().err
+def test_a_folder_is_no_file(tmp_path, capsys):
+    assert main(["explain", str(tmp_path)]) == 2
+    assert "cannot be explained" in capsys.readouterr().err

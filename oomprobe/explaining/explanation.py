@@ -344,7 +344,7 @@ def _shares(title: str, sizes: Mapping[str, int]) -> Block:
     rest = total - sum(nbytes for _, nbytes in shown)
     if rest:
         shown.append((f"{len(sizes) - MOST_ROWS} more", rest))
-    if not total or {*sizes} <= {UNKNOWN}:
+    if {*sizes} <= {UNKNOWN}:
         return Block(title, "")
     rows = []
     for name, nbytes in shown:

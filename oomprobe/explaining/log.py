@@ -27,7 +27,7 @@ _FIELDS = {
     "live": re.compile(
         rf"memory {_SIZE} is allocated|{_SIZE} already allocated|MPS allocated: {_SIZE}|Currently allocated +: {_SIZE}"
     ),
-    "unused": re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated|{_SIZE} cached"),
+    "unused": re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated"),
     "reserved": re.compile(rf"{_SIZE} reserved in total"),
 }
 

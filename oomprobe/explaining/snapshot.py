@@ -116,9 +116,6 @@ class _PlainUnpickler(_Unpickler):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot is plain data")
 
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise pickle.UnpicklingError("it refers to an object outside, and a snapshot is plain data")
-
     def _make(self, kind: Callable[[], Any]) -> None:
         self._containers += 1
         if self._containers > MOST_CONTAINERS:
