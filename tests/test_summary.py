@@ -15,7 +15,6 @@ from oomprobe.records.options import Options
 from oomprobe.records.patience import Patience
 from oomprobe.records.trials import DeviceInfo, Outcome, Phase, RunnerInfo, Verdict
 from oomprobe.report.progress import Reporter
-from oomprobe.report.trials import trials_table
 from oomprobe.rules.diagnosis import Calls
 from oomprobe.rules.search import Found
 
@@ -37,54 +36,8 @@ def bench(*trials, on_host=True, step_names=("step",), **options):
     return session
 
 
-def result(*trials, found=None, **fields):
-    return summary.result_of(bench(*trials, **fields), found or Found(batch_size=trials[-1].batch_size))
-
-
-def test_the_first_failing_size_is_above_the_limit():
-    trials = [trial(8, passed=False), trial(16), trial(32, passed=False, phase=Phase.BISECT), trial(64, passed=False)]
-    found = Found(batch_size=16, limit=16, first_failing=8)
-    assert result(*trials, found=found).first_failing_batch_size == 64
-    assert result(*trials[:3], found=found).first_failing_batch_size is None
-    assert result(*trials[:2], found=dataclasses.replace(found, first_failing=20)).first_failing_batch_size == 20
-    transient = dataclasses.replace(found, transient=(64,))
-    assert result(*trials, found=transient).first_failing_batch_size is None
-
-
-@pytest.mark.parametrize(
-    ("retries", "steps", "told"),
-    [(3, 6, "3 allocator retries in 6 calls"), (1, 1, "1 allocator retry in 1 call"), (2, 6, None), (0, 0, None)],
-)
-def test_an_answer_with_retries_on_half_of_its_calls_is_marginal(retries, steps, told):
-    answer = trial(4, alloc_retries=retries, steps=steps)
-    notes = [note for note in result(answer).notes if note.startswith("marginal: ")]
-    assert [note.partition(". ")[0] for note in notes] == [f"marginal: batch 4 ran with {told}"] * (told is not None)
-    assert told is None or f"^ {told.partition(' in ')[0]}\n" in trials_table([answer]) + "\n"
-
-
-LEAKING = {"phase": Phase.CONFIRM, "step_leaked_bytes": MIB}
-
-
-@pytest.mark.parametrize(
-    ("fields", "more", "steps"),
-    [
-        ({"peak_reserved_bytes": 36 * MIB}, [trial(3)], 64),
-        ({"peak_reserved_bytes": 36 * MIB}, [trial(3, passed=False)], 64),
-        ({"peak_reserved_bytes": 90 * MIB}, [trial(2, phase=Phase.CONFIRM, accumulation_steps=4)], 10),
-        # The peak of live tensors leaves out fragmentation, so the whole budget counts as used.
-        ({"peak_reserved_bytes": None, "peak_allocated_bytes": 36 * MIB}, [], 10),
-        ({"leaked_bytes": 6 * MIB, "peak_reserved_bytes": 90 * MIB}, [], 10),
-    ],
-    ids=["a larger size ran", "a larger size failed", "the plan's trial", "reserved unknown", "two kinds of leak"],
-)
-def test_a_leak_says_how_long_the_free_memory_lasts(fields, more, steps):
-    confirmed = trial(2, **LEAKING, **fields)
-    found = Found(batch_size=2)
-    [note] = [line for line in result(trial(1), confirmed, *more, found=found).notes if line.startswith("leak")]
-    assert note == (
-        f"leak: each step at batch 2 keeps 1.00 MiB, so the free memory lasts for about {steps} steps; something "
-        "keeps tensors of each step"
-    )
+def not_covered(*step_names):
+    return summary.result_of(bench(trial(1), step_names=step_names), Found(batch_size=1)).not_covered
 
 
 @pytest.mark.parametrize(
@@ -93,51 +46,18 @@ def test_a_leak_says_how_long_the_free_memory_lasts(fields, more, steps):
 )
 def test_a_step_covers_evaluation_if_its_name_says_so(names, covered):
     for name in names.split():
-        listed = [line.split()[0] for line in result(trial(1), step_names=["train", name]).not_covered]
+        listed = [line.split()[0] for line in not_covered("train", name)]
         assert listed == ["evaluation"] * (not covered) + ["saving", "longest", "smaller", "other", "data", "state"]
 
 
 def test_what_comes_late_is_not_covered_unless_a_step_is_named_so():
     def told(*names):
-        items = [item for item in result(trial(1), step_names=names).not_covered if "come late" in item]
+        items = [item for item in not_covered(*names) if "come late" in item]
         return "".join(items).partition(", which")[0]
 
     assert told("") == "saving a checkpoint, the last evaluation, resuming from a checkpoint"
     assert told("train", "eval") == "saving a checkpoint, resuming from a checkpoint"
     assert told("train", "evaluate", "save_and_resume") == ""
-
-
-GAPS = "MiB were in gaps between them. PYTORCH_ALLOC_CONF=expandable_segments:True may take that back: try it"
-
-
-@pytest.mark.parametrize(
-    ("of_answer", "of_failure", "settings", "said"),
-    [
-        ((60, 70), (62, 80), "", f"fragmentation: batch 4 reserved 70.00 MiB for 60.00 MiB of tensors, so 10.00 {GAPS}"),
-        ((66, 70), (62, 80), "", f"fragmentation: batch 5 reserved 80.00 MiB for 62.00 MiB of tensors before it failed, so 18.00 {GAPS}"),
-        ((66, 70), (75, 80), "", None),
-        ((60, 70), (62, 80), "expandable_segments:True", None),
-        ((60, 70), (62, 80), "backend:cudaMallocAsync", None),
-        ((60, 70), None, "", None),  # memory does not limit
-    ],
-)  # fmt: skip
-def test_gaps_between_tensors_are_said_where_a_setting_may_take_them_back(
-    of_answer, of_failure, settings, said, monkeypatch
-):
-    for name in allocator_settings.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    if settings:
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
-
-    def at(size, mib, **fields):
-        return trial(size, peak_allocated_bytes=mib[0] * MIB, peak_reserved_bytes=mib[1] * MIB, **fields)
-
-    trials = [at(4, of_answer)]
-    if of_failure is not None:
-        trials.insert(0, at(5, of_failure, passed=False))
-    deciding = None if of_failure is None else 5
-    notes = result(*trials, on_host=False, found=Found(batch_size=4, limit=4, deciding=deciding)).notes
-    assert [note for note in notes if "fragmentation" in note] == ([] if said is None else [said])
 
 
 # --- all that is said, in scenarios ---
@@ -158,7 +78,19 @@ SIMULATED, ON_CUDA, AS_COMMAND = (
     {"environment": {"command": "a"}},
 )
 COMPILED = Notes([remark("first"), Note(text="compiled", kind=NoteKind.COMPILES)])
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 UNPREDICTED = Outcome(trial=trial(8), unpredicted="it draws")
+
+
+def took_mib(allocated, reserved):
+    return {"peak_allocated_bytes": allocated * MIB, "peak_reserved_bytes": reserved * MIB}
+
+
+def leaking(**fields):
+    return trial(8, phase=Phase.CONFIRM, step_leaked_bytes=MIB, **fields)
+
+
+GAPS = {"trials": [trial(8, **took_mib(60, 70)), failed(**took_mib(62, 80))], "device": ON_CUDA, "found": AT_NINE}
 SCENARIOS = {
     "nothing told": {},
     "a size limit": {"trials": [trial(8), failed(Verdict.SIZE_LIMIT)], "found": AT_NINE},
@@ -170,6 +102,11 @@ SCENARIOS = {
     "no time to grow, and no need": {"told": {"has_time_to_grow": False}, "max_batch": 8},
     "a larger limit": {"found": {"limit": 12, "first_failing": 13}},
     "a failure at the limit": {"trials": [trial(8), failed(size=12), failed(size=14)], "found": {"limit": 12, "first_failing": 12}},
+    "failures below and above": {
+        "trials": [failed(size=4), trial(8), failed(size=16, phase=Phase.BISECT), failed(size=32)], "found": {"limit": 8, "first_failing": 4},
+    },
+    "a failure that bisecting met": {"trials": [trial(8), failed(size=16, phase=Phase.BISECT)], "found": {"limit": 8, "first_failing": 4}},
+    "a failure that did not last": {"trials": [trial(8), failed(size=32)], "found": {"limit": 8, "first_failing": 4, "transient": (32,)}},
     "confirmed": {"told": {"program.confirmed": 50}},
     "confirmed until settled": {"trials": [trial(8, settled_after=7)], "told": {"program.confirmed": 7}},
     "two steps": {"told": {"program.confirmed": 1}, "facts": {"step_names": ("train", "eval")}},
@@ -196,8 +133,17 @@ SCENARIOS = {
         "trials": [trial(8, leaked_bytes=9 * MIB, step_leaked_bytes=MIB)], "told": {"held_by_step": ". The code held a list"},
     },
     "kept by gradients": {"trials": [trial(8, step_leaked_bytes=3 * MIB)], "told": {"gradients_hold_graphs": True}},
+    "kept by each step, a larger size ran": {"trials": [leaking(peak_reserved_bytes=36 * MIB), trial(9)]},
+    "kept by each step, a larger size failed": {"trials": [leaking(peak_reserved_bytes=36 * MIB), failed()]},
+    "kept by each step, beside the plan's trial": {
+        "trials": [leaking(peak_reserved_bytes=90 * MIB), trial(8, phase=Phase.CONFIRM, accumulation_steps=4)],
+    },
+    "kept by each step, reserved unknown": {"trials": [leaking(peak_allocated_bytes=36 * MIB)]},
     "pressed": {"trials": [trial(8, alloc_retries=3, steps=3)]},
-    "pressed, set already": {"trials": [trial(8, alloc_retries=3, steps=3)], "settings": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}},
+    "pressed on half of its calls": {"trials": [trial(8, alloc_retries=3, steps=6)]},
+    "pressed once": {"trials": [trial(8, alloc_retries=1, steps=1)]},
+    "hardly pressed": {"trials": [trial(8, alloc_retries=2, steps=6)]},
+    "pressed, set already": {"trials": [trial(8, alloc_retries=3, steps=3)], "settings": EXPANDABLE},
     "crowded": {"device": ON_CUDA, "told": {"neighbours.held_bytes": [3 * 2**30]}},
     "crowded, and shrank": {"device": ON_CUDA, "told": {"neighbours.held_bytes": [3 * 2**30, 2**30]}},
     "not crowded, and grew": {"device": ON_CUDA, "told": {"neighbours.held_bytes": [2 * 2**30, 0, 2 * 2**30 + MIB]}},
@@ -205,6 +151,12 @@ SCENARIOS = {
     "contaminated": {"told": {"neighbours.notes": Notes([remark("others")]), "neighbours.contaminated": True}},
     "not exact": {"trials": [trial(8), failed(size=13)], "found": {"deciding": 13}, "multiple_of": 4},
     "exact": {"trials": [trial(8), failed(size=12)], "found": {"deciding": 12}, "multiple_of": 4},
+    "gaps of the failure": GAPS | {"trials": [trial(8, **took_mib(66, 70)), failed(**took_mib(62, 80))]},
+    "gaps of the answer": GAPS,
+    "gaps, expandable": {**GAPS, "settings": EXPANDABLE},
+    "gaps of another allocator": {**GAPS, "settings": {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}},
+    "gaps, where memory does not limit": {"trials": [trial(8, **took_mib(60, 70))], "device": ON_CUDA},
+    "small gaps": GAPS | {"trials": [trial(8, **took_mib(66, 70)), failed(**took_mib(75, 80))]},
     "gaps of a command": {
         "trials": [trial(8, peak_allocated_bytes=MIB, peak_reserved_bytes=2 * MIB), failed()],
         "device": ON_CUDA, "facts": AS_COMMAND, "found": AT_NINE,
