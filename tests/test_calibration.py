@@ -8,8 +8,7 @@ import calibrate
 import calibration
 import pytest
 import torch
-from calibration import litgpt_hub, timm_loop
-from calibration.litgpt_model import NF4Linear
+from calibration import timm_loop
 from calibration.rows import EVIDENCE
 
 
@@ -45,21 +44,3 @@ def test_the_loop_of_timm_descends_as_its_benchmark_does():
     kept = [tried[512][1].peak_reserved_bytes >> 20 for tried in (alone, after)]
     assert kept[0] < 560
     assert kept[1] > 760  # the smaller batch lies in the larger one's segment
-
-
-def test_orders_of_peaks_count_what_ran_out_of_memory_as_largest():
-    peaks = {"a": (100, 90), "b": (101, 50), "c": (200, 80), "d": (None, None), "e": (None, 300)}
-    rows = [{"name": name, "published": low, "simulated": high} for name, (low, high) in peaks.items()]
-    found = {low + high: same for low, high, same in litgpt_hub.orders(rows)}
-    assert found == {"ac": False, "bc": True, **{low + high: True for low in "abc" for high in "de"}}
-
-
-def test_layers_of_4_bits_keep_their_input_as_long_as_the_graph():
-    layer = NF4Linear(64, 32, bias=False)
-    assert sum(buffer.nbytes for buffer in layer.buffers()) == 64 * 32 // 2 + 64 * 32 // 64 * 4 + 64
-    x = torch.ones(2, 64, requires_grad=True)
-    result = layer(x)
-    result.sum().backward()
-    assert result.grad_fn.kept is x
-    assert x.grad.shape == x.shape
-    assert layer(x.detach()).grad_fn is None
