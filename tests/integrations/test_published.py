@@ -13,35 +13,17 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILIES = {path.stem: json.loads(path.read_text()) for path in EVIDENCE.glob("*.json")}
 EXACT = {  # within 128 KiB: a workspace of cuBLAS takes 8 MiB, a copy of the logits 1 GB or more
-    "fms": [
-        "Mistral-7B full, batch 4",
-        "Mistral-7B LoRA, batch 4",
-        "PowerLM-3b full, batch 8",
-        "PowerLM-3b LoRA, batch 4",
-    ],
+    "fms": ["Mistral-7B LoRA, batch 4", "PowerLM-3b full, batch 8"],
     "cublas": None,
     "card": ["Mistral-7B LoRA, batch 4"],  # on a card that we measured
 }
 CLOSE = {  # within 0.3 %
     "fms": ["santacoder full, batch 8"],
-    "bert": ["bert-large fp32, 4", "bert-large fp16, 1 x 4, checkpoints"],
-    "litgpt": ["phi-1.5, 1", "StableLM Alpha 3B, 1", "Llama 2 7B, 32 bit norms, 2", "Llama 2 7B, 4"],
-    "litgpt_hub": [
-        "phi-2 lora",
-        "phi-2 qlora",
-        "tiny-llama full",
-        "tiny-llama lora",
-        "tiny-llama qlora",
-        "gemma-7b lora",
-    ],
-    "segmentation": ["fcn r50-d8 512x512", "pspnet r50-d8 512x512"],  # one copy of the logits is 7 %
+    "bert": ["bert-large fp32, 4"],
+    "litgpt": ["phi-1.5, 1", "Llama 2 7B, 4"],
+    "litgpt_hub": ["phi-2 lora", "tiny-llama qlora"],
+    "segmentation": ["pspnet r50-d8 512x512"],  # one copy of the logits is 7 %
 }
-INSIDE = {  # the interval
-    "segmentation": ["pspnet r18-d8 512x1024", "fcn r18-d8 512x1024", "pspnet r50b-d8 512x1024"],
-}
-WINOGRAD = {
-    "segmentation": ["pspnet r50b-d8 512x1024", "fcn r50b-d8 512x1024"]
-}  # without workspaces, 0.3 GiB or more too low
 
 
 def in_one_thread(run):
@@ -74,15 +56,13 @@ def test_peaks_are_close_to_those_published(family):
         assert figure.published_bytes == figure.simulated_bytes or abs(figure.error) <= 0.003, figure
 
 
-@pytest.mark.parametrize("family", INSIDE)
-def test_published_peaks_of_convolutions_are_inside_the_interval(family):
-    assert {figure.verdict for figure in made_again(family, INSIDE[family])} == {"inside"}
-
-
-@pytest.mark.parametrize("family", WINOGRAD)
-def test_workspaces_of_winograd_explain_published_peaks(family):
-    for figure in made_again(family, WINOGRAD[family]):
-        assert abs(figure.explained_bytes - figure.published_bytes) <= figure.rounding_bytes, figure
+def test_published_peaks_of_convolutions_are_inside_the_interval():
+    """Without the workspaces of Winograd, those of r50b would be 0.3 GiB or more too low."""
+    for figure in made_again("segmentation", ["pspnet r18-d8 512x1024", "pspnet r50b-d8 512x1024"]):
+        assert figure.verdict == "inside"
+        assert (
+            "r50b" not in figure.name or abs(figure.explained_bytes - figure.published_bytes) <= figure.rounding_bytes
+        )
 
 
 def test_peaks_of_configurations_have_the_order_published():

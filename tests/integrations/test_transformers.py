@@ -6,9 +6,9 @@ from ledger import Box
 from torch.utils.data import DataLoader
 
 import oomprobe
-from oomprobe.integrations.transformers import find_max_batch, model_and_step
+from oomprobe.integrations.transformers import find_max_batch
 
-from .drivers import QUICK, Collator, Sentences, WatchedTrainer, language_model, trainer, transformers
+from .drivers import QUICK, Collator, Sentences, WatchedTrainer, trainer, transformers
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -28,7 +28,6 @@ def split_of(trainer):
     ("split", "options", "written"),
     [
         ((4, 6), {}, (8, 3)),
-        ((2, 1), {}, (2, 1)),
         ((16, 1), {"max_batch": 6}, (4, 4)),
         ((4, 1), {"global_batch": 40}, (8, 5)),
         ((4, 1), {"global_batch": 7, "multiple_of": 4}, None),
@@ -201,7 +200,6 @@ def test_a_loop_that_does_not_run_as_asked_is_an_error(tmp_path, kind, said):
         ({"train_dataset": None}, {}, {}, "no train_dataset"),
         ({}, {}, {"global_batch": "8"}, "global_batch must be"),
         ({}, {"deepspeed": "a config"}, {}, "deepspeed='a config' spreads the model over ranks"),
-        ({}, {"fsdp": "a config"}, {}, "fsdp='a config' spreads the model over ranks"),
         ({}, {"n_gpu": 3}, {}, r"DataParallel .*CUDA_VISIBLE_DEVICES=0.* 3 ranks"),
         ({}, {"world_size": 3}, {}, "--nproc-per-node 3; .*transformers.model_and_step"),
     ],
@@ -213,30 +211,3 @@ def test_what_cannot_be_probed_is_refused(tmp_path, monkeypatch, given, attribut
         monkeypatch.setattr(type(probed.args), name, property(lambda _, value=value: value))
     with pytest.raises(oomprobe.InvalidArgumentError, match=said):
         find(probed, **options)
-
-
-# --- a rank on a simulated card ---
-
-
-def on_a_rank():
-    """A target for several ranks; the Trainer makes the process group."""
-    args = transformers.TrainingArguments(output_dir="unused", report_to=[], max_steps=9, save_strategy="no")
-    return model_and_step(transformers.Trainer(language_model(), args, Collator(), Sentences(100)))
-
-
-@pytest.fixture
-def accelerate_forgets():
-    """It remembers the number of ranks until its process ends."""
-    from accelerate.state import AcceleratorState, PartialState
-
-    yield
-    AcceleratorState._reset_state()
-    PartialState._reset_state()
-
-
-@pytest.mark.usefixtures("accelerate_forgets")
-def test_a_trainer_on_a_simulated_rank():
-    options = {"nproc_per_node": 4, "device": "sim:1GiB", "progress": "off", "steps": 1, "confirm_steps": 1}
-    result = oomprobe.probe_target(on_a_rank, min_batch=2, max_batch=2, **options)
-    assert (result.batch_size, result.world_size) == (2, 4)
-    assert not torch.distributed.is_initialized()

@@ -130,7 +130,6 @@ def test_every_image_has_all_objects_of_a_quarter_each():
     ("objects", "arguments", "shape", "dtype"),
     [
         (255, {}, (2, 16, 16), torch.uint8),
-        (256, {}, (2, 16, 16), torch.int32),  # too many for 8 bits
         (256, {"overlap_mask": False, "mask_ratio": 2}, (512, 32, 32), torch.uint8),
     ],
 )
@@ -184,16 +183,6 @@ def test_the_optimizer_is_the_one_of_the_trainer(nano):
     assert built_for(optimizer="SGD", dataset_size=640) == "SGD"
 
 
-def test_the_optimizer_does_not_change_weights(nano):
-    training = prepared(nano, objects=4)
-    parameters = list(training.model.parameters())
-    before = [p.clone() for p in parameters]
-    for _ in range(3):
-        training.run(training.model, 2)
-    assert all(map(torch.equal, parameters, before))
-    assert all(p.grad is not None for p in parameters if p.requires_grad)  # as between accumulated steps
-
-
 def test_min_batch_is_two_if_batch_norm_needs_it(nano):
     assert check_train_batch_size(nano, 32, dataset_size=2, device=HERE, **ONCE) == 2
 
@@ -226,11 +215,9 @@ def test_if_nothing_fits_there_is_no_default(nano):
     "wrong",
     [
         {"imgsz": 0},
-        {"imgsz": 64.0},
         {"max_num_obj": -1},
         {"dataset_size": 2.5},
         {"amp": "half"},
-        {"amp": torch.float32},
     ],
     ids=str,
 )
@@ -243,11 +230,8 @@ def test_a_wrong_argument_is_an_error(nano, wrong):
     ("arguments", "stride", "trained_with", "memory_fraction"),
     [
         ([96, torch.bfloat16, 0.8, 3, 50], 32.0, (96, torch.bfloat16, 3, 50), 0.8),
-        ([640, True, 16], 32.0, (640, torch.float16, 1, 0), 0.6),
-        ([65], 32.0, (96, torch.float16, 1, 0), 0.6),
         ([1, False], 32.0, (32, None, 1, 0), 0.6),
         ([64, "bf16"], 32.0, (64, torch.bfloat16, 1, 0), 0.6),
-        ([64, "fp32"], 64.0, (64, None, 1, 0), 0.6),
         ([65, torch.bfloat16], 64.0, (128, torch.bfloat16, 1, 0), 0.6),
     ],
 )
