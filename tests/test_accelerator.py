@@ -45,9 +45,7 @@ def test_an_allocator_without_counters_has_counted_nothing():
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB."), True),
         # raised if memory runs out while the kernel is loaded
         (torch.AcceleratorError("CUDA error: out of memory"), True),
-        (RuntimeError("MPS backend out of memory (MPS allocated: 1.00 GB)"), True),
         (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"), False),
         (None, True),
     ],
 )
@@ -62,9 +60,7 @@ def test_only_out_of_memory_counts_as_healthy(monkeypatch, error, healthy):
     [
         ("win32", "10", "Windows"),
         ("linux", "5.15.167.4-microsoft-standard-WSL2", "WSL"),
-        ("linux", "4.4.0-19041-Microsoft", "WSL"),
         ("linux", "6.8.0-45-generic", None),
-        ("darwin", "23.6.0", None),
     ],
 )
 def test_drivers_spill_on_windows_and_wsl(monkeypatch, system, release, where):

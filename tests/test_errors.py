@@ -66,11 +66,6 @@ def test_an_internal_error_is_70_with_its_traceback(capsys):
 # --- a failed step ---
 
 
-class Speechless(Exception):
-    def __str__(self):
-        raise ValueError("no text either")
-
-
 CALLER = errors.Caller(alone="run train({batch_size})", limit="starting_batch_size", more="It has no logger.")
 UNKNOWN = "To see whether it comes without oomprobe, run step_fn(model, 8) once"
 AT_EVERY_SIZE = (
@@ -83,7 +78,6 @@ AT_EVERY_SIZE = (
     ("own", "options", "said"),
     [
         (KeyError("labels"), {}, f"KeyError: 'labels'\n{AT_EVERY_SIZE}"),
-        (Speechless("x"), {}, f"Speechless: (no text)\n{AT_EVERY_SIZE}"),
         (
             ValueError("x"),
             {"largest_passed": 8},
@@ -108,28 +102,8 @@ AT_EVERY_SIZE = (
             "meant to work (a data set that ends?). To see whether it comes without oomprobe, run train(8). It has no "
             "logger.",
         ),
-        (
-            NameError("name 'modle' is not defined"),
-            {"simulated": True},
-            "NameError: name 'modle' is not defined\nThis is not about memory, so no batch size would help. "
-            "Run step_fn(model, 8) once by itself to see it.",
-        ),
-        (
-            ValueError("x" * 100_000),
-            {},
-            f"ValueError: {'x' * errors.LONGEST_TEXT} ... (100,000 characters in all)\n{AT_EVERY_SIZE}",
-        ),
     ],
-    ids=[
-        "a bug",
-        "no text",
-        "after a pass",
-        "in a later trial",
-        "simulated",
-        "adapter above a pass",
-        "a name that is mistyped",
-        "all its data",
-    ],
+    ids=lambda value: str(value)[:20],
 )
 def test_a_failed_step_says_what_to_do(own, options, said):
     failed = step_failed(own, batch_size=8, **options)
@@ -156,7 +130,6 @@ def test_the_error_of_a_target_is_not_said_to_occur_elsewhere():
     assert str(failed).startswith("the target train.py:build failed with KeyError while it was imported and built: ")
     assert "To see whether it comes without oomprobe, import the file and call the function by itself." in str(failed)
     assert (failed.trials, failed.batch_size) == ((), 0)
-    assert str(errors.target_failed(Speechless("x"), "t:b")).count("(no text)") == 1
 
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "WORLD_SIZE", "env:// rendezvous: environment variable RANK expected"])
@@ -213,10 +186,9 @@ class OwnText(Exception):
     ("error", "text"),
     [
         (KeyError(torch.zeros(3, 4)), "a tensor of shape (3, 4), torch.float32, on cpu"),
-        (ValueError("at", [{"x": torch.zeros(2)}]), "('at', [{'x': a tensor of shape (2,), torch.float32, on cpu}])"),
         (OwnText(torch.zeros(2), 3), "the loss is a tensor of shape (2,), torch.float32, on cpu at 3"),
     ],
-    ids=["key", "nested", "own text"],
+    ids=["key", "own text"],
 )
 def test_a_text_gives_the_shape_of_a_tensor(error, text):
     assert errors.text_of(error) == text

@@ -19,8 +19,6 @@ import oomprobe
 from oomprobe.devices.host import APPROXIMATE, HostDevice, other_malloc
 from oomprobe.ground import linux
 from oomprobe.records.patience import Patience
-from oomprobe.runners.workers import process
-from oomprobe.runners.workers.process import Process as TrialProcess
 
 MIB, GIB = 2**20, 2**30
 QUIET = {"device": "cpu:128MiB", "progress": "off"}
@@ -156,7 +154,6 @@ def test_output_of_a_step_is_shown(capfd):
     [
         (lambda batch_size: sys.exit(3), r"left the process, sys\.exit\(3\)"),
         (lambda batch_size: os._exit(3), "died twice at batch size 1"),
-        (lambda batch_size: os.abort(), "SIGABRT"),
     ],
 )
 def test_a_failing_step_ends_only_its_child(fault, said):
@@ -179,16 +176,6 @@ def test_the_cause_of_a_bug_is_the_steps_exception():
 def test_a_child_that_hangs_is_reported_with_a_remedy():
     with pytest.raises(oomprobe.UnreliableError, match=r"hangs at test_host\.py:\d+.*set_num_threads.*oomprobe run"):
         find_hastily(Patience(stuck_in_step_s=2.0), *linear(lambda batch_size: time.sleep(60)), **QUIET)
-
-
-def test_a_child_that_has_just_started_can_be_ended(monkeypatch):
-    live = process._live
-    monkeypatch.setattr(process, "_live", lambda *given: (time.sleep(0.5), live(*given)))
-    before, began_s = children(), time.monotonic()
-    child = TrialProcess.forked(lambda wire: time.sleep(60))
-    child.end()
-    assert children() == before
-    assert time.monotonic() - began_s < 10
 
 
 def test_a_failed_fork_is_reported(monkeypatch):

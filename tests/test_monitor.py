@@ -11,7 +11,7 @@ from example_results import GIB, MIB, gpu
 from helpers import a_trial
 from test_progress import Terminal
 
-from oomprobe import InvalidArgumentError, PeakMonitor, Phase, ProbeTable, Verdict
+from oomprobe import InvalidArgumentError, PeakMonitor, Phase, ProbeTable
 
 HERE = str(torch.__version__)
 PROBE = replace(gpu(), environment={"torch": HERE, "date": "2026-11-01T08:00:00+00:00"})
@@ -94,7 +94,6 @@ def ran(*sizes_and_peaks, **last):
         (PROBE, 99, None, ""),
         (ran((8, 100), (16, 260), (64, 270)), 10, 140, "8 and 16"),  # the nearest of those that ran
         (ran((8, 100), (8, 110), phase=Phase.CONFIRM, accumulation_steps=4), 8, 110, ""),  # the last
-        (ran((8, 100), (8, 900), verdict=Verdict.OOM), 8, 100, ""),  # that passed
     ],
 )
 def test_the_probed_peak_of_a_size(probe, size, expected, between):
@@ -126,7 +125,6 @@ def test_a_file_and_a_result_are_the_same(tmp_path):
     ("text", "said"),
     [
         (None, "cannot be read as a result"),
-        ("{", "cannot be read as a result"),
         ("[1]", "schema_version None"),
         ('{"schema_version": 1}', "not a result that oomprobe wrote"),
         (ProbeTable(axis="length", rows={8: PROBE}).to_json(), "not with a ProbeTable: of a table pass"),
@@ -212,13 +210,6 @@ def test_rank_0_speaks_for_all_until_one_exceeds(card, capsys, monkeypatch, rank
     train(card, monitor, 1, 22 * GIB)
     assert [line.partition(" GiB")[0] for line in lines(capsys)] == [f"oomprobe: {said}" for said in expected]
     assert monitor.to_dict()["rank"] == int(rank)
-
-
-def test_the_rank_is_the_process_groups_if_there_is_one(card, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
-    assert PeakMonitor(PROBE).to_dict()["rank"] == 5
 
 
 def test_on_a_terminal_a_line_takes_the_place_of_a_progress_bar(card, monkeypatch):
@@ -310,9 +301,6 @@ def no_such(*_, **__):
         (lambda fake, patch: patch.setattr(torch, "get_device_module", no_such), "driver version is insufficient"),
         (lambda fake, patch: patch.setattr(torch, "get_device_module", lambda device: torch.mps), "no peaks on cuda"),
         (lambda fake, patch: patch.setattr(fake, "is_initialized", lambda: False), "has not used its accelerator"),
-        (lambda fake, patch: patch.setattr(fake, "memory_stats_as_nested_dict", lambda index: None), "NoneType"),
-        (lambda fake, patch: patch.setattr(fake, "memory_stats_as_nested_dict", lambda index: {}), ""),
-        (lambda fake, patch: patch.setattr(torch.accelerator, "is_available", no_such), "insufficient"),
         (lambda fake, patch: patch.setattr(torch.distributed, "is_initialized", no_such), "insufficient"),
         (lambda fake, patch: patch.setattr(sys, "stderr", None), ""),
     ],
@@ -330,13 +318,6 @@ def test_a_step_never_raises(card, monkeypatch, fault, said):
         assert monitor.ok
         assert json.dumps(monitor.to_dict())
     assert said in str(after.to_dict()["notes"])
-
-
-def test_an_odd_result_makes_no_step_raise(card):
-    odd = replace(PROBE, not_covered=None, budget_bytes=None, device=None)
-    monitor = PeakMonitor(odd)
-    train(card, monitor, 55, 22 * GIB)
-    assert not monitor.ok
 
 
 def test_it_works_again_once_the_card_does(card):

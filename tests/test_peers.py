@@ -2,7 +2,7 @@
 
 import benchmark_peers
 import pytest
-from peers import measuring, ranks
+from peers import measuring
 
 
 @pytest.mark.parametrize(
@@ -17,19 +17,6 @@ def test_the_cold_frontier_is_the_last_size_that_runs(limit, hole, least, monkey
 
 def row(answer=90, **changed):
     return {"card_gib": 1, "model": "mlp_adamw", "tool": "oomprobe", "answer": answer, **changed}
-
-
-@pytest.mark.parametrize(
-    ("answers", "lasting", "lasts"),
-    [([8, 6], [8, 6], True), ([8, 6], [8], False), ([], [], False)],
-)
-def test_an_answer_lasts_if_both_ranks_run_their_own(monkeypatch, answers, lasting, lasts):
-    def group(tool, name, cards, *sizes):
-        assert tool == "accelerate" or sizes == tuple(answers)
-        return "answered", answers if tool == "accelerate" else lasting
-
-    monkeypatch.setattr(ranks, "group", group)
-    assert ranks.row("accelerate", "conv", "ranks alike") == {"answers": answers, "ended": "answered", "lasts": lasts}
 
 
 def test_a_new_row_replaces_only_its_own_case():

@@ -2,8 +2,6 @@
 
 import html
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -21,8 +19,6 @@ from oomprobe.report.plot import bracket_figure
 from oomprobe.results.compare import comparison
 
 GIB = 2**30
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-QUIETLY = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 
 
 def a_breakdown(**changes):
@@ -123,18 +119,6 @@ def test_text_from_outside_is_escaped():
         assert text.count("&lt;script&gt;alert(1)") == text.count("90 % of 100 B")  # the verdict
 
 
-def test_a_page_names_date_target_and_options():
-    environment = {"date": "2026-11-26T18:40:00+00:00", "target": "train.py:build", "cuda": None}
-    result = a_result(environment=environment, options={"multiple_of": 8, "max_batch": None})
-    of_a_table = a_table(rows={512: result}, mixed={}, unfit={})
-    for text in map(page_of, (result, of_a_table)):
-        _, appendix = text.split("<h2>Environment</h2>")[-2:]
-        assert "<dt>target</dt><dd>train.py:build</dd>" in appendix
-        assert "<dt>date</dt><dd>2026-11-26T18:40:00+00:00</dd>" in appendix
-        assert "<dl><dt>multiple_of</dt><dd>8</dd></dl>" in appendix
-        assert "</details>" not in appendix
-
-
 # --- notebooks ---
 
 
@@ -153,41 +137,6 @@ def test_a_notebook_shows_the_plot_without_magic():
     shown, _ = formatters.DisplayFormatter().format(gpu().plot())
     assert shown["image/png"].startswith(b"\x89PNG")
     assert shown.keys() == {"image/png", "text/plain"}
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-@pytest.mark.parametrize("width", [390, 500])
-def test_a_browser_shows_the_page_on_a_phone_without_horizontal_scrolling(tmp_path, width):
-    tell = (
-        "f=>{let d=f.contentDocument,t=d.querySelector('.scroll');"
-        "let reserved=[...d.querySelectorAll('th')].find(h=>h.textContent=='reserved');"
-        "document.title=[d.documentElement.scrollWidth,d.querySelectorAll('svg').length,"
-        "Math.ceil(reserved.getBoundingClientRect().right),t.scrollWidth>t.clientWidth,"
-        "f.contentWindow.getComputedStyle(t).backgroundAttachment.includes('local')]}"
-    )
-    (tmp_path / "frame.html").write_text(
-        f'<title>-</title><iframe width="{width}" srcdoc="{html.escape(page_of(gpu()))}" onload="({tell})(this)"></iframe>'
-    )
-    command = [CHROMIUM, *QUIETLY, f"--user-data-dir={tmp_path}/user", "--virtual-time-budget=5000", "--dump-dom"]
-    done = subprocess.run([*command, str(tmp_path / "frame.html")], capture_output=True, text=True, timeout=100)
-    wide, pictures, reserved, goes_on, has_shadow = re.search(r"<title>(.*?)</title>", done.stdout)[1].split(",")
-    assert int(wide) <= width
-    assert pictures == "2"
-    assert int(reserved) <= width  # the columns that matter are in sight
-    assert (goes_on, has_shadow) == ("true", "true")  # and a shadow says that there are more
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_a_page_of_a_table_has_its_width_at_500_pixels(tmp_path):
-    """Its pages of rows are open here."""
-    page = html.escape(page_of(a_table(rows={512: gpu()}, mixed={}, unfit={})).replace("<details>", "<details open>"))
-    tell = "f=>document.title=f.contentDocument.documentElement.scrollWidth"
-    (tmp_path / "frame.html").write_text(
-        f'<title>-</title><iframe width="500" srcdoc="{page}" onload="({tell})(this)"></iframe>'
-    )
-    command = [CHROMIUM, *QUIETLY, f"--user-data-dir={tmp_path}/user", "--virtual-time-budget=5000", "--dump-dom"]
-    done = subprocess.run([*command, str(tmp_path / "frame.html")], capture_output=True, text=True, timeout=100)
-    assert int(re.search(r"<title>(.*?)</title>", done.stdout)[1]) <= 500
 
 
 def test_the_picture_of_a_report_is_that_of_the_first_example():

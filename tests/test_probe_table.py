@@ -84,17 +84,13 @@ def a_table(**changes):
     ("over", "said"),
     [
         ({}, 'over must map an argument of the step to its values, over={"length": [512, 1024, 2048]}, not {}'),
-        ([512], "over must map an argument"),
         ({"length": [1], "width": [2]}, "over has 2 axes, length, width, and a table has one"),
         ({"batch_size": [1]}, "'batch_size' in over is not an extra argument of the step"),
         ({"a-b": [1]}, "'a-b' in over is not"),
         ({"length": "512"}, "the values of length must be a list, not '512'"),
-        ({"length": 512}, "the values of length must be a list, not 512"),
         ({"length": []}, "length must have at least one value"),
         ({"length": [512, 512.0]}, "and each only once"),
-        ({"size": np.ones((2, 2))}, "a value of size cannot be a key of the table"),
         ({"size": [[640, 480]]}, "a value of size cannot be a key of the table: write [640, 480] as a tuple"),
-        ({"size": [1]}, "cannot be called with (model, batch_size, size)"),
         ({"size": [1]}, "Write it as def step_fn(model, batch_size, size): ..."),
     ],
 )
@@ -120,14 +116,11 @@ def test_a_value_that_other_processes_cannot_get_is_refused():
 
 def test_rows_on_a_simulated_card_equal_probes_of_their_own():
     model, step = linear()
-    lengths = [1024, 4096]
-    table = oomprobe.find_max_batches(model, step, {"length": lengths}, start_batch=2, **QUIET)
+    table = oomprobe.find_max_batches(model, step, {"length": [1024, 4096]}, start_batch=2, mixed=False, **QUIET)
     assert [result.trials[0].batch_size for result in table.rows.values()] == [2, 1]
-    for length, row in table.rows.items():
-        alone = oomprobe.find_max_batch(model, lambda model, n, length=length: step(model, n, length=length), **QUIET)
-        assert row.batch_size == alone.batch_size
-        assert any(trial.replayed for trial in row.trials)
-    assert table.mixed.keys() == set(lengths)
+    alone = oomprobe.find_max_batch(model, lambda model, n: step(model, n, length=4096), **QUIET)
+    assert table.rows[4096].batch_size == alone.batch_size
+    assert any(trial.replayed for trial in table.rows[4096].trials)
 
 
 @pytest.mark.parametrize(("every", "calls"), [(1000, 2 * 50), (10, 2 * 100)])
@@ -258,12 +251,6 @@ def test_a_table_is_one_line_or_a_flat_summary():
     assert (told["length=512/batch_size"], told["length=512/mixed_batch_size"]) == (98, 80)
     assert told["length=8192/batch_size"] is None
     assert all(value is None or isinstance(value, str | int | float) for value in told.values())
-
-
-def test_many_values_have_room_in_the_plot(tmp_path):
-    table = a_table(rows={length: gpu() for length in range(100, 3000, 100)}, mixed={}, unfit={})
-    table.plot(tmp_path / "table.png")
-    assert (tmp_path / "table.png").stat().st_size > 10_000
 
 
 # --- the command line ---

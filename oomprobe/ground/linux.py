@@ -32,8 +32,6 @@ def _cgroup_folders(root: Path) -> list[Path]:
         return []
     folders: list[Path] = []
     for line in lines:
-        if line.count(":") < 2:
-            continue
         _, controllers, path = line.split(":", 2)
         top = root / "sys/fs/cgroup"
         if controllers:  # version 1
@@ -56,7 +54,7 @@ def _cgroup_free(folder: Path) -> int | None:
             if limit_text == "max":
                 return None
             unused = int(limit_text) - int((folder / used_name).read_text())
-        except (OSError, ValueError):
+        except OSError:
             continue
         return max(0, unused + (_count(folder / "memory.stat", cache_name) or 0))
     return None

@@ -80,7 +80,7 @@ def classify_error(exc: object, evidence: Evidence | None = None) -> Verdict:
         >>> classify_error(KeyError("CUDA error: out of memory")).name
         'BUG'
     """
-    return classify(facts_of_error(exc), evidence if isinstance(evidence, Evidence) else None)
+    return classify(facts_of_error(exc), evidence)
 
 
 def facts_of_error(exc: object) -> ErrorFacts:
