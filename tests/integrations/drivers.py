@@ -381,13 +381,6 @@ def partly_frozen(model):
     next(model.parameters()).requires_grad_(False)
 
 
-def trained_before(model):
-    from ultralytics.cfg import get_cfg
-
-    model.args = get_cfg(overrides={"optimizer": "SGD"})
-    model.criterion = model.init_criterion()
-
-
 class OfUltralytics(Driver):
     ALONE = "train with YOLO(...).train(batch=4, imgsz=64). A trial creates its own images"
     STEPS_PER_CALL = 1
