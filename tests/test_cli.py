@@ -207,6 +207,7 @@ WRONG = [
         ["show", "a.json", "--hmtl=a.html"],
         "RESULT.json\noomprobe show: error: there is no option --hmtl; did you mean --html?",
     ),
+    (["run", "x:y", "--tolerance", "2%"], "there is no option --tolerance here; oomprobe run --help says"),
     (["run", "train.py", "--batch-size", "{batch}"], "what is --batch-size {batch}? If it is part of a command"),
     (["run", "x:y", "--plot", "a.pgn"], "--plot a.pgn: let the name end in .png, .svg or .pdf"),
     (["run", "train.py"], "'train.py' is not a target"),

@@ -257,6 +257,7 @@ OTHER = "Process {} has {} GiB memory in use. "
         (NEW, 2.00, 1.04, OWN.format(22.60), 21.9, 0.30, "live"),
         (NEW, 2.00, 0.04, OWN.format(3.60) + OTHER.format(812, 20.00), 2.9, 0.30, "others"),
         (NEW, 2.00, 0.04, OTHER.format(812, 3.60) + OTHER.format(9, 20.00), 2.9, 0.30, "others"),
+        (NEW, 2.00, 0.04, OWN.format(3.60), 2.9, 0.30, "others"),  # in use, and not by this process
         (NEW, 2.00, 11.0, OWN.format(12.6) + "12.00 GiB allowed; ", 11.9, 0.05, "cap"),
         (NEW, 2.00, 11.0, OWN.format(12.6) + "12.00 GiB allowed; ", 7.0, 4.90, "fragmentation"),
         (NEW, 2.00, 11.0, OWN.format(12.6), 11.9, 0.05, "unknown"),

@@ -212,6 +212,13 @@ def test_rank_0_speaks_for_all_until_one_exceeds(card, capsys, monkeypatch, rank
     assert monitor.to_dict()["rank"] == int(rank)
 
 
+def test_the_rank_is_the_process_groups_if_there_is_one(card, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 5)
+    assert PeakMonitor(PROBE).to_dict()["rank"] == 5
+
+
 def test_on_a_terminal_a_line_takes_the_place_of_a_progress_bar(card, monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")

@@ -21,6 +21,8 @@ def version(monkeypatch, text):
 WORKSPACES = {
     ("2.8", None): (CUBLAS, CUBLAS, LT),
     ("2.9", None): (CUBLAS, CUBLAS + LT, 0),
+    ("2.11", None): (CUBLAS, CUBLAS + LT, 0),
+    ("2.12", None): (CUBLAS, CUBLAS, 0),
     ("2.14", None): (CUBLAS, CUBLAS, 0),
     ("2.15", None): (0, 0, LT),
     ("2.15", "0"): (0, 0, LT),
@@ -67,6 +69,7 @@ LARGE, PADDED = torch_versions.has_large_workspace, torch_versions.flash_backwar
     [
         ("2.11", LARGE, [(9, 0)], True),
         ("2.11", LARGE, [(10, 0)], False),
+        ("2.13", LARGE, [(12, 0)], True),
         ("2.13", LARGE, [(11, 0)], False),
         ("2.14", LARGE, [(11, 0)], True),
         ("2.15", LARGE, [(8, 9)], False),
@@ -76,6 +79,7 @@ LARGE, PADDED = torch_versions.has_large_workspace, torch_versions.flash_backwar
         ("2.11", PADDED, [160], 192),
         ("2.8", product_uses_lt, [(96,), torch.float32, 1, 48], True),
         ("2.8", product_uses_lt, [(96,), torch.float32, 2, 48], False),
+        ("2.8", product_uses_lt, [(96,), torch.complex64, 1, 48], False),
         ("2.10", product_uses_lt, [(96,), torch.float32, 1, 1], False),
         ("2.11", product_uses_lt, [(96,), torch.float32, 1, 1], True),
         ("2.8", product_uses_lt, [(1, 96), torch.float32, 1, 48], False),

@@ -75,11 +75,13 @@ class DropsLast(drivers.WatchedTrainer):
         (OfTransformers, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}, [7, 7, 5, 7, 7]),
         (OfTransformers, {"num_train_epochs": 2, "kind": DropsLast}, [7, 7, 7]),  # by itself
         (OfTransformers, {"num_train_epochs": 2, "dataloader_drop_last": True}, [7, 7]),
+        (OfTransformers, {"max_steps": 2}, [7, 7]),
         (OfTransformers, {"max_steps": 30, "examples": 36}, [7, 2, 7]),  # batch norm cannot train on one example
         (OfLightning, {}, [7, 5, 7]),
         (OfLightning, {"accumulate_grad_batches": 4}, [7, 7, 7, 5, 7, 7]),
         (OfLightning, {"max_epochs": -1, "max_steps": 6}, [7, 5, 7]),
         (OfLightning, {"max_epochs": -1, "max_steps": 5}, [7, 7]),  # within the first epoch
+        (OfLightning, {"limit_train_batches": 3}, [7, 7]),
         (OfLightning, {"drop_last": True}, [7, 7]),
         (OfLightning, {"limit_val_batches": 1.0}, [7, 5, 7, 7]),
         (OfUltralytics, {}, [7, 5]),

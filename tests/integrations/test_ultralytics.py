@@ -130,6 +130,7 @@ def test_every_image_has_all_objects_of_a_quarter_each():
     ("objects", "arguments", "shape", "dtype"),
     [
         (255, {}, (2, 16, 16), torch.uint8),
+        (256, {}, (2, 16, 16), torch.int32),  # too many for 8 bits
         (256, {"overlap_mask": False, "mask_ratio": 2}, (512, 32, 32), torch.uint8),
     ],
 )
@@ -181,6 +182,15 @@ def test_the_optimizer_is_the_one_of_the_trainer(nano):
     assert built_for() == built_for(dataset_size=640, epochs=100) == "AdamW"
     assert built_for(dataset_size=64 * 1000, epochs=100) == "MuSGD"
     assert built_for(optimizer="SGD", dataset_size=640) == "SGD"
+
+
+def test_trials_change_no_weight_and_keep_gradients_as_while_they_accumulate(nano):
+    training = prepared(nano, objects=4)
+    parameters = list(training.model.parameters())
+    before = [p.clone() for p in parameters]
+    training.run(training.model, 2)
+    assert all(map(torch.equal, parameters, before))
+    assert all(p.grad is not None for p in parameters if p.requires_grad)
 
 
 def test_min_batch_is_two_if_batch_norm_needs_it(nano):
