@@ -1,20 +1,11 @@
 """The scripts that compare published figures with the simulation."""
 
-import importlib
 import json
-import pkgutil
 
 import calibrate
-import calibration
-import pytest
 import torch
 from calibration import timm_loop
 from calibration.rows import EVIDENCE
-
-
-@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(calibration.__path__)])
-def test_each_script_imports(name):
-    importlib.import_module(f"calibration.{name}")
 
 
 def test_a_family_has_a_script_or_names_the_last_commit_that_has_it():

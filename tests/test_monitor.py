@@ -229,18 +229,6 @@ def test_on_a_terminal_a_line_takes_the_place_of_a_progress_bar(card, monkeypatc
 # --- what others do with the counters ---
 
 
-def test_peaks_that_others_reset_are_kept_and_the_resets_counted(card):
-    monitor = PeakMonitor(PROBE)
-    train(card, monitor, 2)
-    for _ in range(3):
-        card.reset_peak_memory_stats()
-        train(card, monitor, 1, GIB)
-        train(card, monitor, 1, 2 * GIB)
-    said = monitor.to_dict()
-    assert (monitor.peak_bytes, said["resets"]) == (PROBED, 3)
-    assert "resets of the allocator's peaks that were noticed: 3" in said["notes"][0]
-
-
 def test_a_peak_from_before_the_run_is_not_the_runs(card, capsys):
     card.alloc(23 * GIB)
     monitor = PeakMonitor(PROBE)

@@ -5,9 +5,6 @@ import torch
 
 import oomprobe
 from oomprobe.ground import torch_versions
-from oomprobe.ground.torch_versions import BlockOrder
-from oomprobe.simulation.allocator import CachingAllocator
-from oomprobe.simulation.settings import AllocatorSettings
 
 MIB = 2**20
 CUBLAS, LT = 8_519_680, MIB
@@ -93,32 +90,6 @@ def test_what_a_version_does(monkeypatch, torch_version, function, arguments, va
     """The size of cuBLAS's workspace, the width to which flash attention pads, and which products use cuBLASLt."""
     version(monkeypatch, torch_version)
     assert function(*arguments) == value
-
-
-@pytest.mark.parametrize(
-    ("order", "chosen", "after_splitting"),
-    [(BlockOrder.ADDRESS, [2, 1, 0], 0), (BlockOrder.BLOCK, [0, 1, 2], 2), (BlockOrder.SEGMENT, [0, 1, 2], 0)],
-)
-def test_which_of_equal_blocks_is_used(order, chosen, after_splitting):
-    """Splitting makes a new block in torch 2.12."""
-    allocator = CachingAllocator(1024 * MIB, AllocatorSettings(block_order=order))
-
-    def address(handle):
-        return allocator._live[handle].address
-
-    handles = [allocator.malloc(30 * MIB) for _ in range(3)]
-    places = [address(handle) for handle in handles]
-    for handle in handles:
-        allocator.free(handle)
-    assert [places.index(address(allocator.malloc(30 * MIB))) for _ in range(3)] == chosen
-
-    whole, _ = allocator.malloc(3 * 512), allocator.malloc(512)
-    allocator.free(whole)
-    parts = [allocator.malloc(512) for _ in range(3)]  # the last is what is left of the whole
-    places = [address(handle) for handle in parts]
-    allocator.free(parts[0])
-    allocator.free(parts[2])
-    assert places.index(address(allocator.malloc(512))) == after_splitting
 
 
 def test_a_torch_newer_than_those_tested_is_noted(monkeypatch):

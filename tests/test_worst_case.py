@@ -137,14 +137,6 @@ def sentences(*lengths):
     return [{"tokens": torch.zeros(length, dtype=torch.long)} for length in lengths]
 
 
-def test_small_batches_take_turns_with_the_largest_of_each_axis():
-    """A batch of a wide and a tall picture is padded to the width of one and the height of the other."""
-    pages = [torch.zeros(*sides) for sides in [(2, 2), (9, 1), (1, 8), (2, 3)] * 20]
-    batches = oomprobe.worst_case_batches(pages, lambda examples: {tuple(one.shape) for one in examples})
-    assert [batches(1), batches(1)] in ([{(9, 1)}, {(1, 8)}], [{(1, 8)}, {(9, 1)}])
-    assert batches(2) == {(9, 1), (1, 8)}
-
-
 def test_examples_are_read_once_for_all_batches():
     reads = []
 
