@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 256, 4, 128, 2000
-MESHES = {"hsdp": (2, 2), "tensor_parallel": (2, 2), "only_tensor_parallel": (4,)}
+MESHES = {"hsdp": (2, 2), "tensor_parallel": (2, 2)}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -64,13 +63,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    def __init__(self, width=WIDTH, *, recomputes=False, ties=False):
+    def __init__(self, width=WIDTH, *, recomputes=False):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width, recomputes=recomputes) for _ in range(4))
+        self.layers = nn.ModuleList(Block(width, recomputes=recomputes) for _ in range(3))
         self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
-        if ties:
-            self.output.weight = self.embedding.weight
 
     def forward(self, tokens):
         x = self.embedding(tokens)
@@ -91,15 +88,13 @@ def loss_of(model, batch_size):
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def training(model, optimizer, *, max_norm=None, accumulates=1, autocast=False):
+def training(model, optimizer, *, max_norm=None, accumulates=1):
     def step(model, batch_size):
         optimizer.zero_grad()
         for number in range(accumulates):
             if accumulates > 1:
                 model.set_requires_gradient_sync(number == accumulates - 1)
-            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-                loss = loss_of(model, batch_size)
-            loss.backward()
+            loss_of(model, batch_size).backward()
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
@@ -107,7 +102,7 @@ def training(model, optimizer, *, max_norm=None, accumulates=1, autocast=False):
     return model, step
 
 
-def sharded(optimizer=torch.optim.AdamW, *, step=training, make=Transformer, prepare=lambda model: None, **options):
+def sharded(*, step=training, make=Transformer, prepare=lambda model: None, **options):
     join()
     model = make()
     prepare(model)
@@ -115,46 +110,21 @@ def sharded(optimizer=torch.optim.AdamW, *, step=training, make=Transformer, pre
     for layer in model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
-    return step(model, optimizer(model.parameters()))
-
-
-def prefetched(model, optimizer):
-    for layer, following in zip(model.layers, model.layers[1:], strict=False):
-        layer.set_modules_to_forward_prefetch([following])
-        following.set_modules_to_backward_prefetch([layer])
-    return training(model, optimizer)
-
-
-def all_but_some(model):
-    """Freeze all but new layers beside frozen ones, as with LoRA."""
-    model.requires_grad_(False)
-    for layer in model.layers:
-        layer.feed_forward.w2.requires_grad_(True)
+    return step(model, torch.optim.AdamW(model.parameters()))
 
 
 CLIPPED = partial(training, max_norm=1.0)
 plain = sharded
 no_reshard = partial(sharded, reshard_after_forward=False)
-reshards_to_two = partial(sharded, reshard_after_forward=2)
 bf16_clipped = partial(sharded, mp_policy=BF16, step=CLIPPED)
-fused = partial(sharded, partial(torch.optim.AdamW, fused=True), mp_policy=BF16)
-one_by_one = partial(sharded, partial(torch.optim.Adam, foreach=False), mp_policy=BF16)
-momentum = partial(sharded, partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 uneven_width = partial(sharded, make=partial(Transformer, 252), mp_policy=BF16, step=CLIPPED)
 recomputing = partial(sharded, make=partial(Transformer, recomputes=True), mp_policy=BF16)
-accumulating = partial(sharded, step=partial(training, accumulates=4))
-autocast = partial(sharded, step=partial(training, autocast=True, max_norm=1.0))
-tied = partial(sharded, make=partial(Transformer, ties=True), mp_policy=BF16)
-model_in_bf16 = partial(sharded, prepare=nn.Module.bfloat16, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-prefetching = partial(sharded, step=prefetched, mp_policy=BF16)
-frozen = partial(sharded, prepare=all_but_some, mp_policy=BF16)
-
-
-def only_the_root():
-    join()
-    model = Transformer().cuda()
-    fully_shard(model, mp_policy=BF16)
-    return training(model, torch.optim.AdamW(model.parameters()))
+accumulating = partial(
+    sharded,
+    make=partial(Transformer, recomputes=True),
+    step=partial(training, accumulates=2),
+    reshard_after_forward=False,
+)
 
 
 def on_meta():
@@ -218,17 +188,6 @@ fails_in_forward, fails_in_backward, fails_in_optimizer = (
 )
 
 
-def saving():
-    """Each step gathers the whole model, as a loop does that saves it."""
-    model, step = bf16_clipped()
-
-    def train_and_save(model, batch_size):
-        step(model, batch_size)
-        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-
-    return model, train_and_save
-
-
 def hsdp():
     mesh = join(MESHES["hsdp"], ("replicate", "shard"))
     model = Transformer().cuda()
@@ -244,18 +203,14 @@ PLAN = {
 }  # fmt: skip
 
 
-def tensor_parallel(name="tensor_parallel", names=("dp", "tp")):
-    mesh = join(MESHES[name], names)
+def tensor_parallel():
+    mesh = join(MESHES["tensor_parallel"], ("dp", "tp"))
     model = Transformer().cuda()
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], PLAN)
-    if "dp" in names:
-        for layer in [*model.layers, model]:
-            fully_shard(layer, mesh=mesh["dp"], mp_policy=BF16)
+    for layer in [*model.layers, model]:
+        fully_shard(layer, mesh=mesh["dp"], mp_policy=BF16)
     return training(model, torch.optim.AdamW(model.parameters(), foreach=False))
-
-
-only_tensor_parallel = partial(tensor_parallel, "only_tensor_parallel", ("tp",))
 
 
 # --- what a simulated card refuses ---

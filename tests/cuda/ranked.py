@@ -37,7 +37,6 @@ def burst(*_):
 FAULTS = {
     "bug": lambda: {}["missing"],
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "exits": lambda: os._exit(7),
     "sleeps": lambda: time.sleep(600),
     "extra": lambda: dist.all_reduce(torch.ones(1, device="cuda")),
     "runs_out": lambda: next(iter(())),
@@ -56,7 +55,7 @@ def build():
         raise KeyError("weights")
     if KIND == "building_killed" and is_faulty:
         os.kill(os.getpid(), signal.SIGKILL)
-    if KIND not in ("no_group", "late_group"):
+    if KIND != "late_group":
         dist.init_process_group(os.environ.get("BACKEND", "nccl"))
     if KIND == "host":
         return nn.Linear(1, 1), lambda model, batch_size: None
@@ -68,8 +67,7 @@ def build():
     elif dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
     optimizer = torch.optim.AdamW(model.parameters())
-    held_mib = 256 if KIND == "holds" and is_faulty else int(os.environ.get("HELD", 0))
-    held = torch.empty(held_mib * 2**20, dtype=torch.uint8, device="cuda")
+    held = torch.empty(int(os.environ.get("HELD", 0)) * 2**20, dtype=torch.uint8, device="cuda")
     torch.empty(int(os.environ.get("LEFT", 0)) * 2**20, dtype=torch.uint8, device="cuda")
     armed = [False]
     hooks = {
