@@ -20,7 +20,7 @@ sys.path.insert(0, "tests")
 from cuda.test_allocators import found, mlp
 seen = [torch.cuda.get_allocator_backend(), torch.cuda.get_per_process_memory_fraction()]
 model, step = mlp()
-results = [found(model, step, resolution=0.02, memory_fraction=share, breakdown=True) for share in (0.9, 1.0)]
+results = [found(model, step, resolution=0.1, memory_fraction=share, breakdown=True) for share in (0.9, 1.0)]
 seen.append(torch.cuda.get_per_process_memory_fraction())
 for _ in range(10):
     step(model, results[1]["batch_size"])
@@ -37,6 +37,10 @@ def test_cuda_malloc_async():
         assert (result["limited_by"], result["state_verified"]) == ("memory", True)
         # This backend limits allocated memory; the driver's pool reserves a little more.
         assert 0.85 <= result["trials"][-1]["peak_allocated_bytes"] / result["budget_bytes"] <= 1
+        assert (result["trials"][-1]["steps"], result["trials"][-1]["settled_after"]) == (
+            50,
+            None,
+        )  # nothing shows its layout
         assert result["breakdown"] is None  # it records no history
         assert any(note.startswith("no breakdown: ") for note in result["notes"])
 
@@ -46,9 +50,7 @@ def test_an_allocator_without_a_cap_is_refused():
         forked(found, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
-@pytest.mark.parametrize(
-    ("memory_fraction", "ceiling"), [(0.5, 2 * GIB - 256 * MIB), (0.95, 0.95 * 2 * GIB), (1.0, 2 * GIB)]
-)
+@pytest.mark.parametrize(("memory_fraction", "ceiling"), [(0.5, 2 * GIB - 256 * MIB), (1.0, 2 * GIB)])
 def test_no_trial_of_this_process_reaches_the_drivers_limit(memory_fraction, ceiling):
     trials = forked(lambda: found(memory_fraction=memory_fraction, resolution=0.1), memory="2GiB")["trials"]
     assert max(trial["cap_bytes"] for trial in trials) == int(ceiling)
