@@ -9,15 +9,16 @@ def all_of_them():
     torch.cuda.reset_accumulated_memory_stats()
 
 
+def by_old_names():
+    torch.cuda.reset_max_memory_allocated()
+    torch.cuda.reset_max_memory_cached()
+
+
 RESETS = {
-    "peaks": lambda: torch.cuda.reset_peak_memory_stats(),
-    "peaks of a device": lambda: torch.cuda.reset_peak_memory_stats(device=torch.device("cuda", 0)),
-    "counters": lambda: torch.cuda.reset_accumulated_memory_stats(),
+    "peaks": lambda: reset_peak_memory_stats(device=torch.device("cuda", 0)),
+    "counters": lambda: reset_accumulated_memory_stats("cuda"),
     "peaks and counters": all_of_them,
-    "peaks, imported before": lambda: reset_peak_memory_stats(),
-    "counters, imported before": lambda: reset_accumulated_memory_stats("cuda"),
-    "peaks, the old name": lambda: torch.cuda.reset_max_memory_allocated(),
-    "peaks, the older name": lambda: torch.cuda.reset_max_memory_cached(),
+    "peaks, by old names": by_old_names,
 }
 if hasattr(torch.accelerator, "reset_peak_memory_stats"):  # since torch 2.9
     RESETS |= {
