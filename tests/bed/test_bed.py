@@ -1,24 +1,19 @@
 """What the other tests rely on: torch uses the bed's devices, and its allocator runs out of memory on them."""
 
 import os
-import signal
 import subprocess
 
 import pytest
 import torch
 from processes import is_gone, until
 
-from bed import ChildDiedError, fail, forked, holding
+from bed import forked
 
 MIB = 2**20
 
 
 def allocate(mib):
     return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
-
-
-def free_mib():
-    return torch.cuda.mem_get_info()[0] // MIB
 
 
 @pytest.mark.parametrize("capability", ["7.5", "8.6", "9.0", "12.0"])
@@ -53,17 +48,6 @@ def test_out_of_memory(fraction, said):
         forked(fill)
 
 
-def test_shared_memory(tmp_path):
-    def look():
-        return free_mib(), torch.cuda.list_gpu_processes().count("600.000 MB")
-
-    shared = tmp_path / "device"
-    with holding(tmp_path, lambda: allocate(600), shared=shared):
-        assert forked(look, shared=shared) == (424, 1)
-        assert forked(free_mib) == 1024
-    assert forked(look, shared=shared) == (1024, 0)
-
-
 def test_visible_devices(tmp_path):
     def look():
         cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -82,45 +66,6 @@ def test_visible_devices(tmp_path):
     assert forked(look, **bed, CUDA_VISIBLE_DEVICES="0,7,1") == every[:1]
 
 
-def test_neighbour(tmp_path):
-    neighbour = tmp_path / "neighbour"
-
-    def watch():
-        seen = []
-        for held in ("100MiB", "1000MiB", ""):
-            neighbour.write_text(held)
-            seen.append(free_mib())
-        return seen
-
-    assert forked(watch, neighbour=neighbour) == [924, 24, 1024]
-
-
-def test_context_and_lazily_loaded_kernels():
-    def watch():
-        at_first = free_mib()
-        kept = torch.ones(1, device="cuda")
-        return at_first, free_mib(), kept.item()
-
-    assert forked(watch, context="300MiB", lazy="250MiB") == (724, 724 - 250 - 2, 1)
-
-
-def test_sticky_fault():
-    def seen():
-        tensor = torch.ones(4, device="cuda")
-        fail("launch", in_calls=3)
-        texts = []
-        for _ in range(4):
-            try:
-                tensor += 1
-                texts.append("")
-            except RuntimeError as error:
-                texts.append(str(error).splitlines()[0])
-        return texts
-
-    text = "CUDA error: an illegal memory access was encountered"
-    assert forked(seen) == ["", "", text, text]
-
-
 def test_transient_fault():
     def retried():
         return allocate(1).device.type, torch.cuda.memory_stats()["num_alloc_retries"]
@@ -135,23 +80,6 @@ def test_index_out_of_bounds():
 
     with pytest.raises(RuntimeError, match="device-side assert triggered"):
         forked(look_up)
-
-
-def test_forked_error():
-    def fails():
-        os.write(1, b"said before")
-        raise ValueError("why")
-
-    with pytest.raises(ValueError, match=r"^why") as caught:
-        forked(fails)
-    assert "in fails" in str(caught.value.__cause__)
-    assert "said before" in caught.value.__notes__[0]
-
-
-def test_forked_death():
-    with pytest.raises(ChildDiedError, match="SIGSEGV") as caught:
-        forked(os.kill, 0, signal.SIGSEGV)
-    assert caught.value.signal == signal.SIGSEGV
 
 
 def test_forked_timeout_kills_grandchildren(tmp_path):

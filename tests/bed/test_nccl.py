@@ -2,19 +2,15 @@
 
 import contextlib
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import open_files, until
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from zoo import classifier
 
 import oomprobe
-from bed import ChildDiedError, forked, start
+from bed import start
 from oomprobe.ground.torch_versions import VERSION
 
 MIB = 2**20
@@ -131,27 +127,6 @@ def test_a_missing_rank_makes_the_others_wait(tmp_path):
     assert results(tmp_path, waits) == [((True, False), (False, True, False), (True, True), 3), 3]
 
 
-def test_a_rank_that_waits_is_killed(tmp_path):
-    def waits(rank):
-        model = DistributedDataParallel(torch.nn.Linear(8, 8, device="cuda"))
-        if rank == 1:
-            time.sleep(60)
-        (tmp_path / "begun").touch()
-        model(torch.ones(1, 8, device="cuda")).sum().backward()
-        torch.cuda.synchronize()
-
-    with ranks(tmp_path, waits) as children:
-        first = children.pop(0)
-        wait_for(tmp_path / "begun")
-        time.sleep(0.5)
-        assert first.is_running()
-        maps = Path(f"/proc/{first.pid}/maps").read_text()
-        assert "/memfd:cudastub-nccl (deleted)" in maps  # a file without a name, which no process leaves behind
-        first.kill()
-        with pytest.raises(ChildDiedError, match="SIGKILL"):
-            first.result(limit_s=5)
-
-
 def test_an_abort_ends_the_waiting(tmp_path):
     def aborts(rank):
         if rank == 1:
@@ -172,45 +147,6 @@ def test_an_abort_ends_the_waiting(tmp_path):
         return torch.cuda.mem_get_info()[0] / MIB
 
     assert results(tmp_path, aborts, nccl="64MiB")[0] == (64 + 2, True, False, 2, [])
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_training(tmp_path, kind):
-    def train(rank):
-        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256, device="cuda") for _ in range(3)])
-        if kind == "ddp":
-            model = DistributedDataParallel(model)
-        else:
-            for part in [*model, model]:
-                fully_shard(part)
-        optimizer = torch.optim.AdamW(model.parameters())
-        step = classifier(model, optimizer, clip=True)[1]
-        for _ in range(3):
-            step(model, 4)
-        torch.cuda.synchronize()
-        states = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
-        held = sum(getattr(value, "_local_tensor", value).numel() for value in states)
-        dist.destroy_process_group()
-        return held, shared_by_ranks()
-
-    parameters = 3 * (256 * 256 + 256)
-    assert results(tmp_path, train) == [(2 * parameters // (1 if kind == "ddp" else 2), [])] * 2
-
-
-@pytest.mark.parametrize("eager", [True, False], ids=["split", "own"])
-def test_subgroups(tmp_path, eager):
-    """With a `device_id` torch splits the communicator, without one it makes another for each group."""
-
-    def subgroups(rank):
-        found = [summed(1)] if eager else []
-        for members in ([0, 2], [1, 2], [2, 0], [0, 1]) * 2:
-            group = dist.new_group(members)
-            if rank in members:
-                found.append(summed(rank + 1, group))
-        return found
-
-    expected = [[4, 4, 3], [5, 3], [4, 5, 4]]
-    assert results(tmp_path, subgroups, count=3, eager=eager) == [[3] * eager + found * 2 for found in expected]
 
 
 def test_a_communicator_takes_memory(tmp_path):
@@ -244,15 +180,3 @@ def test_a_communicator_that_does_not_fit(tmp_path):
         torch.cuda.synchronize()
 
     assert results(tmp_path, fill, nccl="64MiB") == [None, None]
-
-
-def test_data_parallel_in_one_process():
-    def train():
-        model = torch.nn.DataParallel(torch.nn.Linear(8, 8, device="cuda"))
-        out = model(torch.ones(4, 8, device="cuda"))
-        out.sum().backward()
-        torch.cuda.synchronize()
-        broadcast = torch.nn.parallel.comm.broadcast(filled(7), [0, 1])
-        return out.shape, model.module.weight.grad.shape, [tensor.tolist()[0] for tensor in broadcast]
-
-    assert forked(train, memory="1GiB,1GiB") == ((4, 8), (8, 8), [7, 7])
