@@ -102,13 +102,12 @@ def fed(path):
 # Each batch is longer than all before it, with a short one between.
 RAGGED = [length for number in range(12) for length in (500 + 1900 * number % 6000, 5000 + 2000 * number)]
 PROGRAMS = {  # lengths, memory, other arguments, environment, cause
-    "everything is live": ([1000, 40_000], "512MiB", {}, {}, "live"),
+    "everything is live": ([1000, 40_000], "512MiB", {"context": None}, {}, "live"),  # without stacks
     "lengths vary": (RAGGED, "900MiB", {}, {}, "fragmentation"),
     "lengths vary, expandable": (RAGGED, "700MiB", {}, EXPANDABLE, "fragmentation"),
     "nothing is refused": ([4000, 9000, 3000], "4GiB", {}, {}, None),
     "a cap": ([1000, 40_000], "4GiB", {"fraction": 0.125}, {}, "cap"),
     "two streams": (RAGGED, "900MiB", {"streams": True}, {}, ANY),  # depends on the workspaces of torch's version
-    "without stacks": ([1000, 40_000], "512MiB", {"context": None}, {}, "live"),
 }
 
 
@@ -147,11 +146,10 @@ def test_a_program(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more",
-    [{"late": 4}, {"entries": 1500}, {"late": 4, "streams": True}],
-    ids=["begins late", "the first events are lost", "begins late, two streams"],
+    ("more", "expandable"),
+    [({"late": 4}, EXPANDABLE), ({"entries": 1500}, {}), ({"late": 4, "streams": True}, {})],
+    ids=["begins late, expandable", "the first events are lost", "begins late, two streams"],
 )
-@pytest.mark.parametrize("expandable", [{}, EXPANDABLE], ids=["segments", "expandable"])
 def test_a_start_that_was_not_recorded(more, expandable, tmp_path):
     """The segments at the end tell what was live: the replay holds what torch's allocator held throughout."""
     path = tmp_path / "snapshot.pickle"

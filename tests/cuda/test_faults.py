@@ -36,7 +36,7 @@ def acting(act):
     return model, step
 
 
-@pytest.mark.parametrize(("what", "code"), [("launch", ILLEGAL_ADDRESS), ("memcpy", ASSERT), ("sync", ILLEGAL_ADDRESS)])
+@pytest.mark.parametrize(("what", "code"), [("launch", ILLEGAL_ADDRESS), ("sync", ASSERT)])
 def test_a_sticky_error_ends_the_probe(what, code):
     def probe():
         counted = []
@@ -53,11 +53,6 @@ def test_a_sticky_error_ends_the_probe(what, code):
     assert forked(probe) == (64, [])  # what is on the host comes back
 
 
-class OwnTextError(Exception):
-    def __str__(self):
-        return f"cannot use {self.args[0]}"
-
-
 def over_half_of_the_card():
     """Return a tensor that torch would copy to print it."""
     return torch.zeros(GIB * 5 // 4 // 8, dtype=torch.complex64, device="cuda").conj()
@@ -66,18 +61,17 @@ def over_half_of_the_card():
 TENSOR = "a tensor of shape (167772160,), torch.complex64, on cuda:0"
 
 
-@pytest.mark.parametrize(("kind", "said"), [(KeyError, TENSOR), (OwnTextError, f"cannot use {TENSOR}")])
-def test_telling_an_error_takes_no_memory_on_the_device(kind, said):
+def test_telling_an_error_takes_no_memory_on_the_device():
     def probe():
         model, inner = mlp()
 
         def step(model, batch_size):
             inner(model, batch_size)
-            raise kind(over_half_of_the_card())
+            raise KeyError(over_half_of_the_card())
 
-        with pytest.raises(oomprobe.StepFailedError, match=re.escape(f"with {kind.__name__}: {said}")) as caught:
+        with pytest.raises(oomprobe.StepFailedError, match=re.escape(f"with KeyError: {TENSOR}")) as caught:
             oomprobe.find_max_batch(model, step, max_batch=4, **QUIET)
-        return type(caught.value.__cause__) is kind, torch.cuda.memory_stats()["num_ooms"]
+        return type(caught.value.__cause__) is KeyError, torch.cuda.memory_stats()["num_ooms"]
 
     assert forked(probe, memory="2GiB") == (True, 0)
 
