@@ -1,12 +1,10 @@
 """scripts/evidence/benchmark_peers.py on the bed: its models run, and rows say what a tool did."""
 
 import contextlib
-import os
 
-import benchmark_peers
 import pytest
 import torch
-from peers import measuring, ranks, tools
+from peers import measuring, tools
 from peers.models import WORKLOADS
 
 
@@ -34,22 +32,3 @@ def test_work_counts_each_call_also_one_that_fails(monkeypatch):
 
     monkeypatch.setitem(tools.TOOLS, "fake", tools.Tool(call=ask, imports="torch"))
     assert measuring.row("fake", "mlp_sgd", 100)["work"] == (4 + 4 + 500_000) / 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tool", "answers", "said"),
-    [("accelerate", 2, "answered"), ("Lightning binsearch", 0, "status 1; ValueError: Tuning the batch size is")],
-)
-def test_a_tool_on_two_ranks(monkeypatch, tool, answers, said):
-    pytest.importorskip(tool.split()[0].lower())
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(benchmark_peers.PATHS))
-    row = ranks.row(tool, "conv", "ranks alike")
-    assert len(row["answers"]) == answers
-    assert row["lasts"] == bool(answers)
-    assert row["ended"].startswith(said)
-
-
-def test_ranks_that_hang_end_at_the_limit(monkeypatch):
-    monkeypatch.setattr(ranks, "LONGEST_S", 0.5)
-    assert ranks.group("oomprobe", "conv", "ranks alike") == ("not done in 0.5 s", [])

@@ -18,7 +18,7 @@ from oomprobe.simulation.settings import AllocatorSettings
 
 MIB = 2**20
 
-H100, RTX_3090, RTX_4090, T4 = "9.0,132,2048", "8.6,82,1536", "8.9,128,1536", "7.5,40,1024"
+RTX_3090, RTX_4090, T4 = "8.6,82,1536", "8.9,128,1536", "7.5,40,1024"
 
 
 # --- request by request ---
@@ -104,13 +104,8 @@ def test_requests_have_the_same_outcome_as_in_torch(text, streams):
 
     if settings.per_process_memory_fraction < 1:
         limit(settings.per_process_memory_fraction)
-    malloc, free, empty_cache, use_stream = (
-        allocator.malloc,
-        allocator.free,
-        allocator.empty_cache,
-        allocator.use_stream,
-    )
-    simulated = outcomes(streams, malloc, free, empty_cache, limit, use_stream, allocator.stats)
+    functions = allocator.malloc, allocator.free, allocator.empty_cache, limit, allocator.use_stream, allocator.stats
+    simulated = outcomes(streams, *functions)
     assert simulated == forked(torchs_outcomes, text, streams, memory="3000MiB", context="2710MiB")
 
 
@@ -152,9 +147,8 @@ def prefetched(device, batch_size):
     return last.peak_allocated_bytes, last.peak_reserved_bytes
 
 
-@pytest.mark.parametrize("batch_size", [64, 777, 3000])
-def test_a_loader_with_a_stream_of_its_own_takes_what_it_takes_of_torch(batch_size):
-    assert forked(prefetched, None, batch_size) == forked(prefetched, "cuda", batch_size)
+def test_a_loader_with_a_stream_of_its_own_takes_what_it_takes_of_torch():
+    assert forked(prefetched, None, 777) == forked(prefetched, "cuda", 777)
 
 
 # --- step by step ---
@@ -192,14 +186,12 @@ def simulated_peaks(make, size, card):
     ("make", "size", "card"),
     [
         (mlp, 100, A100),  # few weights, much data: bias gradients take the most memory
-        (mlp, 20_000, H100),
         (mlp, 20_000, T4),
         (lambda: mlp(amp=torch.bfloat16), 20_000, RTX_4090),
         (lambda: mlp(make=lambda p: torch.optim.AdamW(p, foreach=False)), 30_000, RTX_3090),
         (language_model, 100, A100),
         (lambda: language_model(bf16=True), 100, RTX_3090),
         (conv_net, 400, RTX_4090),
-        (lambda: conv_net(amp=torch.float16), 400, H100),
         (evaluated, 100, A100),
         (lambda: conv_net(amp=torch.float16, layout=torch.channels_last), 400, A100),
     ],
@@ -220,8 +212,8 @@ def simulated_answer(make, card, memory):
 
 @pytest.mark.parametrize(
     ("make", "card", "memory"),
-    [(mlp, A100, "4GiB"), (lambda: mlp(amp=torch.bfloat16), RTX_4090, "1GiB"), (language_model, RTX_3090, "1GiB"), (conv_net, T4, "600MiB")],
-)  # fmt: skip
+    [(lambda: mlp(amp=torch.bfloat16), RTX_4090, "1GiB"), (language_model, RTX_3090, "1GiB")],
+)
 def test_answers_match_fresh_processes(make, card, memory):
     bed = {"memory": memory, "card": card}
     size, cap_bytes = forked(simulated_answer, make, card, memory, **bed)
