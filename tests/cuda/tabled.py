@@ -1,6 +1,5 @@
 """A language model whose step takes a length, in this process or, with RANK set, as a rank of DDP; also a target."""
 
-import functools
 import os
 
 import torch
@@ -15,18 +14,6 @@ VOCABULARY, WIDTH = 500, 128
 class Attention(gpu_table.Attention):
     def __init__(self):
         super().__init__(WIDTH)
-
-
-@functools.cache
-def causal(length, device):
-    return torch.full((length, length), -torch.inf, device=device).triu(1)
-
-
-class Masked(Attention):
-    """A layer that adds a mask, which is kept for each length as long as the process lives."""
-
-    def forward(self, x):
-        return super().forward(x) + causal(x.shape[1], x.device).sum(1, keepdim=True)
 
 
 class Rotated(nn.Module):
@@ -46,18 +33,14 @@ class Rotated(nn.Module):
         return x + self.outer(mixed) * self.table[:length]
 
 
-def language_model(kind=Rotated, *, layers=2, places=2**14):
-    model = nn.Sequential(
-        nn.Embedding(VOCABULARY, WIDTH), *(kind() for _ in range(layers)), nn.Linear(WIDTH, VOCABULARY)
-    )
+def language_model(kind=Rotated):
+    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), kind(), kind(), nn.Linear(WIDTH, VOCABULARY))
     model = model.cuda()
     if "RANK" in os.environ:
         model = nn.parallel.DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(model, batch_size, length):
-        if length > places:
-            raise IndexError(f"position {length} of {places}")
         tokens = torch.randint(VOCABULARY, (batch_size, length), device="cuda")
         optimizer.zero_grad()
         F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()

@@ -1,10 +1,7 @@
 """Tables over an axis on torch's own CUDA allocator: each row against a probe of its own, and what learning together saves."""
 
 import json
-import os
 import random
-import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from oomprobe.ground.torch_versions import VERSION
 from oomprobe.records.patience import Patience
 
 from .ranks import forking, on_ranks
-from .tabled import Attention, Masked, language_model
+from .tabled import Attention, language_model
 
 LENGTHS = [128, 256, 512, 1024, 2048]
 TARGET = f"{Path(__file__).with_name('tabled.py')}:build"
@@ -30,18 +27,13 @@ def images():
     return model, training_step(optimizer, lambda n, size: torch.randn(n, 3, *size, device="cuda"))
 
 
-def named_lengths():
-    model, inner = language_model()
-    return model, lambda model, batch_size, length: inner(model, batch_size, {"short": 100, "long": 1500}[length])
-
-
-def evaluating(every=10):
+def evaluating():
     model, inner = language_model()
 
     @numbered
     def step(number, model, batch_size, length):
         inner(model, batch_size, length)
-        if number % every == 0:
+        if number % 10 == 0:
             with torch.no_grad():
                 model(torch.randint(500, (8 * batch_size, length), device="cuda"))
 
@@ -51,10 +43,8 @@ def evaluating(every=10):
 TABLES = {
     # The last number: the work of the rows as a share of that of separate probes, at most.
     "fused attention": (language_model, {"length": LENGTHS}, "1GiB", 0.64),
-    "attention, falling": (lambda: language_model(Attention), {"length": LENGTHS[::-1]}, "6GiB", 1.0),
     "attention, mixed": (lambda: language_model(Attention), {"length": [512, 2048, 128, 1024, 256]}, "1GiB", 1.3),
     "sizes of images": (images, {"size": [(64, 64), (64, 96), (128, 128), (256, 192), (224, 224)]}, "6GiB", 0.6),
-    "names": (named_lengths, {"length": ["long", "short"]}, "1GiB", 1.4),
 }
 
 
@@ -120,19 +110,12 @@ def test_what_happens_at_every_tenth_call_is_learned_once():
         assert forked(runs_with, evaluating, "length", length, row.batch_size, 30, memory="1GiB")
 
 
-def test_what_a_process_keeps_for_each_value_is_no_leak():
-    table = forked(lambda: table_of(LENGTHS, lambda: language_model(Masked), mixed=False), memory="2GiB")
-    assert len(table.batch_sizes()) == 5
-    assert (table.mixed, table.notes) == ({}, ())
-    assert not [note for row in table.rows.values() for note in row.notes if note.startswith("leak")]
-
-
 # --- all values in turn ---
 
 
-def trained(make, sizes, seed):
+def trained(sizes, seed):
     """Return the step at which training in buckets runs out of memory, in a process that has done nothing else; 0 if it does not."""
-    model, step = make()
+    model, step = language_model(Attention)
     lengths = random.Random(seed).choices([*sizes], k=200)
     for number, length in enumerate(lengths, 1):
         try:
@@ -142,22 +125,12 @@ def trained(make, sizes, seed):
     return 0
 
 
-@pytest.mark.parametrize(
-    ("make", "memory"),
-    [(lambda: language_model(Attention), "4GiB"), (language_model, "1GiB"), (evaluating, "1GiB")],
-    ids=["attention", "fused", "evaluating"],
-)
-def test_mixed_sizes_train_in_buckets_with_the_whole_card(make, memory):
-    table = forked(table_of, LENGTHS, make, memory=memory, limit_s=120)
-    assert table.mixed.keys() == table.batch_sizes().keys()
-    ended = [forked(trained, make, table.mixed, seed, memory=memory, limit_s=90) for seed in range(3)]
-    assert ended == [0, 0, 0]
-
-
-def test_sizes_that_run_alone_do_not_run_in_turn():
+def test_mixed_sizes_train_in_buckets_where_those_of_the_rows_do_not():
     table = forked(table_of, LENGTHS, memory="1GiB")
-    alone = [forked(trained, lambda: language_model(Attention), table.batch_sizes(), seed) for seed in range(3)]
+    mixed, alone = ([forked(trained, sizes, seed) for seed in range(3)] for sizes in (table.mixed, table.batch_sizes()))
+    assert mixed == [0, 0, 0]
     assert any(alone)  # in some order
+    assert table.mixed.keys() == table.batch_sizes().keys()
     shares = [table.mixed[length] / size for length, size in table.batch_sizes().items()]
     assert 0.6 < min(shares) < max(shares) < 0.9
     assert "runs out of memory with the batch sizes of the rows (at length=" in table.notes[0]
@@ -170,70 +143,6 @@ def test_expandable_segments_lose_less():
     table = forked(table_of, LENGTHS, memory="4GiB", **settings)
     assert min(table.mixed[length] / size for length, size in table.batch_sizes().items()) > 0.9
     assert "expandable_segments" not in "".join(table.notes)
-
-
-@pytest.mark.parametrize("try_larger", [False, True])
-def test_a_value_that_does_not_fit_is_a_row_and_larger_ones_are_tried_only_if_asked(try_larger):
-    table = forked(lambda: table_of([8192, 512, 16384], try_larger=try_larger), memory="1GiB")
-    assert table.rows[8192] is table.rows[16384] is None
-    assert table.batch_sizes() == {512: table.rows[512].batch_size}
-    assert "does not fit" in table.unfit[8192]
-    told = {False: "not tried, since length 8192 does not fit (try_larger=True, --try-larger)",
-            True: "batch 1, the smallest allowed, does not fit"}  # fmt: skip
-    assert table.unfit[16384].startswith(told[try_larger])
-    lines = str(table).splitlines()
-    assert lines[0].startswith("verdict: 1 of 3 values of length fit in ")
-    assert [line.split()[:2] for line in lines[3:5]] == [["8192", "-"], ["^", "batch"]]
-
-
-def test_a_time_limit_leaves_finished_rows_whole():
-    def slow():
-        model, inner = language_model(Attention)
-
-        def step(model, batch_size, length):
-            inner(model, batch_size, length)
-            time.sleep(60 if length == 1024 else 0.015)
-
-        return model, step
-
-    table = forked(lambda: table_of([256, 512, 1024, 2048], slow, time_limit_s=5, max_batch=16), memory="1GiB")
-    assert table.batch_sizes() == {256: 16, 512: 16}
-    # The limit is for the whole table, not for each row.
-    assert 5 <= table.elapsed_s < 5 + sum(row.elapsed_s for row in table.rows.values())
-    assert all(row.state_verified for row in table.rows.values())
-    assert table.notes == (
-        "time limit: there are no rows for length 1024, 2048. Allow more time, or make another table for them",
-    )
-
-
-@pytest.mark.parametrize("fault", ["bug", "Ctrl-C"])
-def test_what_ends_a_table_leaves_the_finished_rows_and_restores_the_model(fault):
-    def run():
-        model, inner = language_model(places=512 if fault == "bug" else 2**14)
-        before = {name: value.cpu().clone() for name, value in model.state_dict().items()}
-
-        def step(model, batch_size, length):
-            inner(model, batch_size, length)
-            if length == 1024:
-                os.kill(os.getpid(), signal.SIGINT)
-
-        with pytest.raises((oomprobe.StepFailedError, KeyboardInterrupt)) as caught:
-            table_of([256, 512, 1024], lambda: (model, step), max_batch=4)
-        after = model.state_dict()
-        assert all(torch.equal(value, after[name].cpu()) for name, value in before.items())
-        return caught.value
-
-    error = forked(run, memory="1GiB")
-    if fault == "bug":
-        text = "length=1024: the step failed at batch size 2 with IndexError: position 1024 of 512"
-        assert str(error).startswith(text)
-        assert "run step_fn(model, 2, length=1024) once in a new process" in str(error)
-        assert error.table.batch_sizes() == {256: 4, 512: 4}
-        assert error.table.rows[256].state_verified
-    else:
-        trials, rows = error.__notes__
-        assert trials.startswith("oomprobe was interrupted; the trials so far:")
-        assert "verdict: 2 of 2 values of length fit" in rows
 
 
 # --- in other processes ---
