@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from zoo import Gpt
 
 CLASSES = 10
 HALVES = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}
@@ -34,13 +35,11 @@ class ByHand:
     def backward(self, loss):
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def step(self, *optimizers):
-        for optimizer in optimizers:
-            if self.scaler is None:
-                optimizer.step()
-            else:
-                self.scaler.step(optimizer)
-        if self.scaler is not None:
+    def step(self, optimizer):
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
             self.scaler.update()
 
     def optimizer(self, kind, parameters, **options):
@@ -48,28 +47,10 @@ class ByHand:
         return kind(parameters, **options, **flags)
 
 
-class Decoder(nn.Module):
-    """A language model whose loss stands in the loop."""
-
-    def __init__(self, hand, width=128, layers=4, context=64, vocabulary=2000):
-        super().__init__()
-        self.hand, self.context, self.vocabulary = hand, context, vocabulary
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True) for _ in range(layers)
-        )
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.places.weight
-        for block in self.blocks:
-            x = self.hand.call(block, x)
-        return self.head(x)
-
-
 def decoder(saving):
+    """A language model whose loss stands in the loop."""
     hand = ByHand(saving)
-    model = Decoder(hand).cuda()
+    model = Gpt(2, context=64, checkpointed=saving == "checkpoint").cuda()
     optimizer = hand.optimizer(torch.optim.AdamW, model.parameters())
 
     def step(model, batch_size):
@@ -109,7 +90,7 @@ class Mixer(nn.Module):
 def accumulating(saving):
     """Two micro-batches a step, clipped, with weight decay for some parameters, and an average of the weights."""
     hand = ByHand(saving)
-    model = Mixer(hand).cuda()
+    model = Mixer(hand, layers=2).cuda()
     with_decay = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     without = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [{"params": with_decay}, {"params": without, "weight_decay": 0.0}]
@@ -163,55 +144,12 @@ class Pyramid(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def images(saving):
-    hand = ByHand(saving)
-    model = Pyramid(hand).cuda()
-    optimizer = hand.optimizer(torch.optim.SGD, model.parameters(), lr=0.1, momentum=0.9)
-    loss_function = nn.CrossEntropyLoss(label_smoothing=0.1)
-
-    def step(model, batch_size):
-        x = torch.randn(batch_size, 3, 32, 32, device="cuda")
-        y = torch.randint(CLASSES, (batch_size,), device="cuda")
-        with hand.forward():
-            loss = loss_function(model(x), y)
-        optimizer.zero_grad(set_to_none=True)
-        hand.backward(loss)
-        hand.step(optimizer)
-
-    return model, step
-
-
-def adversarial(saving):
-    """Two models and two optimizers, which take turns."""
-    hand = ByHand(saving)
-    generator, judge = Mixer(hand).cuda(), Mixer(ByHand(""), layers=1).cuda()
-    kind = torch.optim.Adam
-    of_generator = hand.optimizer(kind, generator.parameters(), betas=(0.5, 0.9))
-    of_judge = hand.optimizer(kind, judge.parameters())
-
-    def step(generator, batch_size):
-        noise = torch.randn(batch_size, 32, 192, device="cuda")
-        with hand.forward():
-            made = generator(noise)
-            loss = judge(made.detach().repeat(1, 1, 20)[..., :192]).square().mean() + judge(noise).abs().mean()
-        of_judge.zero_grad()
-        hand.backward(loss)
-        hand.step(of_judge)
-        with hand.forward():
-            loss = judge(made.repeat(1, 1, 20)[..., :192]).square().mean()
-        of_generator.zero_grad()
-        hand.backward(loss)
-        hand.step(of_generator)
-
-    return generator, step
-
-
 def transformer_of_a_library(saving):
     """GPT-2 of transformers, whose loss is inside the model."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     hand = ByHand(saving)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=3, n_embd=96, n_head=4, vocab_size=1000, n_positions=64)).cuda()
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=96, n_head=4, vocab_size=1000, n_positions=64)).cuda()
     if saving == "checkpoint":
         model.activation_checkpointing_enable({"use_reentrant": False})
     optimizer = hand.optimizer(torch.optim.AdamW, model.parameters())
@@ -229,33 +167,10 @@ def transformer_of_a_library(saving):
     return model, step
 
 
-def penalised(saving):
-    """A penalty on gradients, whose graph is part of the loss."""
-    hand = ByHand(saving)
-    model = Mixer(hand, layers=2).cuda()
-    optimizer = hand.optimizer(torch.optim.AdamW, model.parameters())
-
-    def step(model, batch_size):
-        x = torch.randn(batch_size, 32, 192, device="cuda", requires_grad=True)
-        with hand.forward():
-            out = model(x).float().square().mean()
-        (gradient,) = torch.autograd.grad(out, x, create_graph=True)
-        with hand.forward():
-            loss = out + gradient.square().mean()
-        optimizer.zero_grad()
-        hand.backward(loss)
-        hand.step(optimizer)
-
-    return model, step
-
-
 LOOPS = {
     "decoder": (decoder, 64),
     "accumulating": (accumulating, 256),
-    "images": (images, 256),
-    "adversarial": (adversarial, 256),
     "transformers": (transformer_of_a_library, 64),
-    "penalised": (penalised, 256),
 }
 
 globals().update({f"{name}_as_is": partial(build, "as is") for name, (build, _) in LOOPS.items()})  # targets

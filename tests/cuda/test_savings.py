@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import savings_by_hand
-import sharded
 import torch
 from bed import forked
 from ledger import Log
@@ -14,8 +13,6 @@ from zoo import peaks
 import oomprobe
 from oomprobe.ground.allocator_settings import to_expand
 from oomprobe.ground.torch_versions import VERSION
-
-from .ranks import on_ranks
 
 CARD = "8.0,108,2048"  # an A100's
 SAVINGS = (
@@ -30,7 +27,7 @@ def in_a_table(loop, device, savings=SAVINGS, **options):
     """Return the peaks of each row at one size."""
     size = LOOPS[loop][1]
     target = f"{savings_by_hand.__file__}:{loop}_as_is"
-    limits = {"min_batch": size, "max_batch": size, **QUIET}
+    limits = {"min_batch": size, "max_batch": size, "confirm_steps": 4, **QUIET}
     table = oomprobe.probe_target(target, savings=savings, require=size, device=device, **limits, **options)
     assert not table.savings.not_run
     return table.at(size)
@@ -43,40 +40,23 @@ def by_hand(loop, saving):
 
 
 @pytest.mark.parametrize(
-    "loop",
-    [name if name in ("decoder", "transformers") else pytest.param(name, marks=pytest.mark.slow) for name in LOOPS],
+    ("loop", "savings"), [("accumulating", SAVINGS), ("transformers", ("checkpoint", "offload_activations"))]
 )
-def test_each_saving_takes_what_it_takes_by_hand(loop):
-    found = forked(in_a_table, loop, "sim:A100-40GB", limit_s=300)
-    for saving in ("as is", *SAVINGS):
+def test_each_saving_takes_what_it_takes_by_hand(loop, savings):
+    found = forked(in_a_table, loop, "sim:A100-40GB", savings, limit_s=300)
+    for saving in ("as is", *savings):
         share = 0 if VERSION == (2, 14) else OTHER_VERSIONS
         assert found[saving] == pytest.approx(by_hand(loop, saving), rel=share, abs=0), saving
 
 
-@pytest.mark.parametrize("isolate", [True, False])
-def test_on_a_card_the_same_is_run(isolate):
-    savings = [name for name in SAVINGS if isolate or name != "expandable_segments"]
+@pytest.mark.parametrize(("isolate", "savings"), [(True, SAVINGS[:1]), (False, SAVINGS[1:])])
+def test_on_a_card_the_same_is_run(isolate, savings):
     bed = {"memory": "40GiB", "card": CARD, "limit_s": 300}
     found = forked(lambda: in_a_table("decoder", None, savings, isolate=isolate), **bed)
     for saving in ("as is", *savings):
         allocated, reserved = by_hand("decoder", saving)
         assert found[saving][0] == allocated, saving
         assert found[saving][1] == pytest.approx(reserved, rel=0.02), saving  # another trial may have left its layout
-
-
-@pytest.mark.slow
-def test_two_ranks_take_what_a_simulated_rank_takes(tmp_path):
-    savings = ["checkpoint", "bf16_autocast", "no_foreach", "offload_activations", "expandable_segments"]
-
-    def compared(device):
-        limits = {"min_batch": 32, "max_batch": 32, "memory_fraction": 1.0, **QUIET}
-        target = f"{sharded.__file__}:plain"
-        table = oomprobe.probe_target(target, nproc_per_node=2, savings=savings, require=32, device=device, **limits)
-        return table.at(32)
-
-    with_two = on_ranks(tmp_path, lambda: compared(None), count=2, limit_s=300, CUDASTUB_ASSERT="0")
-    assert len(with_two) == 6
-    assert with_two == forked(compared, "sim:1GiB", limit_s=300)
 
 
 def test_a_process_that_runs_cannot_get_expandable_segments():
