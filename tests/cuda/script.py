@@ -39,7 +39,7 @@ fault = arguments.fault if arguments.rank in (None, rank) else ""
 if fault == "sets-fraction":
     torch.cuda.set_per_process_memory_fraction(0.95)
 TIP = "tip: after 'CUDA out of memory. Tried to allocate 20.00 MiB' lower the batch size"
-if fault == "quotes":
+if "quotes" in fault:
     print(TIP, file=sys.stderr, flush=True)  # noqa: T201
 if fault == "skips-once-beside-convolutions":
     convolution = nn.Conv2d(1, 1, 1)
@@ -93,16 +93,15 @@ optimizer = torch.optim.AdamW(model.parameters())
 size = 4 if fault == "ignores" else arguments.batch_size
 samples = arguments.samples or size * arguments.steps
 for number in range(min(arguments.steps, samples // size)):
-    if fault == "quotes":
+    if "quotes" in fault:
         print(TIP, f"step {number}", flush=True)  # noqa: T201
     if number == 1:
         misbehave()
-    for _ in range(size // 4 if fault == "splits" else 1):
-        y = model(torch.randn((4 if fault == "splits" else size) * 256, 512, device=device))
-        if fault == "backward" and number == 1:
-            y = RunsOutInBackward.apply(y)
-        y.square().mean().backward()
-    if fault == "resets":
+    y = model(torch.randn(size * 256, 512, device=device))
+    if fault == "backward" and number == 1:
+        y = RunsOutInBackward.apply(y)
+    y.square().mean().backward()
+    if "resets" in fault:
         reset_peak_memory_stats()
         torch.cuda.reset_accumulated_memory_stats()
     optimizer.step()

@@ -68,12 +68,12 @@ def test_the_answer_is_what_fresh_runs_can_do(capfd):
 
 def test_a_script_that_resets_the_peaks_or_prints_an_error_shows_the_same():
     shown = []
-    for words in ([], ["--fault", "resets"], ["--fault", "quotes"]):
+    for words in ([], ["--fault", "resets,quotes"]):
         last = oomprobe.check_command(python(*words), 32, progress="off").trials[-1]
         assert last.passed
         assert 50 <= last.steps < 10_000
         shown.append((last.peak_allocated_bytes, last.peak_reserved_bytes, last.alloc_retries))
-    assert shown[0] == shown[1] == shown[2]
+    assert shown[0] == shown[1]
 
 
 ALL = {"memory_fraction": 1.0}
@@ -110,7 +110,7 @@ def test_memory_runs_out(monkeypatch, command, variables, options, error):
         (python("--fault", "bug"), FAILED, r"at batch size 8 \(script.py:\d+\): KeyError: 'input_ids'(?s:.*)KeyError: 'input_ids'$", 0),
         (python("--fault", "killed"), FAILED, r"the command was killed by SIGKILL\nRun the command with 8 in place of {batch}", 2),
         (python("--fault", "ignores"), UNRELIABLE, "exactly as many bytes in each step as batch 8", None),
-        (python("--samples", "40"), UNRELIABLE, "ended without an error at batch 32 after 1 optimizer step, and a trial needs 2", None),
+        (python("--samples", "12"), UNRELIABLE, "ended without an error at batch 8 after 1 optimizer step, and a trial needs 2", None),
         (python("--fault", "sets-fraction"), UNRELIABLE, "process .* set its allocator's cap to 0.95 of the GPU itself", None),
     ],
     ids=["bug", "killed", "ignores", "ends early", "sets its cap"],
@@ -121,12 +121,6 @@ def test_refused(command, error, said, trials):
     if trials is not None:
         assert caught.value.batch_size == 8
         assert len(caught.value.trials) == trials
-
-
-@pytest.mark.slow
-def test_a_script_that_splits_its_batch_is_not_limited_by_memory():
-    result = probe(python("--fault", "splits"), start_batch=8)
-    assert (result.batch_size, result.limited_by) == (64, "step")
 
 
 def test_what_passes(tmp_path, monkeypatch):
