@@ -12,11 +12,11 @@ pytestmark = pytest.mark.skipif(VERSION != (2, 14), reason="kernels ask for what
 MEMORY = "1GiB"
 
 
-@pytest.mark.parametrize("name", STRANGERS)
+@pytest.mark.parametrize("name", [*STRANGERS][1::2])  # scripts/evidence/benchmark_windows.py runs all, at more sizes
 def test_verdicts_and_peaks_near_the_limit_are_those_of_torchs_allocator(name):
     build = STRANGERS[name]
     limit, cap_bytes = forked(windows.simulated_answer, build, MEMORY, limit_s=120)
-    _, in_simulation, on_torchs = windows.window(build, limit, cap_bytes, each_side=2, memory=MEMORY)
+    _, in_simulation, on_torchs = windows.window(build, limit, cap_bytes, each_side=1, memory=MEMORY)
     assert in_simulation == on_torchs
 
 
