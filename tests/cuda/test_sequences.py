@@ -17,9 +17,11 @@ from oomprobe.simulation.kernels.compared import COMPARED, is_compared
 IS_OF_THE_TABLE = VERSION == (2, 14)  # other versions differ in some cases and in the order of requests
 in_this_version = pytest.mark.skipif(not IS_OF_THE_TABLE, reason="the table is of torch 2.14")
 REFUSED = "refused"
+# Every dtype, layout and autocast; all variants together run on request.
+OFTEN = ("fp32", "fp32 gaps", "fp32 last", "bf16 gaps", "fp16 sum", "amp fp16 gaps")
 
 
-def pairs(names, variants=sequences.VARIANTS):
+def pairs(names, variants):
     return [(name, variant) for name in names for variant in variants]
 
 
@@ -68,9 +70,10 @@ def excepted(name, variant):
 
 
 @in_this_version
+@pytest.mark.parametrize("variants", [OFTEN, pytest.param(tuple(sequences.VARIANTS), marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("first", range(0, len(CASES), 40), ids=lambda first: [*CASES][first])
-def test_requests_are_those_of_torch_in_their_order(first):
-    asked = pairs([*CASES][first : first + 40])
+def test_requests_are_those_of_torch_in_their_order(first, variants):
+    asked = pairs([*CASES][first : first + 40], variants)
     wanted = forked(of_torch, asked, memory="40GiB", card=A100)
     found = forked(of_a_simulated_card, asked)
     different = {key for key, sequence in wanted.items() if sequence != REFUSED and found[key] != sequence}
@@ -112,7 +115,7 @@ def dispatched():
         return run(mode, func, args, kwargs)
 
     card_mode.CardMode._run = noted
-    of_a_simulated_card(pairs({**CASES, **COUNTING}, ["fp32", "fp32 last", "amp fp16 gaps"]))
+    of_a_simulated_card(pairs({**CASES, **COUNTING}, ["fp32"]) + pairs(["attention: plain"], ["bf16"]))
     return names
 
 
