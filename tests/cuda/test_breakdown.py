@@ -1,15 +1,21 @@
 """The memory breakdown, from the history of torch's CUDA allocator."""
 
+import contextlib
+import io
+import json
+
 import pytest
 import torch
 from bed import forked
-from zoo import MODELS, training_step
+from zoo import MODELS, target, training_step
 
 import oomprobe
+from oomprobe.cli import main
 from oomprobe.records.breakdown import ACTIVATIONS, BACKWARD, GRADIENTS, PARAMETERS, STATE
 
+from .ranks import forking
+
 MIB = 2**20
-NAMES = ["gpt", "gpt checkpointed", "conv", "mlp accumulating"]
 
 
 def nbytes(tensors):
@@ -22,7 +28,7 @@ def broken_down(name):
     return result, nbytes([*model.parameters(), *model.buffers()]), torch.cuda.memory_reserved()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["gpt checkpointed", "conv", "mlp accumulating"])
 def test_a_breakdown_adds_up_to_the_measured_peak(name):
     result, model_bytes, left_bytes = forked(broken_down, name, memory="1GiB", limit_s=120)
     found, answer = result.breakdown, result.trials[-1]
@@ -55,3 +61,20 @@ def test_each_part_has_the_size_that_the_model_implies():
     assert found.peak_in == "backward"
     assert (small.peak_in, small.parts[GRADIENTS]) == ("optimizer", 4 * MIB)  # the batch is tiny
     assert history_is_off
+
+
+def test_a_report_shows_the_breakdown_of_a_worker(tmp_path):
+    at = tmp_path / "result.json"
+    words = ["run", target(tmp_path, name="gpt"), "--start-batch=64", "--resolution=0.2", f"--json={at}", "--breakdown"]
+
+    def run():
+        with contextlib.redirect_stdout(io.StringIO()) as stdout:
+            return main(words), stdout.getvalue()
+
+    status, stdout = forked(forking, run, limit_s=120)
+    result = json.loads(at.read_text())
+    assert status == 0
+    assert f"batch {result['batch_size']} fits" in stdout
+    assert (result["limited_by"], result["environment"]["isolated"]) == ("memory", True)
+    assert "where the memory went" in stdout
+    assert result["breakdown"]["peak_reserved_bytes"] == result["trials"][-1]["peak_reserved_bytes"]

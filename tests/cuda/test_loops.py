@@ -26,6 +26,7 @@ def test_the_answer_lives_in_a_fresh_process(build):
     result = forked(live, build, **FORK)
     calls = 130 if build is loops.accumulates_64 else 50
     assert result.state_verified, result.notes
+    assert not any(trial.leaked_bytes for trial in result.trials)  # nor what hangs on a parameter
     assert not [note for note in result.notes if "leak" in note or "stepped" in note], result.notes
     assert forked(lambda: runs(build, result.batch_size, steps=calls, cap_bytes=result.budget_bytes), **FORK)
     failing = min(t.batch_size for t in result.trials if not t.passed and t.batch_size > result.batch_size)
@@ -107,8 +108,3 @@ def test_what_grows_is_named_by_its_path():
     text = forked(probe, **FORK)
     assert "model.0.weight.collected (" in text
     assert "MiB)" in text
-
-
-def test_an_attribute_of_a_parameter_is_no_leak_between_trials():
-    result = forked(live, loops.gradients_per_sample, **FORK)
-    assert not any(trial.leaked_bytes for trial in result.trials)
