@@ -1,11 +1,13 @@
 """The simulated card compared with torch's own allocator: requests, cold steps and answers; test_sequences.py has the operators."""
 
 import random
+import sys
+import textwrap
 from functools import partial
 
 import pytest
 import torch
-from bed import forked
+from bed import forked, run_on_bed
 from sequences import A100, simulated
 from simulation.bench import ALLOCATOR_SETTINGS
 from torch import nn
@@ -222,3 +224,47 @@ def test_answers_match_fresh_processes(make, card, memory):
         return forked(lambda: runs(make, int(size * share), steps=10, cap_bytes=cap_bytes), **bed)
 
     assert [passes(share) for share in (0.99, 1, 1.011)] == [True, True, False]
+
+
+# --- a whole program ---
+
+PROGRAM = """
+    import sys, torch
+    from torch import nn
+    from torch.nn import functional as F
+    rows, device = int(sys.argv[1]), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.LayerNorm(1024), nn.Dropout(0.1), nn.Linear(1024, 1000))
+    model = model.to(device)
+    optimizer, scaler = torch.optim.AdamW(model.parameters()), torch.amp.GradScaler()
+    for epoch in range(6):
+        x, y = torch.randn(rows, 256).to(device), torch.randint(1000, (rows,)).to(device, non_blocking=True)
+        with torch.autocast("cuda", torch.float16):
+            logits = model(x)
+            loss = F.cross_entropy(logits, y, label_smoothing=0.1)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        print(loss.item(), (logits.argmax(1) == y).sum().item() / rows, logits[:, :5].cpu())
+"""
+
+
+TRAINED = """
+import runpy, sys
+sys.argv = ["train.py", "700"]
+runpy.run_path({!r})
+retries = torch.cuda.memory_stats()["num_alloc_retries"]
+print(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), retries]))
+"""
+
+
+def test_a_program_peaks_where_it_does_on_torchs_allocator(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(PROGRAM))
+    command = [sys.executable, str(script), "{batch}"]
+    answer = oomprobe.check_command(command, 700, device="sim:1GiB", progress="off").trials[-1]
+    simulated = [answer.peak_allocated_bytes, answer.peak_reserved_bytes, answer.alloc_retries]
+    assert simulated == run_on_bed(TRAINED.format(str(script)))
