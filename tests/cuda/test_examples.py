@@ -73,13 +73,6 @@ def test_with_a_framework(name, said):
         assert int(found[1]) == math.ceil(2000 / int(out.split()[2]))
 
 
-def test_a_simulated_card_beside_a_real_one():
-    [command] = commands("plain_loop.py", simulated=True)
-    status, out, err = forked(typed, command, **CARD)
-    assert status == 0, err
-    assert "on simulated GPU, 24.0 GiB" in out
-
-
 def test_ranks_and_fsdp_shards_what_ddp_keeps(tmp_path):
     on_cards = {**cards(tmp_path), "memory": "2GiB,2GiB", "limit_s": 60}
     peaks = []

@@ -49,19 +49,19 @@ def padded(examples):
     return {"input_ids": stacked("input_ids", 0), "labels": stacked("labels", -100)}
 
 
-def found(folder, arguments):
+def found(folder):
     from oomprobe.integrations.transformers import find_max_batch
 
-    made = trainer(folder, **arguments)
+    made = trainer(folder, **FULL_EVAL)
     home = next(made.model.parameters()).device.type
     result = find_max_batch(made, write_back=False, progress="off")
     assert next(made.model.parameters()).device.type == home
     return result.batch_size, result.limited_by, result.state_verified
 
 
-def trains(folder, arguments, batch_size):
+def trains(folder, batch_size):
     """Train on batches of the longest examples."""
-    made = trainer(folder, batch_size, **arguments)
+    made = trainer(folder, batch_size, **FULL_EVAL)
     made.train_dataset = [made.train_dataset[112]] * len(made.train_dataset)
     made.train()
     return made.state.global_step
@@ -71,13 +71,12 @@ def trains(folder, arguments, batch_size):
 FULL_EVAL = {"bf16": True, "bf16_full_eval": True, "eval_strategy": "steps", "eval_steps": 3}
 
 
-@pytest.mark.parametrize("arguments", [{}, FULL_EVAL], ids=["fp32", "bf16, full eval"])
-def test_an_answer_trains_in_a_fresh_process(tmp_path, arguments):
-    batch_size, limited_by, verified = forked(found, tmp_path, arguments, **CARD)
+def test_an_answer_trains_in_a_fresh_process(tmp_path):
+    batch_size, limited_by, verified = forked(found, tmp_path, **CARD)
     assert (limited_by, verified) == ("memory", True)
-    assert forked(trains, tmp_path, arguments, batch_size, **CARD) == 6
+    assert forked(trains, tmp_path, batch_size, **CARD) == 6
     with pytest.raises(torch.OutOfMemoryError):
-        forked(trains, tmp_path, arguments, batch_size * 5 // 4, **CARD)
+        forked(trains, tmp_path, batch_size * 5 // 4, **CARD)
 
 
 def test_a_lost_card_is_told_as_such_though_the_model_was_moved(tmp_path):
