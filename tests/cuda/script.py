@@ -1,6 +1,6 @@
 """A training script as users write them, for tests that probe commands: python script.py --batch-size 8 --fault bug.
 
-It trains a small MLP; under a launcher with DDP or FSDP2. The fault happens in the second step, on rank `--rank` or on all.
+It trains a small MLP; under a launcher with DDP. The fault happens in the second step, on rank `--rank` or on all.
 """
 
 import argparse
@@ -15,7 +15,6 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=int(os.environ.get("OOMPROBE_BATCH", "1")))
 parser.add_argument("--steps", type=int, default=10_000)
 parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-parser.add_argument("--fsdp", action="store_true")
 parser.add_argument("--samples", type=int, help="of the data set; the last batch is left out if it is smaller")
 parser.add_argument("--fault", default="")
 parser.add_argument("--rank", type=int)
@@ -28,8 +27,8 @@ import torch  # noqa: E402  (scripts set allocator settings before this line)
 from torch import nn  # noqa: E402
 from torch.cuda import reset_peak_memory_stats  # noqa: E402
 
-if not arguments.fsdp:  # optimizers import the compiler only to be left out of it, in half the time of a run
-    torch._dynamo = sys.modules["torch._dynamo"] = MagicMock(disable=lambda function, *_, **__: function)
+# Optimizers import the compiler only to be left out of it, in half the time of a run.
+torch._dynamo = sys.modules["torch._dynamo"] = MagicMock(disable=lambda function, *_, **__: function)
 
 MIB = 2**20
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -83,11 +82,7 @@ def misbehave():
 model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 512)).to(
     device
 )
-if arguments.fsdp:
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(model)
-elif world_size > 1:
+if world_size > 1:
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters())
 size = 4 if fault == "ignores" else arguments.batch_size

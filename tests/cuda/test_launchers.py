@@ -39,8 +39,8 @@ def test_a_bug_on_one_rank():
     assert "KeyError: 'input_ids'" in str(caught.value).splitlines()[-1]
 
 
-def test_fsdp_in_nccl_and_what_nccl_takes():
-    result = oomprobe.check_command(torchrun("--fsdp"), 8, progress="off")
+def test_what_passes_in_nccl_and_what_nccl_takes():
+    result = oomprobe.check_command(torchrun(), 8, progress="off")
     # 1024 MiB less a context, the kernels and a communicator.
     assert result.available_bytes == (1024 - 100 - 50 - 64) * MIB
     assert result.device == "2 x Stub GPU"
