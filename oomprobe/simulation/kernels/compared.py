@@ -1,6 +1,6 @@
 """Operators whose requests were compared with those to torch's own allocator, and what is said of the others.
 
-tests/cuda/operators.py is the table of what was compared.
+tests/operators.py is the table of what was compared.
 """
 
 from __future__ import annotations
