@@ -7,13 +7,7 @@ from zoo import numbered, training_step
 
 import oomprobe
 
-CARDS = [
-    f"sim:{name}"
-    for name in (
-        *("RTX-3060-12GB", "RTX-3090", "A10G", "A40", "RTX-4070", "RTX-4080", "L4", "L40S", "T4", "RTX-2080Ti"),
-        "8GiB",
-    )
-]
+CARDS = [f"sim:{name}" for name in ("RTX-3060-12GB", "A40", "L4", "L40S", "T4", "RTX-2080Ti", "8GiB")]
 QUIET = {"progress": "off"}
 
 
@@ -43,27 +37,20 @@ def attention():
     return trained(Attending(), (512, 256))
 
 
-def convolutions():
-    body = [nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3), nn.AdaptiveAvgPool2d(1)]
-    return trained(nn.Sequential(*body), (3, 128, 128))
-
-
 def told(trial):
     return trial.batch_size, trial.phase, trial.cap_bytes, trial.verdict, trial.peak_reserved_bytes
 
 
-@pytest.mark.parametrize("make", [attention, convolutions])
-def test_each_row_equals_a_search_on_its_card(make):
-    table = oomprobe.find_max_batches(*make(), device=CARDS, **QUIET)
-    own = {card: oomprobe.find_max_batch(*make(), device=card, **QUIET) for card in CARDS}
-    assert table.batch_sizes() == {card: result.batch_size for card, result in own.items()}
+def test_each_row_equals_a_search_on_its_card():
+    table = oomprobe.find_max_batches(*attention(), device=CARDS, **QUIET)
     assert [*table.rows] == CARDS
-    ran = {card for card, result in table.rows.items() if not result.was_replayed}
-    assert ran == {"sim:A40", "sim:L40S", "sim:T4"}  # the largest of each kind
-    for card, result in table.rows.items():
-        assert [told(trial) for trial in result.trials] == [told(trial) for trial in own[card].trials]
-        assert (result.available_bytes, result.device) == (own[card].available_bytes, own[card].device)
-        assert result.state_verified
+    assert all(result.state_verified for result in table.rows.values())
+    replayed = {card: result for card, result in table.rows.items() if result.was_replayed}
+    assert {*CARDS} - {*replayed} == {"sim:A40", "sim:L40S", "sim:T4"}  # the largest of each kind
+    for card, result in replayed.items():
+        own = oomprobe.find_max_batch(*attention(), device=card, **QUIET)
+        assert [told(trial) for trial in result.trials] == [told(trial) for trial in own.trials]
+        assert (result.available_bytes, result.device) == (own.available_bytes, own.device)
 
 
 def test_the_number_of_multiprocessors_decides_a_replay():
@@ -73,7 +60,10 @@ def test_the_number_of_multiprocessors_decides_a_replay():
         model(torch.randn(256 * batch_size, 256, device="cuda")).sum(0)
 
     sizes = {"max_batch": 512, **QUIET}
-    own = {card: oomprobe.find_max_batch(nn.Identity(), step, device=card, **sizes) for card in CARDS[:2]}
+    own = {
+        card: oomprobe.find_max_batch(nn.Identity(), step, device=card, **sizes)
+        for card in ("sim:RTX-3060-12GB", "sim:RTX-3090")
+    }
     table = oomprobe.find_max_batches(nn.Identity(), step, device=[*own], **sizes)
     peaks = [{card: one.trials[-1].peak_allocated_bytes for card, one in every.items()} for every in (own, table.rows)]
     assert peaks[0] == peaks[1]
@@ -112,10 +102,8 @@ def test_a_step_that_knows_its_call_runs_on_every_card():
     def evaluating(number, model, size):
         step(model, size * (1 + (number % 7 == 0)))
 
-    table = oomprobe.find_max_batches(model, evaluating, device=["sim:2GiB", "sim:1GiB"], multiple_of=1024, **QUIET)
-    assert not any(result.was_replayed for _, result in table.fitting())
-    own = oomprobe.find_max_batch(model, evaluating, device="sim:1GiB", multiple_of=1024, **QUIET)
-    assert table.rows["sim:1GiB"].batch_size == own.batch_size
+    table = oomprobe.find_max_batches(model, evaluating, device=["sim:128MiB", "sim:64MiB"], resolution=0.2, **QUIET)
+    assert [result.was_replayed for _, result in table.fitting()] == [False, False]
 
 
 def test_cards_on_which_nothing_fits():
@@ -150,8 +138,10 @@ def test_wrong_cards_are_refused_before_anything_runs(devices, error, text):
 
 
 def test_all_cards_have_a_name():
-    model, step = trained(nn.Linear(64, 64), (64,))
-    table = oomprobe.find_max_batches(model, step, device="sim:all", max_batch=1, **QUIET)
+    def step(model, batch_size):
+        torch.empty(batch_size, device="cuda")
+
+    table = oomprobe.find_max_batches(nn.Identity(), step, device="sim:all", max_batch=1, **QUIET)
     assert len(table.rows) > 30
     assert {*table.batch_sizes().values()} == {1}
 
