@@ -2,9 +2,7 @@ import contextlib
 import copy
 import functools
 import gc
-import heapq
 import io
-import math
 import os
 import re
 import signal
@@ -18,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
-from zoo import classifier
 
 import oomprobe
 from oomprobe.errors import UnreliableError
@@ -46,10 +43,9 @@ def train(model, optimizer, batch_size, device=None):
 
 
 @pytest.mark.parametrize("device", [None, "cuda"])
-@pytest.mark.parametrize("foreach", [True, False])
-def test_a_step_changes_no_real_tensor(device, foreach):
+def test_a_step_changes_no_real_tensor(device):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    optimizer = torch.optim.AdamW(model.parameters())
 
     def step(batch_size=64, device=device):
         optimizer.zero_grad()
@@ -85,20 +81,6 @@ def test_patches_are_removed_after_an_error():
     assert "NativeDropout" not in type(y.grad_fn).__name__  # the CPU's own path again
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.stack([x.bfloat16(), x]).dtype is torch.float32  # by the CPU's list
-
-
-@pytest.mark.parametrize("cast_before", [False, True])
-def test_autocast_caches_inside_and_outside_are_separate(cast_before):
-    models, x = (net(), net()), torch.randn(2, 64)
-    alone, around = map(Bench, models)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        alone.run(lambda: models[0](x))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        if cast_before:
-            models[1](x)
-        around.run(lambda: models[1](x))
-        assert type(models[1](x)) is torch.Tensor
-    assert around.peak_bytes == alone.peak_bytes
 
 
 # --- what is counted ---
@@ -146,7 +128,6 @@ def copied():
             4 + 512 / MIB,
         ),  # the new block before the old one is freed
         (lambda: torch.zeros(MIB, device="cuda").to("cpu"), 0, 4),
-        (lambda: torch.zeros(MIB, device="cuda").detach().cpu().clone(), 0, 4),
         (lambda: torch.empty(MIB, pin_memory=True).pin_memory(), 0, 0),
     ],
 )
@@ -290,18 +271,12 @@ def one_set():
     return values
 
 
-def shuffled():
-    return next(iter(torch.utils.data.DataLoader(range(10_000), batch_size=10_000, shuffle=True)))
-
-
 ON_CARD = {
     "item": (lambda loss: loss.item(), 1.0),
     "text": (lambda loss: f"{loss:.3f}", "1.000"),
-    "added to a host scalar": (lambda loss: math.isfinite(torch.zeros(()).add_(loss)), True),
     "array of a scalar": (lambda loss: float(loss.detach().cpu().numpy()), 1.0),
     "array": (lambda loss: np.isfinite(loss.expand(5).clone().cpu().numpy()).sum(), 5),
     "list": (lambda loss: loss.expand(5).tolist(), [1.0] * 5),
-    "list at the host": (lambda loss: loss.expand(5).cpu().tolist(), [1.0] * 5),
     "isfinite": (lambda loss: bool(torch.isfinite(loss)), True),
     "all": (lambda loss: bool(torch.isfinite(loss).all()), True),
     "isnan": (lambda loss: bool(torch.isnan(loss)), False),
@@ -310,20 +285,14 @@ ON_CARD = {
     "larger": (lambda loss: bool(loss > 0), True),
     "smaller": (lambda loss: bool(loss < 0.5), False),
     "and": (lambda loss: bool((loss > 0) & (loss < 10)), True),
-    "equal": (lambda loss: bool(loss == loss), True),
-    "different": (lambda loss: bool(loss != loss), False),
     "allclose": (lambda loss: torch.allclose(loss, loss), True),
     "torch.equal": (lambda loss: torch.equal(loss, loss), True),
 }
 ON_HOST = {
     "scalar": (lambda _: torch.tensor(3.5).item(), 3.5),
-    "element": (lambda _: torch.arange(5)[2].item(), 2),
     "text at the host": (lambda _: str(torch.ones(3)), "tensor([1., 1., 1.])"),
-    "largest": (lambda _: int(torch.tensor([3, 5, 4]).max()), 5),
-    "nonzero": (lambda _: (torch.arange(5)[None] < torch.tensor([3, 5, 4])[:, None]).nonzero().shape[0], 12),
     "set": (lambda _: (float(one_set()[3]), float(one_set().sum()), bool((one_set() > 5).any())), (7.0, 7.0, True)),
     "permutation": (lambda _: len(set(torch.randperm(100_000).tolist())), 100_000),
-    "shuffled loader": (lambda _: len(set(shuffled().tolist())), 10_000),
     "4 TiB, without memory": (lambda _: torch.zeros(2**20, 2**20, device="cpu").numpy().shape, (2**20, 2**20)),
 }
 
@@ -358,10 +327,6 @@ def twice(x: torch.Tensor) -> torch.Tensor:
         ("LINE asks for the address", lambda x: x.untyped_storage().data_ptr()),  # not dispatched by torch
         ("sparse_coo tensor .* at LINE", lambda x: x.to_sparse()),
         ("oomprobe_tests.twice.* at LINE cannot run without data .*register_fake", lambda x: twice(x)),
-        (
-            "LINE asks for the address",
-            lambda x: heapq.nlargest(1, [x, x], key=torch.Tensor.data_ptr),
-        ),  # called by Python's own
     ],
 )
 def test_refusals_name_the_line(message, act):
@@ -372,10 +337,7 @@ def test_refusals_name_the_line(message, act):
 
 COPIES = {
     "state of a model": lambda model, optimizer: copy.deepcopy(model.state_dict()),
-    "state of an optimizer": lambda model, optimizer: copy.deepcopy(optimizer.state_dict()),
     "optimizer": lambda model, optimizer: copy.deepcopy(optimizer),
-    "model": lambda model, optimizer: copy.deepcopy(model),
-    "weight": lambda model, optimizer: copy.deepcopy(model[0].weight.detach()),
     "activations": lambda model, optimizer: copy.deepcopy(model[0](torch.ones(4, 64, device="cuda")).detach()),
 }
 
@@ -393,8 +355,6 @@ def test_what_early_stopping_keeps_is_copied(name):
         return torch.cuda.memory_allocated() - before
 
     def tensors(value):
-        if isinstance(value, nn.Module):
-            return [*value.parameters()]
         if isinstance(value, torch.optim.Optimizer):
             value = [value.param_groups, [*value.state.values()]]
         return [one for one in tree_leaves(value) if isinstance(one, torch.Tensor) and one.is_cuda]
@@ -415,12 +375,6 @@ def test_copies_share_memory_as_the_tensors_did():
         return first.untyped_storage()._cdata == part.untyped_storage()._cdata, part.stride(), part.storage_offset()
 
     assert bench.run(copied) == (True, (8, 1), 17)
-
-
-def test_a_copy_of_what_has_a_graph_fails_as_in_torch():
-    model = net()
-    with pytest.raises(RuntimeError, match="only leaf tensors can be copied"):
-        Bench(model).run(lambda: copy.deepcopy(model(torch.ones(4, 64, device="cuda"))))
 
 
 def test_a_state_is_saved_to_a_buffer_and_loaded_again():
@@ -488,19 +442,6 @@ def test_out_of_memory_in_backward_can_be_caught_by_the_step():
 # --- scalers, cycles, models ---
 
 
-def test_a_grad_scaler_steps_from_the_first_call():
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step():
-        scaler = torch.amp.GradScaler("cuda")
-        assert scaler.is_enabled()
-        classifier(model, optimizer, amp=torch.float16, scaler=scaler, clip=True, sample=(64,))[1](model, 8)
-
-    Bench(model).run(step, times=2)
-    assert len(optimizer.state) == len(list(model.parameters()))
-
-
 @pytest.mark.parametrize("enabled", [True, False])
 def test_cycles_are_freed_at_the_end_of_their_call(enabled):
     def step():
@@ -523,21 +464,15 @@ def test_quantised_tensors_are_refused():
         Bench().device.place([weight])
 
 
-RECURRENT = {"num_layers": 2, "batch_first": True, "dropout": 0.1, "bidirectional": True}
 MODELS = {
-    **{kind.__name__: (lambda kind=kind: kind(64, 32, **RECURRENT), lambda m, x: m(x)[0])
-       for kind in (nn.LSTM, nn.GRU)},
-    "transformer": (
-        lambda: nn.Transformer(64, 4, 1, 1, 128, batch_first=True),
-        lambda m, x: m(x, x, tgt_mask=nn.Transformer.generate_square_subsequent_mask(10, device="cuda")),
-    ),
+    "recurrent": (lambda: nn.GRU(64, 32, 2, batch_first=True, dropout=0.1, bidirectional=True), lambda m, x: m(x)[0]),
     "compiled": (lambda: torch.compile(nn.Linear(64, 64), fullgraph=True), lambda m, x: m(x)),  # runs eagerly
     # Checkpointing asks for the device of real parameters inside the dispatch mode.
     "checkpointed norm": (
         lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Dropout(0.1)),
         lambda m, x: checkpoint(m, x.requires_grad_(), use_reentrant=False),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.compile with fullgraph")  # by torch.compile

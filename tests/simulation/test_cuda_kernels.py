@@ -28,7 +28,6 @@ HALF, FLOAT = torch.float16, torch.float32
     ("card", "dtype", "case", "kind"),
     [
         (AMPERE, HALF, "plain", "FlashAttention"),
-        (AMPERE, torch.bfloat16, "causal", "FlashAttention"),
         (AMPERE, FLOAT, "plain", "EfficientAttention"),
         (AMPERE, HALF, "booleans", "EfficientAttention"),
         (AMPERE, HALF, "width_65", "FlashAttention"),  # padded
@@ -91,53 +90,19 @@ def test_autocast_has_cudas_operator_lists(group, dtype):
         assert norm is dtype
 
 
-def test_weights_are_cast_once_and_released_at_the_end():
-    model = nn.Linear(1024, 1024, bias=False)
-
-    def step():
-        x = torch.zeros(1, 1024, device="cuda")
-        before = torch.cuda.memory_allocated()
-        with torch.autocast("cuda"):
-            model(x)
-            once = torch.cuda.memory_allocated() - before
-            model(x)
-            twice = torch.cuda.memory_allocated() - before
-        return once >= 2 * MIB, twice - once < MIB, torch.cuda.memory_allocated() - before < 9 * MIB
-
-    assert on(AMPERE, step, model) == (True, True, True)
-
-
-@pytest.mark.parametrize("autocast", [torch.autocast, torch.amp.autocast])
-def test_autocast_as_the_step_sees_it(autocast):
+def test_autocast_as_the_step_sees_it():
     def step():
         full = torch.zeros(64, 64, device="cuda")
-        with autocast(device_type="cuda"):
+        with torch.autocast(device_type="cuda"):
             state = torch.is_autocast_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
             mixed = torch.dot(full[0], full[0].half()).dtype, torch.cat([full, full.half()]).dtype  # promoted
-        with autocast("cuda", enabled=False):
+        with torch.autocast("cuda", enabled=False):
             return *state, *mixed, torch.is_autocast_enabled("cuda")
 
     assert on(AMPERE, step) == (True, True, torch.float16, torch.float32, torch.float32, False)
 
 
 # --- workspaces ---
-
-
-def test_each_thread_has_a_cublas_workspace():
-    model = nn.Linear(64, 64, bias=False)
-
-    def step():
-        loss = model(torch.zeros(1, 64, device="cuda")).sum()
-        forward = torch.cuda.memory_allocated()
-        loss.backward()
-        return forward
-
-    weights = 64 * 64 * 4
-    for card, workspace_bytes in ((AMPERE, 8_519_680), (HOPPER, 32 * MIB)):
-        bench = Bench(model, card)
-        assert workspace_bytes < bench.run(step) < workspace_bytes + 2 * weights
-        model.weight.grad = None
-        assert bench.allocated_bytes == weights + 2 * workspace_bytes
 
 
 @pytest.mark.parametrize("card", [AMPERE, "200MiB"])

@@ -22,7 +22,6 @@ A100, H100, ADA, T4 = ((8, 0), 108, 2048), ((9, 0), 132, 2048), ((8, 9), 128, 15
         (H100, 4, (20000, 1024), (1024, 1), (True, False), ((138412032, 32),)),
         (ADA, 4, (20000, 1024), (1024, 1), (True, False), ((100663296, 32),)),
         (T4, 4, (20000, 1024), (1024, 1), (True, False), ((20971520, 32),)),
-        (A100, 2, (20000, 1024), (1024, 1), (True, False), ((113246208, 32),)),
         (A100, 4, (20000, 1024), (1024, 1), (False, True), ()),
         (A100, 4, (20480000,), (1,), (True,), ((1728, 4),)),
         (A100, 2, (4, 100000, 9, 255), (229500000, 2295, 255, 1), (False, True, False, True), ((28080, 144),)),
@@ -33,10 +32,9 @@ def test_partial_results_of_reductions(card, item, shape, strides, reduced, expe
     assert buffers(Reduction(Processors(*card), item, max(4, item), reduced), shape, strides, 0) == expected
 
 
-@pytest.mark.parametrize("reduce", [lambda x: x.sum(0), lambda x: torch.sum(x, dim=0), lambda x: x.mean(dim=[0])])
-def test_reductions_in_a_step_allocate_partial_results(reduce):
+def test_reductions_in_a_step_allocate_partial_results():
     bench = Bench(None, "A100-80GB")
-    bench.run(lambda: reduce(torch.zeros(20000, 1024, device="cuda")))
+    bench.run(lambda: torch.zeros(20000, 1024, device="cuda").sum(0))
     assert bench.peak_bytes == 20000 * 1024 * 4 + 1024 * 4 + 113246208 + 512
 
 
@@ -73,7 +71,6 @@ def backward(images, weight, *, transposed=False, groups=1):
 @pytest.mark.parametrize(
     ("workspace", "values"),
     [
-        (lambda x: forward(x, torch.empty(16, 8, 5, 5)), 2 * 8 * 25 * 60 * 60),
         (lambda x: forward(x, torch.empty(16, 8, 5, 5), padding=(1, 1)), 2 * 8 * 25 * 62 * 62),
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), stride=(2, 2)), 2 * 8 * 9 * 31 * 31),
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), dilation=(2, 2)), 2 * 8 * 9 * 60 * 60),
@@ -89,23 +86,20 @@ def test_unfolded_patches_of_64x64_images(workspace, values):
     assert workspace(torch.empty(2, 8, 64, 64, dtype=torch.float16)) == 2 * values
 
 
-@pytest.mark.parametrize(("padding", "tiles"), [(0, 2 * 16 * 16), (1, 2 * 16 * 16)])
-def test_winograd_may_want_more_than_patches(padding, tiles):
+@pytest.mark.parametrize("padding", [0, 1])
+def test_winograd_may_want_more_than_patches(padding):
     images, weight = torch.empty(2, 8, 64, 64), torch.empty(64, 8, 3, 3)
-    assert forward(images, weight, padding=(padding, padding)) == 4 * 36 * (tiles * (8 + 64) + 8 * 64)
+    assert forward(images, weight, padding=(padding, padding)) == 4 * 36 * (2 * 16 * 16 * (8 + 64) + 8 * 64)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "channels", "size", "kernel", "recorded_bytes"),
-    [  # on an H200, by vit_base_patch16_224 with 64 images
-        (torch.float16, 3, (768, 224), 16, 73_793_552),
-        (torch.float32, 3, (768, 224), 16, 93_061_264),
-    ],
+    ("dtype", "recorded_bytes"),  # on an H200, by vit_base_patch16_224 with 64 images
+    [(torch.float16, 73_793_552), (torch.float32, 93_061_264)],
 )
-def test_a_convolution_may_copy_its_input_result_and_weight(dtype, channels, size, kernel, recorded_bytes):
-    images = torch.empty(64, channels, size[1], size[1], dtype=dtype, device="meta")
-    weight = torch.empty(size[0], channels, kernel, kernel, dtype=dtype, device="meta")
-    assert 0 <= forward(images, weight, stride=(kernel, kernel)) - recorded_bytes < 2**15
+def test_a_convolution_may_copy_its_input_result_and_weight(dtype, recorded_bytes):
+    images = torch.empty(64, 3, 224, 224, dtype=dtype, device="meta")
+    weight = torch.empty(768, 3, 16, 16, dtype=dtype, device="meta")
+    assert 0 <= forward(images, weight, stride=(16, 16)) - recorded_bytes < 2**15
 
 
 def test_workspaces_recorded_on_a_card():
