@@ -23,10 +23,6 @@ def sequences(device):
     return torch.ones(4, 8, 16, device=device)
 
 
-def padded(device):
-    return torch.arange(8, device=device)[None] < lengths(device)[:, None]
-
-
 def written_in_place(device):
     values = labels(device)
     values[values == -100] = 7
@@ -43,15 +39,11 @@ def shuffled(device):
 KNOWN = {
     "labels that count": lambda device: sequences(device)[labels(device) != -100],
     "numbers of them": lambda device: (labels(device) != -100).sum(),
-    "classes": lambda device: labels(device).unique(),
     "classes and their counts": lambda device: labels(device).unique(return_inverse=True, return_counts=True),
     "masked select": lambda device: sequences(device).masked_select((labels(device) == 0)[..., None]),
     "positions": lambda device: (labels(device) == 3).nonzero(as_tuple=True),
-    "where": lambda device: torch.where(labels(device) > 2),
-    "mask of padding": lambda device: sequences(device)[:3][padded(device)],
     "packed": lambda device: sequences(device)[:3].repeat_interleave(lengths(device), dim=0),
     "graphs of a batch": lambda device: F.one_hot(torch.tensor([0, 0, 1, 2, 2]).to(device)),
-    "counts": lambda device: torch.bincount(lengths(device), minlength=6),
     "split by lengths": lambda device: sequences(device).flatten(0, 1).split([*lengths(device).tolist(), 26]),
     "in place": written_in_place,
     "masks of nothing": lambda device: sequences(device)[torch.zeros(4, 8, dtype=torch.bool, device=device)],
@@ -59,7 +51,6 @@ KNOWN = {
     "of numpy": lambda device: torch.from_numpy(np.arange(6) % 3).to(device).unique(),
     "to host and back": lambda device: labels(device).cpu().max().to(device).item(),
     "a mask from the host": lambda device: sequences(device)[labels("cpu") == 1],
-    "of 8 bits": lambda device: sequences(device)[(labels(device) == 1).to(torch.int8).bool()],
 }
 
 
@@ -105,7 +96,6 @@ MOST = {
     "positions": (lambda x: (x > 0).nonzero(), (64, 2)),
     "masked select": (lambda x: x.masked_select(x > 0), (64,)),
     "classes": (lambda x: x.long().unique(), (64,)),
-    "rows of classes": (lambda x: x.long().unique(dim=0), (4, 16)),
 }
 
 
@@ -131,15 +121,13 @@ def overwritten_views():
     unknown = torch.empty(8, dtype=torch.int64, device="cuda")
     yield lambda values: values.copy_(unknown.expand(4, 8))
     yield lambda values: values[1].add_(unknown)
-    yield lambda values: values.view(-1)[::4].mul_(unknown)
-    yield lambda values: values.t()[0].copy_(unknown[:4])
     yield lambda values: values.index_put_([torch.tensor([0], device="cuda")], unknown)
     yield lambda values: torch.add(values, unknown, out=values)
     yield lambda values: values.random_(5)
     yield lambda values: values.masked_fill_(unknown > 0, 3)
 
 
-@pytest.mark.parametrize("which", range(8))
+@pytest.mark.parametrize("which", range(6))
 def test_an_unknown_number_makes_all_views_unknown(which):
     def step():
         values = labels("cuda")
@@ -177,7 +165,7 @@ def test_no_line_predicts_what_is_counted():
         model(tokens)[tokens != 0].square().mean().backward()
         model.zero_grad()
 
-    result = oomprobe.find_max_batch(model, step, device="sim:64MiB", max_batch=4096, progress="off")
+    result = oomprobe.find_max_batch(model, step, device="sim:64MiB", max_batch=64, progress="off")
     said = " ".join(map(str, result.notes))
     assert "counts elements by values of this batch" in said
     assert "what it allocates depends on values of the batch" in said
