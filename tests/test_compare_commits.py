@@ -67,19 +67,18 @@ def compare(folder):
 @pytest.mark.parametrize(
     ("base", "head", "status", "said"),
     [
-        (SMALL, SMALL, 0, "| peak_allocated_bytes | 24.39 MiB | 24.39 MiB |"),
-        (SMALL, LARGE, 5, GREW),
-        (EMPTY, SMALL, 0, "Nothing to compare with, the base has no answer: it lacks the target."),
-        (SMALL, BROKEN, 3, "The head has no answer: `oomprobe run` ended with 3."),
+        (SMALL, LARGE, 5, ["| peak_allocated_bytes | 24.39 MiB | 32.51 MiB |", GREW]),
+        (EMPTY, SMALL, 0, ["Nothing to compare with, the base has no answer: it lacks the target."]),
+        (SMALL, BROKEN, 3, ["The head has no answer: `oomprobe run` ended with 3."]),
     ],
-    ids=["unchanged", "grown", "new", "broken"],
+    ids=["grown", "new", "broken"],
 )
 def test_it_ends_as_compare_does_if_there_is_a_base(repository, base, head, status, said):
     commit(repository, base)
     commit(repository, head)
     ended, output, summary = compare(repository)
     assert ended == status, output
-    assert said in summary
+    assert all(text in summary for text in said)
     assert summary.startswith("### Memory of `jobs/train.py:build` on sim:1GiB\n")
 
 
