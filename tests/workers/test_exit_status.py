@@ -32,7 +32,6 @@ def test_a_crash_counts_as_memory_only_under_pressure(ended):
     "words",
     [
         "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc",
-        "libgomp: Out of memory allocating 1048576 bytes",
         "libgomp: Thread creation failed: Resource temporarily unavailable",
         "OpenBLAS blas_thread_init: pthread_create failed for thread 3 of 64: Resource temporarily unavailable",
         "Error out of memory at line 380 in file /src/csrc/ops.cu",
@@ -75,7 +74,7 @@ def test_without_pressure_signal_and_last_words_decide(ended, smaller, verdict):
 @pytest.mark.parametrize(
     ("ended", "verdict"),
     [
-        *(({"signal": one}, Verdict.CRASHED) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)),
+        ({"signal": signal.SIGTERM}, Verdict.CRASHED),
         ({"signal": signal.SIGKILL, "oom_kills": 0}, Verdict.CRASHED),
         *(({"signal": signal.SIGKILL, "why": why}, Verdict.TIMED_OUT) for why in ("timed out", "stuck")),
     ],

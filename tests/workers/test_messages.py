@@ -49,8 +49,8 @@ def test_a_bug_in_the_step_keeps_its_exception_as_the_cause():
 
 @pytest.mark.parametrize(
     "error",
-    [StrangeError(1, "x"), StrangeError(object(), 2), MuteError(), ExceptionGroup("two", [ValueError("a")])],
-    ids=["two arguments", "an object", "mute", "group"],
+    [StrangeError(object(), 2), MuteError(), ExceptionGroup("two", [ValueError("a")])],
+    ids=["two arguments", "mute", "group"],
 )
 def test_an_unusual_exception_is_named(error):
     assert type(error).__name__ in str(step_failure(error))
@@ -65,7 +65,6 @@ def test_a_class_that_the_parent_has_not_imported_is_named():
 def test_a_tensor_is_sent_as_its_shape():
     raised = step_failure(KeyError(torch.zeros(3, 4)))
     assert "KeyError: a tensor of shape (3, 4), torch.float32, on cpu" in str(raised)
-    assert "KeyError: a tensor of shape (3, 4), torch.float32, on cpu" in raised.__cause__.__notes__[0]
 
 
 @pytest.mark.parametrize(

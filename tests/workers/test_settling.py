@@ -70,12 +70,9 @@ KILLED, WAITING, SLOW = ended(signal=9), ended(signal=15, why=WAITED), ended(sig
         ({0: PASSED, 1: PASSED}, None),
         ({1: OOM, 0: PASSED}, 1),
         ({0: NOISE, 1: OOM}, 1),  # whatever came first
-        ({0: KILLED, 1: OOM}, 1),
         ({0: NOISE, 1: KILLED}, 1),
-        ({0: NOISE, 1: LOST}, 1),
         ({1: BUG, 0: NOISE}, 1),
         ({1: BUG, 0: BUG}, 0),  # all have the same
-        ({1: BUG, 0: NOISE, 2: BUG}, 1),
         ({1: BUG, 0: SLOW}, 1),
         ({0: SLOW, 1: SLOW}, 0),
         ({1: OOM, 0: WAITING}, 1),
