@@ -52,13 +52,7 @@ def nothing_left(mark, tmp_path, monkeypatch):
     assert leftovers(mark) == {"processes": {}, "children": children_before, "temporary files": []}
 
 
-@pytest.fixture
-def spawned():
-    """For tests whose workers must be new interpreters, as in use: see `forked_workers`."""
-
-
 @pytest.fixture(autouse=True)
-def forked_workers(request, monkeypatch):
-    if "spawned" not in request.fixturenames:
-        monkeypatch.setattr(Process, "spawned", fork)
-        monkeypatch.setattr(Template, "of", lambda target: None)
+def forked_workers(monkeypatch):
+    monkeypatch.setattr(Process, "spawned", fork)
+    monkeypatch.setattr(Template, "of", lambda target: None)

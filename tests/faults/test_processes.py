@@ -86,20 +86,6 @@ def says_out_of_memory():
     os._exit(1)
 
 
-class Nested(torch.nn.Module):
-    def forward(self, _):
-        os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
-        os.abort()
-
-
-def aborted():
-    """Abort below ten nested modules: faulthandler's trace after the library's message is longer than what is searched."""
-    nested = Nested()
-    for _ in range(10):
-        nested = torch.nn.Sequential(nested)
-    return at(5, lambda: nested(None))
-
-
 def worn_out():
     """Return a step whose optimizer does not step any more after four calls in one process."""
     model = torch.nn.Linear(2, 2)
@@ -121,12 +107,10 @@ lost_from_the_start = partial(at, 1, lambda: setattr(CARD, "release", illegal_ac
 killed_measuring = partial(measuring, 3, sigkill)
 always_killed_measuring = partial(measuring, 1, sigkill)
 hanging_measuring = partial(measuring, 3, sleeps_in_c)
-killed = partial(at, 5, sigkill)
 exited = partial(at, 5, exits)
 exited_out_of_memory = partial(at, 5, says_out_of_memory)
 sleeping_in_c = partial(at, 4, sleeps_in_c)
 killed_once = partial(at, 7, once(sigkill))
-hangs_once = partial(at, 7, once(sleeps_in_c))
 
 
 def named(target):
@@ -149,9 +133,7 @@ POISONED, CRASHED, TIMED_OUT = Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_
         (poisoned, {"max_batch": 6}, 5, "size_limit", POISONED, "sticky error in two processes"),
         (poisoned_between_steps, {"max_batch": 6}, 5, "size_limit", POISONED, "sticky error in two processes"),
         (exited_out_of_memory, {"max_batch": 5}, 4, "memory", Verdict.OOM, ""),
-        (aborted, {"max_batch": 5}, 4, "host_memory", Verdict.HOST_OOM, ""),
         (killed_once, {"max_batch": 8}, 8, "max_batch", CRASHED, "tried again in a new one"),
-        (hangs_once, {"max_batch": 8, **LIMITED}, 8, "max_batch", TIMED_OUT, "tried again in a new one"),
         (worn_out, {"min_batch": 1, "max_batch": 4}, 4, "max_batch", Verdict.FITS, ONLY_LATER),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -175,13 +157,6 @@ PASSED = [Verdict.FITS] * 3  # 1, 2 and 4
     ("target", "options", "error", "words", "verdicts"),
     [
         (lost_from_the_start, {}, DeviceLostError, "a fresh process hit the same error", [POISONED] * 2),
-        (
-            killed,
-            {},
-            StepFailedError,
-            "killed by SIGKILL (not by the system's OOM killer)",
-            [*PASSED, CRASHED, CRASHED],
-        ),
         (
             *(exited, {}, StepFailedError),
             "exited with code 1 before it answered\nthe end of its stderr:\na library: licence server not found",
@@ -270,22 +245,10 @@ def test_an_answer_is_confirmed_in_a_fresh_process(calls, device):
 # --- what a target may have started ---
 
 
-def threads_started():
-    torch.set_num_threads(2)
-    torch.ones(2**22).add_(1)  # starts threads, which children forked later do not have
-    return trained()
-
-
 def workers_started():
     worker = multiprocessing.Process(target=time.sleep, args=(600,), daemon=True)
     worker.start()
     return trained()
-
-
-@pytest.mark.usefixtures("spawned")
-def test_a_target_that_started_threads_is_forked():
-    result = probe(threads_started, device="cpu:1GiB", max_batch=2)
-    assert (result.batch_size, result.limited_by) == (2, "max_batch")
 
 
 def test_a_target_that_started_workers_is_refused():
@@ -294,10 +257,6 @@ def test_a_target_that_started_workers_is_refused():
 
 
 # --- targets and devices that cannot reach another process ---
-
-
-class Trainer:
-    def build(self): ...
 
 
 def closure():
@@ -311,7 +270,7 @@ class Unpicklable(type(CARD)):
         raise TypeError("a socket in it")
 
 
-@pytest.mark.parametrize("target", [lambda: None, closure(), Trainer().build, Trainer.build, Trainer(), 7, None])
+@pytest.mark.parametrize("target", [lambda: None, closure(), "".strip, 7])
 def test_a_target_that_cannot_be_imported_is_refused(target):
     words = r"cannot be imported in another process.*top level of a file.*path/to/train\.py:build"
     with pytest.raises(InvalidArgumentError, match=words):
