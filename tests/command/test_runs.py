@@ -69,13 +69,7 @@ def test_what_a_command_is_given(tmp_path, monkeypatch):
         (["CUDA_VISIBLE_DEVICES=1", "true", "{batch}"], {}, "begin with env"),
         (["--steps", "3", "true", "{batch}"], {}, "options of oomprobe stand before"),
         ("true {batch}", {}, "must be a list of strings"),
-        ([], {}, "must be a list of strings"),
-        (
-            ["true", "{batch}"],
-            {"device": "cuda"},
-            "device='cuda' cannot be given for a command: .* such as 'sim:24GiB'",
-        ),
-        (["true", "{batch}"], {"preserve": []}, "preserve cannot be given for a command"),
+        (["true", "{batch}"], {"device": "cuda"}, "device='cuda' cannot be given .* such as 'sim:24GiB'"),
         (["true", "{batch}"], {"breakdown": True}, "breakdown records the allocations"),
         (["true", "{batch}"], {"start_batch": 8, "max_batch": 4}, "start_batch=8 is not between min_batch=1 and max_"),
     ],
@@ -83,11 +77,6 @@ def test_what_a_command_is_given(tmp_path, monkeypatch):
 def test_refused_before_anything_runs(command, options, said):
     with pytest.raises(oomprobe.InvalidArgumentError, match=said):
         oomprobe.probe_command(command, **options)
-
-
-def test_a_card_that_the_catalogue_lacks():
-    with pytest.raises(oomprobe.NoDeviceError, match="'nocard' is not in the catalogue"):
-        oomprobe.probe_command(["true", "{batch}"], device="sim:nocard")
 
 
 def test_a_file_that_reads_the_variable(tmp_path):
@@ -129,7 +118,6 @@ def test_a_port_in_use_is_tried_again(tmp_path):
     "script",
     [
         "setsid sleep SECONDS & exec sleep SECONDS",
-        "trap '' TERM; sleep SECONDS; sleep SECONDS",
         "(env -i setsid sh -c 'sleep SECONDS & sleep SECONDS' &) ; sleep SECONDS",
     ],
 )
