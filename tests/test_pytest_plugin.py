@@ -10,6 +10,7 @@ import pytest
 
 TESTS = """
 import pytest, torch
+from oomprobe.records.patience import Patience
 
 def make(width):
     model = torch.nn.Linear(width, 1024)
@@ -23,11 +24,13 @@ def make(width):
     return model, step
 
 def checked(max_batch, width=1024):
-    return max_batch.check(*make(width), 64, device="sim:1GiB")
+    return max_batch.check(*make(width), 64, device="sim:1GiB", patience=Patience(look_calls=8))
 
 def test_same(max_batch):
     checked(max_batch).assert_no_growth()
-    checked(max_batch, 8).assert_no_growth()
+    small = checked(max_batch, 8)
+    small.assert_no_growth()
+    small.assert_peak_below("1GiB")
 
 def test_grown(max_batch):
     checked(max_batch, WIDER).assert_no_growth("2%")
@@ -38,9 +41,6 @@ def test_torch(max_batch, tolerance):
 
 def test_new(max_batch):
     checked(max_batch).assert_no_growth()
-
-def test_small(max_batch):
-    checked(max_batch).assert_peak_below("1GiB")
 
 def test_large(max_batch):
     checked(max_batch).assert_peak_below("10MiB")

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import find_hastily
 from ledger import Log
 from resets import RESETS
 from torch import nn
@@ -15,6 +16,7 @@ import oomprobe
 from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.errors import SimulationError
 from oomprobe.ground.torch_versions import VERSION
+from oomprobe.records.patience import Patience
 from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.settings import AllocatorSettings
@@ -38,11 +40,10 @@ def probed(act):
         act()
 
     functions = vars(torch._C).copy()
+    options = {"min_batch": 1024, "max_batch": 1536, "resolution": 0.2, "patience": Patience(look_calls=15)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        result = oomprobe.find_max_batch(
-            model, step, device="sim:64MiB", min_batch=1024, max_batch=1536, resolution=0.2, progress="off"
-        )
+        result = find_hastily(model=model, step=step, device="sim:64MiB", **options)
     assert vars(torch._C) == functions
     return [
         (one.batch_size, one.verdict, one.steps, one.peak_allocated_bytes, one.peak_reserved_bytes, one.alloc_retries)

@@ -9,6 +9,7 @@ from helpers import a_result, a_trial
 from torch import nn
 
 import oomprobe
+from oomprobe.records.patience import Patience
 from oomprobe.records.trials import Phase
 from oomprobe.results.regression import grown, stated_tolerance
 
@@ -53,7 +54,8 @@ def checked(change=lambda model: None):
         nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
         optimizer.step()
 
-    return oomprobe.check(model, step, BATCH, device="sim:24GiB", breakdown=True, progress="off")
+    options = {"device": "sim:24GiB", "breakdown": True, "progress": "off", "patience": Patience(look_calls=8)}
+    return oomprobe.check(model, step, BATCH, **options)
 
 
 before_it = cache(checked)

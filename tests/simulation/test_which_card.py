@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from helpers import find_hastily
 from torch import nn
 from zoo import numbered, training_step
 
 import oomprobe
+from oomprobe.records.patience import Patience
 
 CARDS = [f"sim:{name}" for name in ("RTX-3060-12GB", "A40", "L4", "L40S", "T4", "RTX-2080Ti", "8GiB")]
-QUIET = {"progress": "off"}
+QUIET = {"progress": "off", "patience": Patience(look_calls=15)}
 
 
 class Attending(nn.Module):
@@ -42,13 +44,14 @@ def told(trial):
 
 
 def test_each_row_equals_a_search_on_its_card():
-    table = oomprobe.find_max_batches(*attention(), device=CARDS, **QUIET)
+    model, step = attention()
+    table = oomprobe.find_max_batches(model, step, device=CARDS, **QUIET)
     assert [*table.rows] == CARDS
     assert all(result.state_verified for result in table.rows.values())
     replayed = {card: result for card, result in table.rows.items() if result.was_replayed}
     assert {*CARDS} - {*replayed} == {"sim:A40", "sim:L40S", "sim:T4"}  # the largest of each kind
     for card, result in replayed.items():
-        own = oomprobe.find_max_batch(*attention(), device=card, **QUIET)
+        own = find_hastily(model=model, step=step, device=card, **QUIET)
         assert [told(trial) for trial in result.trials] == [told(trial) for trial in own.trials]
         assert (result.available_bytes, result.device) == (own.available_bytes, own.device)
 
@@ -61,7 +64,7 @@ def test_the_number_of_multiprocessors_decides_a_replay():
 
     sizes = {"max_batch": 512, **QUIET}
     own = {
-        card: oomprobe.find_max_batch(nn.Identity(), step, device=card, **sizes)
+        card: find_hastily(model=nn.Identity(), step=step, device=card, **sizes)
         for card in ("sim:RTX-3060-12GB", "sim:RTX-3090")
     }
     table = oomprobe.find_max_batches(nn.Identity(), step, device=[*own], **sizes)
