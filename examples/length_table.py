@@ -21,7 +21,7 @@ device = "cuda" if torch.cuda.is_available() and args.device is None else "cpu"
 lengths = torch.randint(16, 513, (4000,)).tolist()
 dataset = [torch.randint(1000, (length,)) for length in lengths]  # yours
 collate = partial(nn.utils.rnn.pad_sequence, batch_first=True)
-encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(512, 8, batch_first=True), 2)
+encoder = nn.TransformerEncoderLayer(512, 8, batch_first=True)
 model = nn.Sequential(nn.Embedding(1000, 512), encoder, nn.Linear(512, 1000)).to(device)
 optimizer = torch.optim.AdamW(model.parameters())
 

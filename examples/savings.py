@@ -13,11 +13,11 @@ from torch import nn
 
 import oomprobe
 
-TOKENS, WORDS, BATCH_SIZE = 1024, 8_000, 64
+TOKENS, WORDS, BATCH_SIZE = 2048, 8_000, 64
 
 
 class Decoder(nn.Module):
-    def __init__(self, width=768, layers=6):
+    def __init__(self, width=768, layers=2):
         super().__init__()
         self.words = nn.Embedding(WORDS, width)
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 12, batch_first=True) for _ in range(layers))
@@ -50,4 +50,4 @@ if __name__ == "__main__":
     parser.add_argument("--device", help="a simulated card instead of the one that is here: sim:24GiB, sim:T4")
     parser.add_argument("--batch-size", type=int, default=BATCH_SIZE)
     args = parser.parse_args()
-    print(oomprobe.find_savings(*build(), args.batch_size, device=args.device))
+    print(oomprobe.find_savings(*build(), args.batch_size, device=args.device, multiple_of=8))
