@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import time
 
 import pytest
 import torch
@@ -78,17 +77,6 @@ def test_all_savings_and_the_best_two_together_are_run_and_compared_at_the_answe
     assert 0.5 < table.savings.recomputed["checkpoint"] < 1
     assert not table.savings.recomputed["no_foreach"]
     assert not any(trial.step_s for trial in table.rows["checkpoint"].trials)
-
-
-def test_pairs_follow_until_three_rows_reach_the_required_size():
-    model, size = mixer(), 104 * 1024
-    table = found(model, step_of(adamw(model)), "all", size, resolution=0.2)
-    reaching = [name for name, peaks in table.at(size).items() if peaks]
-    assert "as is" not in reaching
-    assert len(reaching) >= 3
-    assert table.cheapest(size) == "offload_activations"
-    assert f"the cheapest that runs batch {size}: offload_activations" in str(table)
-    assert "nor does batch" in str(table)  # with pairs that are cheaper than those that reach it
 
 
 def test_a_size_that_grew_over_the_margin_does_not_run():
@@ -274,19 +262,6 @@ def test_a_failing_saving_ends_no_table():
     table = found(strict, step_of(adamw(strict)), "bf16_autocast,checkpoint", max_batch=64)
     assert [*table.rows] == ["as is", "checkpoint"]
     assert "no autocast, please" in table.savings.not_run["bf16_autocast"]
-
-
-def test_time_that_is_over_leaves_the_rows_that_are_finished(monkeypatch):
-    model, now = mixer(), time.monotonic
-
-    def let_time_pass_in_the_second_row(trial):
-        if trial.phase is Phase.CONFIRM:
-            monkeypatch.setattr(time, "monotonic", lambda: now() + 600)
-
-    options = {"progress": let_time_pass_in_the_second_row, "time_limit_s": 600, "max_batch": 64}
-    table = found(model, step_of(adamw(model)), "checkpoint,no_foreach", **options)
-    assert [*table.rows] == ["as is"]
-    assert "time limit: checkpoint, no_foreach were not run" in str(table)
 
 
 def test_a_model_that_does_not_fit_is_an_error():
