@@ -103,6 +103,12 @@ def test_options_that_a_function_does_not_take_are_named(options, batch_size, er
         order.Order.of(options, batch_size=batch_size)
 
 
+@pytest.mark.parametrize("name", ["mutliple_of", "patience"])  # the tests pass the second one to other functions
+def test_the_main_function_refuses_what_is_no_option(name):
+    with pytest.raises(TypeError, match=f"there is no option '{name}'"):
+        oomprobe.find_max_batch(torch.nn.Linear(1, 1), print, **{name: 8})
+
+
 @pytest.mark.parametrize(
     ("limits", "said"),
     [

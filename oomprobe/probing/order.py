@@ -41,7 +41,7 @@ class SearchOptions(CheckOptions, total=False):
 
 def refuse_unknown(given: Iterable[str]) -> None:
     """Raise UnknownOptionError, with the likeliest option meant, for a name that no option has."""
-    known = {**SearchOptions.__annotations__, "patience": ...}
+    known = SearchOptions.__annotations__
     for name in given:
         if name not in known:
             raise UnknownOptionError(f"there is no option {name!r}{did_you_mean(name, known)}")
@@ -74,11 +74,12 @@ class Order:
             InvalidArgumentError: a value is invalid, or a check is given an option of searches.
             UnknownOptionError: there is no such option.
         """
-        refuse_unknown(given)
         rest = dict(given)
-        riders = {name: rest.pop(name) for name in ("device", "preserve", "progress", "patience") if name in rest}
+        patience = rest.pop("patience", PATIENCE)
+        refuse_unknown(rest)
+        riders = {name: rest.pop(name) for name in ("device", "preserve", "progress") if name in rest}
         if batch_size is None:
             options = Options(**{"resolution": resolution, **rest})
         else:
             options = Options.to_check(batch_size, **rest)
-        return cls(options=options, axis=axis, **riders)
+        return cls(options=options, axis=axis, patience=patience, **riders)
