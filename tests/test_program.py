@@ -223,3 +223,11 @@ def test_the_defaults_make_short_trials_and_confirm_by_what_a_look_has_shown():
     assert [*made.learn(made.looking(8, 50), Outcome(trial=looked, records=tuple(shown)))] == []
     seen = [call.decides for call in made.confirming(8).calls].count(True)
     assert (unseen, seen + 1) == (6, 4)  # `further` adds the call that may repeat another
+
+
+def test_a_look_makes_more_calls_than_a_trial_or_none():
+    trials = program()
+    for affordable, made in ((3, 0), (4, 4)):
+        trials.affordable = lambda size, affordable=affordable, **_: affordable
+        assert trials.for_look(8) == made
+    assert program(replays=True).for_look(8) == 0

@@ -35,7 +35,7 @@ class Limited(ARunner):
             raise self.limit
         verdict = Verdict.FITS if request.batch_size <= self.limit else Verdict.OOM
         trial = a_trial(request.batch_size, verdict, request.phase, steps=len(request.calls))
-        return Outcome(trial=trial, records=records(trial.steps), typed=self.typed)
+        return Outcome(trial=trial, records=records(trial.steps), typed=self.typed if trial.passed else {})
 
 
 def search(wanted="all", required=None, limits=LIMITS, acts=True, **options):

@@ -1,5 +1,6 @@
 import functools
 import gc
+import random
 import types
 
 import numpy as np
@@ -186,3 +187,21 @@ def test_a_value_under_another_key_goes_back():
     assert tracker.changes() == ["held['a'] (an int)", "held['b'] (an int)"]
     tracker.start_cold()
     assert held == {"a": 3}
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda held: setattr(held, "n", 1),
+        lambda held: held.array.fill(1),
+        lambda _: random.random(),
+        lambda _: np.random.rand(),
+    ],
+)
+def test_what_a_call_may_count_with_is_seen(act):
+    held = types.SimpleNamespace(n=0, array=np.zeros(2))
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held])
+    before = tracker.plain_values()
+    assert tracker.plain_values() == before
+    act(held)
+    assert tracker.plain_values() != before
