@@ -352,7 +352,8 @@ def test_any_sequence_of_replies(sequence, late_after, sizes, end, capped, looks
 
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize(  # growing ends at the hole of the first
-    ("holes", "limit"), [({1024}, 1100), ({1000, 1040}, 1500), (set(range(995, 1001)), 2047), ({512, 700, 990}, 1000)]
+    ("holes", "limit"),
+    [({1024}, 1100), ({1000, 1040}, 1500), ({1536}, 2047), (set(range(995, 1001)), 2047), ({512, 700, 990}, 1000)],
 )
 def test_the_search_looks_past_holes(holes, limit, capped):
     """Holes are sizes that fail below the limit."""
@@ -362,6 +363,7 @@ def test_the_search_looks_past_holes(holes, limit, capped):
     assert found.batch_size < found.deciding
     assert not found.transient
     assert len(oracle.calls) <= 2 * 11 + 3 + 8  # grow and bisect, rechecks and confirmation, holes
+    assert max(size for size, *_ in oracle.calls) <= 2048 * 65 // 64  # little above what failed with all the memory
 
 
 # --- holes at a coarse resolution ---

@@ -1,3 +1,4 @@
+import collections
 import functools
 import gc
 import random
@@ -205,3 +206,15 @@ def test_what_a_call_may_count_with_is_seen(act):
     assert tracker.plain_values() == before
     act(held)
     assert tracker.plain_values() != before
+
+
+def test_containers_that_are_gone_come_back_with_their_limits():
+    window, groups = collections.deque([1, 2], maxlen=3), collections.defaultdict(list, a=[1])
+    held = types.SimpleNamespace(window=window, groups=groups)
+    del window, groups
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held])
+    held.window = held.groups = None
+    tracker.start_cold()
+    assert (held.window, held.window.maxlen) == (collections.deque([1, 2]), 3)
+    assert held.groups == {"a": [1]}
+    assert held.groups["b"] == []
