@@ -330,13 +330,12 @@ class _Search:
         while (size := self._candidate(stride)) is not None:
             if not self.ask(size, Phase.BISECT, capped=True).passed:
                 self.bad = size
-            elif size != self.bad and self.bad is not None:
-                self.good = size
-            else:  # it failed with all the memory but passed under the cap, or nothing above it has failed
-                if size == self.bad:
-                    self.transient.append(size)
-                    self.failed_full.discard(size)
-                self.good, self.bad = size, self._failure_above(size)
+                continue
+            if size == self.bad:  # it failed with all the memory but passed under the cap
+                self.transient.append(size)
+                self.failed_full.discard(size)
+            self.good, self.bad = size, self._failure_above(size)
+            if self.bad is None:
                 stride *= 2
 
     def _candidate(self, stride: int) -> int | None:
