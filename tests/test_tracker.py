@@ -1,6 +1,7 @@
 import collections
 import functools
 import gc
+import io
 import random
 import types
 
@@ -218,3 +219,11 @@ def test_containers_that_are_gone_come_back_with_their_limits():
     assert (held.window, held.window.maxlen) == (collections.deque([1, 2]), 3)
     assert held.groups == {"a": [1]}
     assert held.groups["b"] == []
+
+
+def test_sources_of_data_that_have_moved_on_are_named_by_their_kind():
+    held = types.SimpleNamespace(feed=iter([1, 2]), file=io.StringIO("a\nb"))
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held])
+    next(held.feed)
+    held.file.readline()
+    assert tracker.changes() == ["held.feed (an iterator)", "held.file (a StringIO)"]
