@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from oomprobe.errors import InvalidArgumentError
@@ -38,7 +38,7 @@ def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
 def _read(kind: Any, value: Any) -> Any:
     """Return a value as its annotation wants it; a number, a text, or anything that is annotated otherwise stays as it is."""
     outer, inner = get_origin(kind), get_args(kind)
-    if outer is UnionType and NoneType in inner:
+    if outer is UnionType:  # such as `int | None`
         if value is None:
             return None
         return _read(inner[0], value)
