@@ -23,7 +23,8 @@ def names_nothing(model, batch_size):
 
 
 class Plain:
-    pass
+    def act(self):
+        pass
 
 
 class OwnModule(nn.Linear):
@@ -81,6 +82,7 @@ REACHED = {
     "bound method": lambda held: types.MethodType(lambda self, model, batch_size: None, holding(held)),
     "containers": lambda held: default({"a": [(held,)]}),
     "object of a library": lambda held: default(holding([*range(999), {"it": held}], OfLibrary)),
+    "bound method in an object of a library": lambda held: default(holding(holding(held).act, OfLibrary)),
     "private attribute of a module": lambda held: nn.Sequential(OwnModule(held)),
     "object on a module": lambda held: OwnModule(holding(held)),
     "patched method of a module": lambda held: OwnModule(closure(held)),
