@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from oomprobe.ground.frames import user_line
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cuda_api import LEGACY_TYPES, legacy_type
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, SEEN, requested_device
@@ -23,6 +24,7 @@ RECURRENT = (
     "recurrent networks are simulated one time step at a time, as CUDA runs them without cuDNN; with cuDNN they take less "
     "memory"
 )
+NOT_A_LEAF = "{line}: only leaf tensors can be copied by copy.deepcopy; copy tensor.detach() instead"
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
@@ -182,6 +184,8 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             return tensor.__deepcopy__(memo)  # type: ignore[no-untyped-call]
         if id(tensor) in memo:
             return memo[id(tensor)]
+        if not tensor.is_leaf:
+            raise RuntimeError(NOT_A_LEAF.format(line=user_line()))
         storage = tensor.untyped_storage()
         key = "oomprobe", storage._cdata
         with self, torch.no_grad():

@@ -377,6 +377,12 @@ def test_copies_share_memory_as_the_tensors_did():
     assert bench.run(copied) == (True, (8, 1), 17)
 
 
+def test_a_copy_of_what_has_a_graph_fails_as_in_torch():
+    model = net()
+    with pytest.raises(RuntimeError, match="only leaf tensors can be copied"):
+        Bench(model).run(lambda: copy.deepcopy(model(torch.ones(4, 64, device="cuda"))))
+
+
 def test_a_state_is_saved_to_a_buffer_and_loaded_again():
     model = net()
     optimizer, buffer = torch.optim.AdamW(model.parameters()), io.BytesIO()
