@@ -52,6 +52,7 @@ def steps_of(request):
         ({"call_s": 0.5, "time_limit_s": 8.9}, 3, 8),  # half of the time that is left
         ({"replays": True}, 6, 50),  # calls are repeated, which takes no time: every trial makes the most
         ({"replays": True, "names": NAMES}, 12, 24),
+        ({"replays": True, "names": NAMES, "steps": 1}, 12, 24),  # the last two full steps are compared
         ({"steps": 1, "confirm_steps": 1, "call_s": 9.0}, 2, 2),
     ],
 )
