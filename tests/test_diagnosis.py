@@ -29,6 +29,7 @@ BRACKET = [a_trial(8, steps=3), a_trial(15, steps=3), a_trial(16, OOM), a_trial(
         ([], ""),
         ([a_trial(4, CRASHED), a_trial(4, Verdict.TIMED_OUT), a_trial(2, Verdict.POISONED)], ""),
         ([a_trial(4, steps=1)], "after batch 4 ran for 1 step, "),
+        ([a_trial(4)], "after batch 4 ran, "),
         ([a_trial(4, OOM)], "after batch 4 failed, "),
         (BRACKET, "after batch 15 ran for 3 steps and batch 16 failed, "),
         ([*BRACKET, a_trial(16, steps=6)], "after batch 16 ran for 6 steps and batch 18 failed, "),

@@ -98,6 +98,9 @@ def test_a_plan_accumulates_after_a_full_step():
 def test_a_breakdown_records_one_full_step_more():
     request = program(first=4, full=4).recording(8)
     assert [call.is_recorded for call in request.calls] == [False] * 8 + [True] * 4
+    options = Options()
+    without_optimizer = Program(ARunner().facts, options, Clock(options), 0).recording(8)
+    assert [call.is_recorded for call in without_optimizer.calls] == [False, True]
 
 
 def test_mixed_rows_are_one_list():

@@ -227,3 +227,11 @@ def test_sources_of_data_that_have_moved_on_are_named_by_their_kind():
     next(held.feed)
     held.file.readline()
     assert tracker.changes() == ["held.feed (an iterator)", "held.file (a StringIO)"]
+
+
+def test_an_output_that_is_gone_is_named():
+    held = types.SimpleNamespace(loss=nn.Linear(1, 1)(torch.ones(1, 1)))
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held])
+    assert tracker.changes() == []
+    held.loss = None
+    assert tracker.changes() == ["held.loss (a tensor)"]
