@@ -37,6 +37,7 @@ RULES = {
     "only whole pages are unmapped": (EXPANDABLE, 1000, [15, 50, 5, -2, 0], 40, 0),
     "a block that begins with a page leaves its end": (EXPANDABLE, 1000, [20, 50, 5, -2, 0], 40, 0),
     "unmapped pages are mapped again": (EXPANDABLE, 1000, [15, 50, 5, -2, 0, 45], 80, 0),
+    "unmapped pages with just enough room are mapped again": (EXPANDABLE, 1000, [15, 50, 15, -2, 0, 50], 80, 0),
     "a stream does not use another's free block": ("", 1000, [30, -1, "use 1", 30], 60, 0),
     "a stream uses its own free block again": ("", 1000, ["use 1", 30, -1, "use 0", 30, "use 1", 30], 60, 0),
     "a freed block returns to the stream that asked for it": ("", 1000, [30, "use 1", -1, 30, "use 0", 30], 60, 0),
