@@ -81,6 +81,7 @@ REACHED = {
     "partial": lambda held: functools.partial(lambda model, batch_size, it: None, it=held),
     "bound method": lambda held: types.MethodType(lambda self, model, batch_size: None, holding(held)),
     "containers": lambda held: default({"a": [(held,)]}),
+    "frozenset": lambda held: default(frozenset([held])),
     "object of a library": lambda held: default(holding([*range(999), {"it": held}], OfLibrary)),
     "bound method in an object of a library": lambda held: default(holding(holding(held).act, OfLibrary)),
     "private attribute of a module": lambda held: nn.Sequential(OwnModule(held)),
