@@ -297,6 +297,7 @@ def test_names_are_checked_before_anything_runs(savings, said):
 
 
 def test_pairs_may_be_named():
+    assert chosen("expandable_segments") == [("expandable_segments",)]
     assert chosen("checkpoint+bf16_autocast,no_foreach") == [("no_foreach",), ("bf16_autocast", "checkpoint")]
     model = mixer()
     table = found(model, step_of(adamw(model)), "checkpoint+bf16_autocast", max_batch=64)

@@ -235,3 +235,11 @@ def test_an_output_that_is_gone_is_named():
     assert tracker.changes() == []
     held.loss = None
     assert tracker.changes() == ["held.loss (a tensor)"]
+
+
+def test_a_large_tensor_beside_the_model_is_named_once_it_has_changed():
+    table = torch.zeros(2_000)
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: table])
+    assert tracker.changes() == []
+    table.add_(1)
+    assert tracker.changes() == ["table (a tensor)"]
