@@ -74,12 +74,12 @@ def weak(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
 
 
 class Saved:
-    """What stands for a value of the user's that it does not keep alive."""
+    """A stand-in for a saved value, which the step may have freed since."""
 
     find: Callable[[], Any]  # returns the value; None if it is gone
 
     def refers_to(self, value: Any) -> bool:
-        """Return whether a value is the one that this stands for."""
+        """Return whether a value is the saved one."""
         raise NotImplementedError
 
 
