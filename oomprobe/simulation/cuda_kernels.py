@@ -34,11 +34,13 @@ class CudaKernels:
     """Registration of CUDA's code paths with the dispatcher.
 
     Kernels are process-wide. Those of dropout, linear, attention and softmax use CUDA's path only in threads for which
-    `active` returns True; the autocast lists apply to every thread. The attention kernel depends on the compute capability.
+    `active` returns True; the autocast lists, registered once something turns autocast on, apply to every thread. The
+    attention kernel depends on the compute capability.
     """
 
     def __init__(self, active: Callable[[], bool], capability: tuple[int, int]) -> None:
         self._active, self._capability = active, capability
+        self._has_autocast = False
 
     def __enter__(self) -> CudaKernels:
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -55,10 +57,20 @@ class CudaKernels:
             if hasattr(_aten, "_fused_rms_norm_backward"):  # one kernel on CUDA since torch 2.9, several on the CPU
                 library.impl("_fused_rms_norm", functools.partial(_composite, _aten._fused_rms_norm.default), "CPU")
                 library.impl("_fused_rms_norm_backward", decompositions._fused_rms_norm_backward, "CPU")
-            for name, kernel in _autocast_kernels().items():
-                library.impl(name, kernel, "AutocastCPU")
         self._library = library
+        if torch.is_autocast_enabled("cpu"):
+            self.add_autocast()
         return self
+
+    def add_autocast(self) -> None:
+        """Register the autocast lists: 180 kernels, where all others are 16."""
+        if self._has_autocast:
+            return
+        self._has_autocast = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for name, kernel in _autocast_kernels().items():
+                self._library.impl(name, kernel, "AutocastCPU")
 
     def __exit__(self, *_: object) -> None:
         self._library._destroy()

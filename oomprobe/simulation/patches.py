@@ -34,6 +34,7 @@ from oomprobe.simulation.memory import CardMemory
 SKIPPED_SAVE = "{line} saves to a file: nothing was written, since tensors of a simulated card have no values and the file may be a checkpoint"
 HELD = "memory for which record_stream was called was held until the end of the step: a card may give it back earlier"
 _DEVICE: Any = FakeTensor.device  # torch's own property
+_ABSENT = object()
 
 
 @contextmanager
@@ -84,11 +85,9 @@ def _on_cuda(card_mode: CardMode) -> Iterator[None]:
     thread = threading.get_ident()
     with ExitStack() as stack:
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
-        stack.enter_context(
-            CudaKernels(lambda: threading.get_ident() == thread, card_mode.memory.card.compute_capability)
-        )
-        for patched in _patches(card_mode):
-            stack.enter_context(patch.object(*patched))
+        kernels = CudaKernels(lambda: threading.get_ident() == thread, card_mode.memory.card.compute_capability)
+        stack.enter_context(kernels)
+        stack.enter_context(_replaced([*_patches(card_mode, kernels)]))
         # Inference mode would pass operators such as einsum to the mode whole, with what they allocate out of sight.
         stack.enter_context(_without_inference_mode())
         # oneDNN runs a recurrent network as one operator, which hides what it keeps for backward.
@@ -101,7 +100,23 @@ def _on_cuda(card_mode: CardMode) -> Iterator[None]:
         yield
 
 
-def _patches(card_mode: CardMode) -> Iterator[tuple[Any, str, Any]]:
+@contextmanager
+def _replaced(patches: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Replace attributes, each with its owner and name: a call has 200, and `patch.object` takes 8 us for one."""
+    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in patches]
+    try:
+        for owner, name, value in patches:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is not _ABSENT:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)
+
+
+def _patches(card_mode: CardMode, kernels: CudaKernels) -> Iterator[tuple[Any, str, Any]]:
     """Yield replacements for torch's attributes, each with its owner and name."""
     for name, function in card_mode.cuda_api.items():
         for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator):
@@ -111,8 +126,9 @@ def _patches(card_mode: CardMode) -> Iterator[tuple[Any, str, Any]]:
     yield torch.nn.Module, "_apply", _wrap_apply(card_mode, torch.nn.Module._apply)
     yield GradScaler, "_maybe_opt_step", _always_step
     yield autocast_mode.autocast, "__init__", _redirect_autocast(autocast_mode.autocast.__init__)
-    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
         yield torch, name, _query_cpu(getattr(torch, name))
+    yield torch, "set_autocast_enabled", _register_when_on(kernels, _query_cpu(torch.set_autocast_enabled))
     yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")
     yield torch.nn.DataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)  # one card
     yield torch.Tensor, "record_stream", _record_stream(card_mode)
@@ -306,6 +322,17 @@ def _redirect_autocast(init: Any) -> Any:
         init(self, device_type, dtype, *args, **kwargs)
 
     return __init__
+
+
+def _register_when_on(kernels: CudaKernels, set_enabled: Any) -> Any:
+    """Register CUDA's autocast lists once something turns autocast on."""
+
+    def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
+        if True in (*args, *kwargs.values()):
+            kernels.add_autocast()
+        set_enabled(*args, **kwargs)
+
+    return set_autocast_enabled
 
 
 def _query_cpu(function: Any) -> Any:

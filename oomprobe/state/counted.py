@@ -10,6 +10,7 @@ import array
 import datetime
 import functools
 import io
+import pickle
 import queue
 import random
 import re
@@ -66,7 +67,7 @@ def counted(roots: Iterable[object], *, without: Iterable[object] = ()) -> list[
         >>> counted([numbers]) == before, counted([iter([1])])
         (False, None)
     """
-    counts: list[object] = [random.getstate(), repr(np.random.get_state())]
+    counts: list[object] = [random.getstate(), pickle.dumps(np.random.get_state())]
     met = {id(value): value for value in without}  # kept alive, so that no other object gets their ids
     todo = deque(roots)
     while todo:

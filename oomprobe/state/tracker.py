@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import types
 from collections import defaultdict, deque
@@ -290,7 +291,7 @@ class Tracker:
         """Return the numbers, texts and lengths that the user's code has changed, and the states of random number generators."""
         values = [place.plain_values() for place in self.counting()]
         own = [repr(place.read()) for place in self._restarted()]
-        return values, own, random.getstate(), repr(np.random.get_state())
+        return values, own, random.getstate(), pickle.dumps(np.random.get_state())
 
     def counted(self) -> list[object] | None:
         """Return `counted` of all that the step can reach now."""
