@@ -197,26 +197,51 @@ def test_a_period_settles_once_it_has_repeated(build, period):
     assert forked(partial(runs, build, answer, steps=CALLS))
 
 
-def test_calls_that_leave_the_same_layout_are_told_apart():
+def in_order(*, times=1):
+    for size in (1000, *[2**22] * times):
+        torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def at_once():
+    return [torch.empty(size, dtype=torch.uint8, device="cuda") for size in (1000, 2**22)]
+
+
+def replacing():
+    """Keep a tensor in place of the last one: at two addresses in turn."""
+    KEPT[:] = [torch.empty(1000, dtype=torch.uint8, device="cuda")]
+
+
+def also_elsewhere():
+    in_order()
+    torch.empty(1000, dtype=torch.uint8, device="cuda:1")
+
+
+def also_outside():
+    in_order()
+    assert ctypes.CDLL("libcuda.so.1").cudaMalloc(ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(2**20)) == 0
+
+
+@pytest.mark.parametrize(
+    ("calls", "like_last"),
+    [
+        ([in_order] * 3, [True]),
+        ([in_order, in_order, partial(in_order, times=2), in_order, at_once, in_order], [True, False, True, False]),
+        ([replacing] * 6, [False, False, True, False]),
+        ([also_elsewhere, in_order, also_elsewhere, in_order], [True, False]),
+        ([in_order, in_order, also_outside], [False]),
+    ],
+    ids=["alike", "more at a time", "other addresses", "another card", "outside the allocator"],
+)
+def test_calls_are_told_apart_by_what_they_did_and_left(calls, like_last):
     def fingerprints():
-        device = AcceleratorDevice(torch.device("cuda"))
-        empty = partial(torch.empty, dtype=torch.uint8, device="cuda")
-
-        def in_turn(times=1):
-            for size in (1000, *[2**22] * times):
-                empty(size)
-
-        def at_once():
-            return [empty(size) for size in (1000, 2**22)]
-
-        found = []
-        for call in (in_turn, in_turn, in_turn, partial(in_turn, 2), in_turn, at_once, in_turn):
+        device, found = AcceleratorDevice(torch.device("cuda")), []
+        for call in calls:
             call()
             found.append(device.fingerprint())
         return found
 
-    _, *rest = forked(fingerprints)
-    assert [one == rest[0] for one in rest] == [True, True, False, True, False, True]
+    _, *others, last = forked(fingerprints, memory="1GiB,1GiB")
+    assert [other == last for other in others] == like_last
 
 
 STEADY = ["mlp fp16 scaled", "conv", "gpt bf16 deep", "frozen base, adapters"]
