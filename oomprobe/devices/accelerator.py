@@ -71,7 +71,6 @@ class AcceleratorDevice(Device):
         self.name = stated_name(str(properties.name), stated_bytes, self.total_bytes)
         is_integrated = getattr(properties, "is_integrated", False)  # torch.cuda
         self.integrated = bool(is_integrated or getattr(properties, "is_integrated_gpu", False))  # torch.xpu
-        self._notes: tuple[str, ...] = ()
         self._not_resident_bytes = 0
         why_spills = sharing.why_spills()
         if why_spills is not None:
@@ -110,10 +109,6 @@ class AcceleratorDevice(Device):
             free_bytes = self.total_bytes // 2
         largest = min(free_bytes, self.total_bytes)
         return f"{self.torch_device}:{typed_budget(largest)}"
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._notes
 
     def available_bytes(self) -> int:
         self._refuse_uncapped()

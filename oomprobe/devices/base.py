@@ -104,6 +104,7 @@ class Device(ABC):
     half: str = "bf16"
     world_size: int = 1
     replays: bool = False
+    _notes: tuple[str, ...] = ()
 
     # --- what each device must tell and do ---
 
@@ -140,7 +141,7 @@ class Device(ABC):
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences to add to the report."""
-        return ()
+        return self._notes
 
     @property
     def not_compared(self) -> str:

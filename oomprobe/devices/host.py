@@ -46,10 +46,6 @@ class HostDevice(Device):
         self._stated_bytes = stated_bytes
         self._cap_bytes = self._start_bytes = self._start_anonymous_bytes = 0
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._notes
-
     def available_bytes(self) -> int:
         free_bytes = self._stated_bytes
         if free_bytes is None:  # read again: the model's snapshot was taken after the device was opened

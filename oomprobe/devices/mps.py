@@ -29,10 +29,6 @@ class MpsDevice(Device):
             f"that Metal recommends, {format_bytes(self.total_bytes)}",
         )
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return self._notes
-
     def available_bytes(self) -> int:
         self.release()
         return self.total_bytes

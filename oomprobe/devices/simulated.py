@@ -23,7 +23,6 @@ from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, C
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.catalogue import card_of
-from oomprobe.simulation.cuda_api import called_by_torch
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import building, simulated
 from oomprobe.simulation.prediction import Predictor
@@ -105,7 +104,7 @@ class SimulatedDevice(Device):
             self._cold = self._memory.allocator.copy(), self._memory.live_blocks
         self._memory.tape.start()
         self._card_mode.start_call()
-        with called_by_torch(self._memory), simulated(self._card_mode):
+        with simulated(self._card_mode):
             try:
                 yield
             except RuntimeError as error:
@@ -129,7 +128,7 @@ class SimulatedDevice(Device):
             4198400
         """
         self._has_built = True
-        with called_by_torch(self._memory), building(self._card_mode):
+        with building(self._card_mode):
             yield
 
     def first_rank(self, variables: Mapping[str, str]) -> AbstractContextManager[None]:

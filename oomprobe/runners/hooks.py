@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomprobe.devices import Device
 from oomprobe.errors import NotRunError, NotTrainedError
+from oomprobe.ground.replaced import replaced
 from oomprobe.ground.words import count
 from oomprobe.records.notes import Note, remark, warning
 from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S, Step
@@ -317,19 +318,10 @@ def accumulating(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Mo
 
     A `step` attribute of the model stays: it belongs to the user, such as the method of a cell or a counting buffer.
     """
-    replaced: list[tuple[Any, str]] = [(model, "zero_grad")]
-    replaced += [(optimizer, name) for optimizer in optimizers for name in ("step", "zero_grad")]
-    before = [(holder, name, vars(holder).get(name)) for holder, name in replaced]
-    try:
-        for holder, name in replaced:
-            vars(holder)[name] = lambda *args, **kwargs: None
+    ignored: list[tuple[Any, str]] = [(model, "zero_grad")]
+    ignored += [(optimizer, name) for optimizer in optimizers for name in ("step", "zero_grad")]
+    with replaced((holder, name, lambda *args, **kwargs: None) for holder, name in ignored):
         yield
-    finally:
-        for holder, name, own in before:
-            if own is None:
-                vars(holder).pop(name, None)
-            else:
-                vars(holder)[name] = own
 
 
 class Compiled:

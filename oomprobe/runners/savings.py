@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from oomprobe.devices import Device
 from oomprobe.devices.recorder import backward_wrapped
 from oomprobe.errors import NotApplicableError
+from oomprobe.ground.replaced import ABSENT, put, replaced
 from oomprobe.records.savings import BF16, CHECKPOINT, EXPANDABLE, FP16, FUSED, NO_FOREACH, OFFLOAD
 
-_MISSING: Any = object()
 HALVES = {BF16: torch.bfloat16, FP16: torch.float16}
 HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # on accelerators, in every torch since 2.6
 # Methods of a model that make it recompute its blocks in backward, and what to type.
@@ -198,7 +198,7 @@ class Savings:
     @contextmanager
     def _seen(self, name: str, kind: type, tells: Callable[[Any], bool]) -> Iterator[None]:
         """Notice contexts of a class that the user's own code enters outside backward, of which `tells` says that they are the saving."""
-        before, enter = vars(kind).get("__enter__", _MISSING), kind.__enter__  # type: ignore[attr-defined]
+        enter = kind.__enter__  # type: ignore[attr-defined]
 
         def entering(context: Any) -> Any:
             is_own = any(scope.is_made_by(context) for scope in self._scopes)
@@ -206,11 +206,8 @@ class Savings:
                 self._why_not[name] = ALREADY_ON
             return enter(context)
 
-        kind.__enter__ = entering  # type: ignore[attr-defined]
-        try:
+        with replaced([(kind, "__enter__", entering)]):
             yield
-        finally:
-            _put_back(kind, "__enter__", before)
 
     # --- each saving ---
 
@@ -264,8 +261,7 @@ class Savings:
                     self._why_not[name] = NO_BLOCKS
                 for block in blocks:
                     self.typed[name] = TYPED[name].format(kind=type(block).__name__)
-                    stack.callback(_put_back, block, "forward", vars(block).get("forward", _MISSING))
-                    vars(block)["forward"] = self._recomputing(block.forward)
+                    stack.enter_context(replaced([(block, "forward", self._recomputing(block.forward))]))
             yield
 
     def _switched(self, modules: list[torch.nn.Module], stack: ExitStack) -> bool:
@@ -279,8 +275,8 @@ class Savings:
                 getattr(module, method)(**arguments)
                 for changed, values in before:
                     for attribute, value in vars(changed).items():
-                        if values.get(attribute, _MISSING) is not value:
-                            stack.callback(_put_back, changed, attribute, values.get(attribute, _MISSING))
+                        if values.get(attribute, ABSENT) is not value:
+                            stack.callback(put, changed, attribute, values.get(attribute, ABSENT))
                 self.typed[CHECKPOINT] = typed
                 return True
         return False
@@ -325,19 +321,6 @@ class Savings:
             yield
 
 
-def _put_back(holder: Any, attribute: str, value: object) -> None:
-    """Give a class or a module the attribute of its own that it had, or none."""
-    if isinstance(holder, type):
-        if value is _MISSING:
-            delattr(holder, attribute)
-        else:
-            setattr(holder, attribute, value)
-    elif value is _MISSING:
-        vars(holder).pop(attribute, None)
-    else:
-        vars(holder)[attribute] = value
-
-
 def _most_parameters(model: torch.nn.Module) -> torch.dtype | None:
     """Return the dtype of most parameters, by their bytes."""
     sizes: dict[torch.dtype, int] = {}
@@ -371,13 +354,7 @@ def _set_flags(name: str, optimizer: torch.optim.Optimizer, stack: ExitStack) ->
             if isinstance(steps, torch.Tensor) and steps.device != parameter.device:
                 state["step"] = steps.to(parameter.device)
     if is_fused:
-        stack.callback(
-            _put_back,
-            optimizer,
-            "_step_supports_amp_scaling",
-            vars(optimizer).get("_step_supports_amp_scaling", _MISSING),
-        )
-        vars(optimizer)["_step_supports_amp_scaling"] = True
+        stack.enter_context(replaced([(optimizer, "_step_supports_amp_scaling", True)]))
 
 
 MOST_OF_A_STAGE = 0.75  # of the parameters of repeated stages: where blocks in them hold more, the blocks are meant

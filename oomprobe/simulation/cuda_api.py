@@ -6,11 +6,9 @@ Each public name that needs CUDA is answered here, or refused in a sentence (tes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import torch
 
@@ -290,10 +288,9 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
     }
 
 
-@contextmanager
-def called_by_torch(memory: CardMemory) -> Iterator[None]:
-    """Replace what functions of ``torch.cuda`` and ``torch.accelerator`` call, also where a program has imported them by name."""
-    functions = {
+def called_by_torch(memory: CardMemory) -> dict[str, Callable[..., Any]]:
+    """Return what functions of ``torch.cuda`` and ``torch.accelerator`` call, which a program may have imported by name."""
+    return {
         **dict.fromkeys(("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"), memory.reset_peaks),
         **dict.fromkeys(
             ("_cuda_resetAccumulatedMemoryStats", "_accelerator_resetAccumulatedStats"), memory.reset_counters
@@ -302,7 +299,3 @@ def called_by_torch(memory: CardMemory) -> Iterator[None]:
         "_accelerator_isAllocatorInitialized": lambda: True,
         "_cuda_synchronize": lambda: None,
     }
-    with ExitStack() as stack:
-        for name, function in functions.items():
-            stack.enter_context(patch.object(torch._C, name, function, create=True))  # torch for the CPU has only some
-        yield

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from oomprobe.ground import torch_versions
 
 _aten = torch.ops.aten
+_set_autocast_enabled = torch.set_autocast_enabled
 _FLASH_MAX_HEAD = 256
 _CUDNN_MAX_HEAD = 128
 _MAX_GRID = 65_535  # blocks in the second dimension of a kernel's grid: flash attention's has one for each sample
@@ -59,18 +60,18 @@ class CudaKernels:
                 library.impl("_fused_rms_norm_backward", decompositions._fused_rms_norm_backward, "CPU")
         self._library = library
         if torch.is_autocast_enabled("cpu"):
-            self.add_autocast()
+            self.set_autocast_enabled("cpu", True)
         return self
 
-    def add_autocast(self) -> None:
-        """Register the autocast lists: 180 kernels, where all others are 16."""
-        if self._has_autocast:
-            return
-        self._has_autocast = True
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for name, kernel in _autocast_kernels().items():
-                self._library.impl(name, kernel, "AutocastCPU")
+    def set_autocast_enabled(self, *args: Any, **kwargs: Any) -> None:
+        """Do what torch's function does, and register the autocast lists before they are needed: 180 kernels, where all others are 16."""
+        if True in (*args, *kwargs.values()) and not self._has_autocast:
+            self._has_autocast = True
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for name, kernel in _autocast_kernels().items():
+                    self._library.impl(name, kernel, "AutocastCPU")
+        _set_autocast_enabled(*args, **kwargs)
 
     def __exit__(self, *_: object) -> None:
         self._library._destroy()

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from oomprobe.ground.frames import user_line
+from oomprobe.ground.replaced import Patch
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.device_mode import Ones
 from oomprobe.simulation.fakes import CARD, requested_device
@@ -42,7 +43,7 @@ class Files:
         self._save, self._load = torch.save, torch.load
         self._device: torch.device | None = None  # where tensors that are loaded go
 
-    def patches(self) -> Iterator[tuple[Any, str, Any]]:
+    def patches(self) -> Iterator[Patch]:
         """Yield replacements for attributes, each with its owner and name."""
         yield torch, "save", self.save
         yield torch, "load", self.load

@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from oomprobe.ground.frames import user_line
+from oomprobe.ground.replaced import Patch, replaced
 from oomprobe.ground.torch_versions import INFERENCE_KEEPS_CASTS
 from oomprobe.simulation.card_mode import CardMode, zeros_of
-from oomprobe.simulation.cuda_api import set_default_tensor_type
+from oomprobe.simulation.cuda_api import called_by_torch, set_default_tensor_type
 from oomprobe.simulation.cuda_kernels import CudaKernels
 from oomprobe.simulation.device_mode import BuildingMode, DeviceMode
 from oomprobe.simulation.fakes import CARD, HOST, SEEN
@@ -34,7 +35,6 @@ from oomprobe.simulation.memory import CardMemory
 SKIPPED_SAVE = "{line} saves to a file: nothing was written, since tensors of a simulated card have no values and the file may be a checkpoint"
 HELD = "memory for which record_stream was called was held until the end of the step: a card may give it back earlier"
 _DEVICE: Any = FakeTensor.device  # torch's own property
-_ABSENT = object()
 
 
 @contextmanager
@@ -53,16 +53,13 @@ def simulated(card_mode: CardMode) -> Iterator[None]:
 @contextmanager
 def without_values(card_mode: CardMode) -> Iterator[None]:
     """Run code inside on tensors without data, in this thread."""
-    with ExitStack() as stack:
-        stack.enter_context(_on_cuda(card_mode))
-        device_mode = DeviceMode(card_mode)
-        stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: device_mode.to_list(tensor)))
-        push = torch._C._autograd._push_saved_tensors_default_hooks
-        hooks_in_mode = patch.object(torch._C._autograd, push.__name__, lambda *hooks: push(*map(device_mode, hooks)))
-        stack.enter_context(hooks_in_mode)
-        stack.enter_context(card_mode.fake_mode)
-        stack.enter_context(card_mode)
-        stack.enter_context(device_mode)
+    device_mode = DeviceMode(card_mode)
+    push = torch._C._autograd._push_saved_tensors_default_hooks
+    of_mode: list[Patch] = [
+        (FakeTensor, "tolist", lambda tensor: device_mode.to_list(tensor)),
+        (torch._C._autograd, push.__name__, lambda *hooks: push(*map(device_mode, hooks))),
+    ]
+    with _on_cuda(card_mode), replaced(of_mode), card_mode.fake_mode, card_mode, device_mode:
         yield
 
 
@@ -87,7 +84,7 @@ def _on_cuda(card_mode: CardMode) -> Iterator[None]:
         stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         kernels = CudaKernels(lambda: threading.get_ident() == thread, card_mode.memory.card.compute_capability)
         stack.enter_context(kernels)
-        stack.enter_context(_replaced([*_patches(card_mode, kernels)]))
+        stack.enter_context(replaced(_patches(card_mode, kernels)))
         # Inference mode would pass operators such as einsum to the mode whole, with what they allocate out of sight.
         stack.enter_context(_without_inference_mode())
         # oneDNN runs a recurrent network as one operator, which hides what it keeps for backward.
@@ -100,35 +97,21 @@ def _on_cuda(card_mode: CardMode) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _replaced(patches: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Replace attributes, each with its owner and name: a call has 200, and `patch.object` takes 8 us for one."""
-    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in patches]
-    try:
-        for owner, name, value in patches:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            if value is not _ABSENT:
-                setattr(owner, name, value)
-            elif name in vars(owner):
-                delattr(owner, name)
-
-
-def _patches(card_mode: CardMode, kernels: CudaKernels) -> Iterator[tuple[Any, str, Any]]:
+def _patches(card_mode: CardMode, kernels: CudaKernels) -> Iterator[Patch]:
     """Yield replacements for torch's attributes, each with its owner and name."""
     for name, function in card_mode.cuda_api.items():
         for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator):
             if hasattr(owner, name):
                 yield owner, name, function
+    for name, function in called_by_torch(card_mode.memory).items():
+        yield torch._C, name, function  # torch for the CPU has only some
     yield FakeTensor, "device", property(_device_getter(card_mode), _DEVICE.fset)
     yield torch.nn.Module, "_apply", _wrap_apply(card_mode, torch.nn.Module._apply)
     yield GradScaler, "_maybe_opt_step", _always_step
     yield autocast_mode.autocast, "__init__", _redirect_autocast(autocast_mode.autocast.__init__)
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
         yield torch, name, _query_cpu(getattr(torch, name))
-    yield torch, "set_autocast_enabled", _register_when_on(kernels, _query_cpu(torch.set_autocast_enabled))
+    yield torch, "set_autocast_enabled", _query_cpu(kernels.set_autocast_enabled)
     yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")
     yield torch.nn.DataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)  # one card
     yield torch.Tensor, "record_stream", _record_stream(card_mode)
@@ -322,17 +305,6 @@ def _redirect_autocast(init: Any) -> Any:
         init(self, device_type, dtype, *args, **kwargs)
 
     return __init__
-
-
-def _register_when_on(kernels: CudaKernels, set_enabled: Any) -> Any:
-    """Register CUDA's autocast lists once something turns autocast on."""
-
-    def set_autocast_enabled(*args: Any, **kwargs: Any) -> None:
-        if True in (*args, *kwargs.values()):
-            kernels.add_autocast()
-        set_enabled(*args, **kwargs)
-
-    return set_autocast_enabled
 
 
 def _query_cpu(function: Any) -> Any:

@@ -16,7 +16,6 @@ from contextlib import ExitStack, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -27,10 +26,10 @@ from torch.utils.data._utils.worker import _worker_loop
 
 from oomprobe.errors import SimulationError
 from oomprobe.ground.frames import raised_at, user_line
+from oomprobe.ground.replaced import Patch, replaced
 from oomprobe.ground.torch_versions import OLDEST, VERSION
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.catalogue import card_of
-from oomprobe.simulation.cuda_api import called_by_torch
 from oomprobe.simulation.fakes import CARD, SEEN, requested_device
 from oomprobe.simulation.files import Files
 from oomprobe.simulation.memory import CardMemory
@@ -56,7 +55,6 @@ _LAUNCHERS = {
     "accelerate.commands.accelerate_cli", "deepspeed", "deepspeed.launcher.launch", "deepspeed.launcher.runner", "ray", "colossalai",
 }  # fmt: skip
 MOST_CALLS = 12  # that do not repeat, before a program is taken not to
-_Patch = tuple[Any, str, Any]
 
 
 def enter(name: str, folder: str, variables: dict[str, str]) -> Program | None:
@@ -118,11 +116,9 @@ class Program:
 
     def enter(self) -> None:
         """Enter the modes and patches, for good."""
-        for context in (called_by_torch(self._memory), without_values(self._mode)):
-            self._patches.enter_context(context)
+        self._patches.enter_context(without_values(self._mode))
         groups = groups_of_program(self._mode.notes, self._has_joined, self._on_card)
-        for patched in (*self._of_program(), *self.files.patches(), *groups):
-            self._patches.enter_context(patch.object(*patched, create=True))
+        self._patches.enter_context(replaced([*self._of_program(), *self.files.patches(), *groups]))
         os.register_at_fork(after_in_child=self.leave)
 
     def hooks(self) -> dict[str, Callable[[Any], None]]:
@@ -229,7 +225,7 @@ class Program:
 
         return wrapped
 
-    def _of_program(self) -> Iterator[_Patch]:
+    def _of_program(self) -> Iterator[Patch]:
         """Yield replacements for attributes, each with its owner and name."""
         thread_type: Any = threading.Thread
         begin, run, compiler = thread_type._bootstrap_inner, BaseProcess.run, torch.compile

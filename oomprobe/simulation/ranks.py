@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from oomprobe.ground.replaced import Patch, replaced
 from oomprobe.ground.units import format_bytes
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.sharding import Sharding
@@ -35,7 +36,6 @@ HOOK = "DDP's communication hooks are not simulated: compressed copies of gradie
 RANK = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 WORLD_SIZE = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
-_Patch = tuple[Any, str, Any]
 # Functions of torch.distributed; their operators run on tensors without data in newer versions of torch only.
 _DONE_AT_ONCE = (
     "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single", "barrier",
@@ -66,9 +66,7 @@ def first_of(ranks: int, variables: Mapping[str, str], notes: dict[str, None], s
     def init_process_group(*_: Any, **__: Any) -> None:
         _join(init, 0, ranks)
 
-    with patch.dict(os.environ, variables), ExitStack() as stack:
-        for patched in _patches(init_process_group, notes, sharding):
-            stack.enter_context(patch.object(*patched))
+    with patch.dict(os.environ, variables), replaced(_patches(init_process_group, notes, sharding)):
         had_group = distributed.is_initialized()
         try:
             yield
@@ -81,7 +79,7 @@ def groups_of_program(
     notes: dict[str, None],
     has_joined: Callable[[int], None],
     on_card: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> Iterator[_Patch]:
+) -> Iterator[Patch]:
     """Yield replacements that let a program be the rank that it, or its launcher, says.
 
     Args:
@@ -123,7 +121,7 @@ def _join(init: Callable[..., None], rank: int, ranks: int) -> None:
     init("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 
-def _patches(init: Callable[..., None], notes: dict[str, None], sharding: Sharding) -> Iterator[_Patch]:
+def _patches(init: Callable[..., None], notes: dict[str, None], sharding: Sharding) -> Iterator[Patch]:
     """Yield replacements for torch's attributes, each with its owner and name."""
     new_group = distributed.new_group
     make, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomprobe.errors import SimulationError
 from oomprobe.ground.frames import user_line
+from oomprobe.ground.replaced import Patch
 from oomprobe.simulation.fakes import HOST
 
 REFUSED = "{why} (at {line}): {instead}, or probe on real devices"
@@ -43,7 +44,6 @@ COMPILED = (
     "leave out torch.compile",
 )
 _STAGES = "torch.distributed.pipelining.stage"
-_Patch = tuple[Any, str, Any]
 
 
 class Sharding:
@@ -75,7 +75,7 @@ class Sharding:
                 yield group
                 yield from group.fsdp_params
 
-    def patches(self) -> Iterator[_Patch]:
+    def patches(self) -> Iterator[Patch]:
         """Yield replacements for torch's attributes, each with its owner and name."""
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
@@ -105,7 +105,7 @@ def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _on_one_rank() -> Iterator[_Patch]:
+def _on_one_rank() -> Iterator[Patch]:
     """Yield what FSDP2 and DTensor need to run on one rank without a card."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor import _api, _dispatch, _random
@@ -136,7 +136,7 @@ def _on_one_rank() -> Iterator[_Patch]:
     yield FSDPParamGroup, "lazy_init", init_eager
 
 
-def _refusals() -> Iterator[_Patch]:
+def _refusals() -> Iterator[Patch]:
     """Yield replacements that refuse what one simulated card cannot stand for."""
     from torch.distributed import _symmetric_memory
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel

@@ -301,10 +301,12 @@ class HostCopies:
         for copy in copies:
             for part in _plain_parts(copy):
                 storage = part.storage.find()
-                if storage is None or part.has_bytes or part.storage in to_take:
+                if storage is None or part.has_bytes:
                     continue
                 if not part.storage.take_zeros(storage):
                     to_take[part.storage] = storage
+        if not to_take:
+            return
         needed_bytes = sum(storage_copy.nbytes for storage_copy in to_take)
         free_bytes = linux.free_bytes()
         if free_bytes is not None and needed_bytes > HOST_SHARE * free_bytes:

@@ -137,7 +137,8 @@ def _matching_row(link: Link) -> ErrorText | None:
         return None
     text, code = link.text.lower(), _device_code(link)
     classes = {*link.classes}
-    is_from_library = not _BUILTINS_OF_TORCH.isdisjoint(classes) or any(_root(name) in LIBRARIES for name in classes)
+    roots = {name.partition(".")[0] for name in classes}
+    is_from_library = not (_BUILTINS_OF_TORCH.isdisjoint(classes) and roots.isdisjoint(LIBRARIES))
     for row in ERROR_TEXTS:
         # Read texts only from classes that torch and its libraries raise: a user's ValueError may say anything.
         reads_text = is_from_library or not classes.isdisjoint(row.also)
@@ -155,13 +156,9 @@ def _device_code(link: Link) -> int | None:
     if link.classes[:1] == ("builtins.RuntimeError",):
         return link.error_code
     for name in link.classes:
-        if name.endswith("AcceleratorError") or _root(name) == "torch":
+        if name.endswith("AcceleratorError"):
             return link.error_code
     return None
-
-
-def _root(name: str) -> str:
-    return name.partition(".")[0]
 
 
 # The functions below read an exception. Only signals may escape them, and each value is copied to a plain str or int.

@@ -102,6 +102,12 @@ def test_autocast_as_the_step_sees_it():
     assert on(AMPERE, step) == (True, True, torch.float16, torch.float32, torch.float32, False)
 
 
+def test_autocast_that_the_caller_has_entered_has_cudas_lists_too():
+    """As where a script probes inside its own context; without a card, it is the CPU's."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert on(AMPERE, lambda: torch.zeros(8, 8, device="cuda").bfloat16().exp().dtype) is torch.float32
+
+
 # --- workspaces ---
 
 
