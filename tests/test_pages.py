@@ -156,7 +156,7 @@ def test_the_peers_tables_match_the_evidence(tmp_path):
     table.into_page(copy, benchmark_peers.EVIDENCE)
     assert copy.read_text() == page.read_text(), "run python scripts/evidence/benchmark_peers.py --docs"
     peaks = json.loads(benchmark_peaks.EVIDENCE.read_text())
-    table.write_sections(copy, {"peaks": table.peaks_table(peaks)})
+    table.write_sections(copy, {"peaks": table.peaks_table(peaks), "brackets": table.brackets_table(peaks)})
     assert copy.read_text() == page.read_text(), "run python scripts/evidence/benchmark_peaks.py --docs"
 
 

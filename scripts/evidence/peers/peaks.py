@@ -1,18 +1,21 @@
 """The peak memory of three training steps by tools that predict or measure it, each called as its documentation shows.
 
 A tool takes a `Case` and returns the figures that it claims: bytes allocated by tensors, or bytes reserved by the allocator.
+A simulated card whose memory is too small has no figure, and says so: "refused".
 """
 
 import contextlib
 import io
+import itertools
 import json
 import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import torch
-from calibration import card, fms, torchvision_names
+from calibration import card, fms, timm_loop, timm_training, torchvision_names
 from calibration.running import without_values
 from zoo import peaks
 
@@ -20,9 +23,13 @@ import oomprobe
 from peers.measuring import ChildError, forked
 from peers.models import WORKLOADS
 
+torchvision_names.declare()
+import timm  # noqa: E402 - which needs these names
+
 STEPS = card.CALLS  # as often as the H200 was measured
 CARD, BED = "H200-141GB", "141GiB"
 LONGEST_S = 900
+BRACKETED = 12  # rows of timm's table, evenly spaced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +46,7 @@ class Case:
         optimizer: "adamw" or "sgd-momentum".
         architecture: The name by which torch-preflight knows the model, with its checkpoints.
         base: Builds the model without LoRA's matrices, if it has some.
+        card: The card that oomprobe simulates.
     """
 
     name: str
@@ -50,6 +58,7 @@ class Case:
     optimizer: str = "adamw"
     architecture: str | None = None
     base: Callable | None = None
+    card: object = CARD
 
     def on_card(self):
         model, step = self.build()
@@ -63,9 +72,6 @@ class Case:
 
 def network(name, kind):
     def module():
-        torchvision_names.declare()
-        import timm
-
         return timm.create_model(name)
 
     return Case(
@@ -103,6 +109,7 @@ def small(name, size, precision):
         size=size,
         sample=workload.sample,
         precision=precision,
+        card=BED,
     )
 
 
@@ -126,12 +133,56 @@ def cases():
     return {case.name: case for case in found}
 
 
-CASES = cases()
+def bracketed(row, size):
+    """Return a step of timm's benchmark on an RTX 3090, as it was then."""
+
+    def prepare():
+        timm.layers.set_fused_attn(False)
+        torch.backends.cudnn.benchmark = True
+
+    def module():
+        prepare()
+        return timm.create_model(row["model"])
+
+    def build():
+        prepare()
+        model, steps = timm_loop.build(row["model"]), []
+
+        def step(model, size):
+            if not steps:
+                steps.append(timm_training.begin(model, size, row["image_size"]))
+            with patch.object(torch.nn.Upsample, "forward", timm_training.upsample):
+                steps[0]()
+
+        return model, step
+
+    return Case(
+        name=f"{row['model']} {row['image_size']}, batch {size}",
+        build=build,
+        module=module,
+        size=size,
+        sample=(3, row["image_size"], row["image_size"]),
+        precision="amp",
+        optimizer="sgd-momentum",
+        card=timm_loop.card_of(timm_training.ABOUT["card"], timm_training.CAPACITY_MIB),
+    )
+
+
+def brackets():
+    """Return two steps each by the name of the model: of the size that ran, and of the next one, which failed."""
+    found = {}
+    for row in timm_loop.rows(timm_training.FILE, BRACKETED):
+        found[f"{row['model']} {row['image_size']}"] = bracketed(row, row["ran"]), bracketed(row, row["failed"])
+    return found
+
+
+CASES, BRACKETS = cases(), brackets()
+BY_NAME = {case.name: case for case in [*CASES.values(), *itertools.chain.from_iterable(BRACKETS.values())]}
 
 
 def module(name):
     """Build the model of a case: the entry point for torch-preflight."""
-    return CASES[name].module()
+    return BY_NAME[name].module()
 
 
 # --- what the card did ---
@@ -149,11 +200,14 @@ def measured(case):
 
 
 def ask_oomprobe(case):
-    device = oomprobe.SimulatedDevice(CARD if case.measured else BED)
+    device = oomprobe.SimulatedDevice(case.card)
     with device.building():
         model, step = case.build()
-    options = {"device": device, "confirm_steps": STEPS, "progress": "off"}
-    [trial] = oomprobe.check(model, step, case.size, **options).trials
+    options = {"device": device, "memory_fraction": 1.0, "confirm_steps": STEPS, "progress": "off"}
+    try:
+        [trial] = oomprobe.check(model, step, case.size, **options).trials
+    except oomprobe.NothingFitsError as error:
+        return {"refused": str(error).partition(" Of ")[0]}
     return {"allocated": trial.peak_allocated_bytes, "reserved": trial.peak_reserved_bytes}
 
 

@@ -4,8 +4,14 @@ import json
 import re
 import statistics
 
+from calibration.timm_training import CAPACITY_MIB
+
 from peers.tools import TOOLS
 
+HIT = "both right"
+SAID = {  # by whether the size that ran fits, and the one that failed
+    (True, False): HIT, (True, True): "both fit", (False, False): "neither fits", (False, True): "only the one that failed fits",
+}  # fmt: skip
 HEAD = (
     "tool", "answers that die / cases", "share of the true limit: median (range)", "work in steps: median (range)",
     "sizes tried (median)", "answers never run", "state changed",
@@ -54,8 +60,8 @@ def drawn(*lines):
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
 
 
-def versions(results):
-    return f"{', '.join(' '.join(pair) for pair in results['versions'].items())}."
+def versions(results, name="versions"):
+    return f"{', '.join(' '.join(pair) for pair in results[name].items())}."
 
 
 def tools_table(results, where, is_timed):
@@ -107,6 +113,33 @@ def peaks_table(results):
         *(f"{tool}: {figure}" for tool, figure in claims),
     ]
     return [drawn(head, *lines), *refusals(cases), versions(results)]
+
+
+def brackets_table(results):
+    """Return a line for each network with what each tool says of the size that ran and of the one that failed; then the hits."""
+    brackets = results["brackets"]
+    tools = [tool for tool in next(iter(brackets.values())) if tool not in ("ran", "failed")]
+    said = {
+        name: {tool: bracket_cell([fits(told) for told in found[tool]]) for tool in tools}
+        for name, found in brackets.items()
+    }
+    lines = [[name, str(found["ran"]), str(found["failed"]), *said[name].values()] for name, found in brackets.items()]
+    hits = [sum(cells[tool] == HIT for cells in said.values()) for tool in tools]
+    lines.append(["both right", "", "", *(f"{count} of {len(brackets)}" for count in hits)])
+    return [drawn(["network", "ran", "failed", *tools], *lines), versions(results, "bracket_versions")]
+
+
+def fits(told):
+    """Whether a tool says that a step fits into the card's memory; None if it says nothing."""
+    if "error" in told:
+        return None
+    if "refused" in told:
+        return False
+    return told.get("reserved", told.get("allocated")) <= CAPACITY_MIB * 2**20
+
+
+def bracket_cell(answers):
+    return SAID.get(tuple(answers), "no figure")
 
 
 def difference(found, tool, figure):
