@@ -15,6 +15,7 @@ from oomprobe.rules.look import (
     differ,
     growth_bytes,
     growth_of,
+    is_varying,
     merged,
     varies,
 )
@@ -137,6 +138,23 @@ def test_peaks_that_differ_by_more_than_blocks_are_rounded(before, after, differ
 )
 def test_steps_that_allocate_different_amounts(served, varying):
     assert varies(served) is varying
+
+
+@pytest.mark.parametrize(
+    ("served", "accumulated", "varying"),
+    [
+        ([9, 5, 5, 5], 1, False),  # but the first
+        ([9, 5, 5, 7], 1, True),
+        ([9, 9, 1, 5, 1, 5, 1, 5], 2, False),
+        ([9, 9, 1, 5, 1, 5, 1, 7], 2, True),
+    ],
+)
+def test_only_whole_steps_are_compared(served, accumulated, varying):
+    calls = [
+        CallRecord(step="step", served_bytes=amount, stepped=None if number % accumulated else accumulated)
+        for number, amount in enumerate(served, 1)
+    ]
+    assert is_varying(calls) is varying
 
 
 @pytest.mark.parametrize(

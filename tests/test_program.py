@@ -74,12 +74,13 @@ def test_calls_are_steady_where_a_look_of_one_rank_has_seen_them_repeat(shown, s
     assert program(**shown).is_steady is steady
 
 
-def test_the_time_of_a_call_is_that_of_the_nearest_size():
-    made = program(call_s=0.01)  # of batch 8
-    larger = Trial(batch_size=64, verdict=Verdict.FITS, phase=Phase.GROW, steps=3)
-    shown = tuple(CallRecord(step="step", stepped=1, seconds=1.0) for _ in range(3))
+@pytest.mark.parametrize(("replays", "calls"), [(False, [50, 10, 8, 1]), (True, [50, 10, 10, 10])])
+def test_the_time_of_a_call_is_that_of_the_nearest_size(replays, calls):
+    made = program(call_s=0.005, replays=replays, names=NAMES)  # of batch 8
+    larger = Trial(batch_size=64, verdict=Verdict.FITS, phase=Phase.GROW, steps=6)
+    shown = tuple(CallRecord(step=name, stepped=1, seconds=0.5) for name in NAMES for _ in range(3))
     assert [*made.learn(made.growing(64), Outcome(trial=larger, records=shown))] == []
-    assert [len(made.confirming(size).calls) for size in (8, 60, 80)] == [50, 10, 8]
+    assert [made.affordable(size) for size in (8, 60, 80, 640)] == calls  # a simulated call takes as long at any size
 
 
 def test_calls_of_a_confirmation_are_those_of_each_step():

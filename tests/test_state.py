@@ -23,6 +23,7 @@ from processes import start
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 from zoo import training_step
 
 from oomprobe.errors import InvalidArgumentError, UnreliableError
@@ -232,6 +233,17 @@ def test_what_has_changed_of_a_weight_is_seen(change):
     assert (kept.differences(), kept.notes) == ([], [])
 
 
+def test_what_has_changed_inside_a_wrapper_is_seen():
+    model = linear()
+    model.weight = nn.Parameter(TwoTensor(torch.ones(2), torch.zeros(2)))
+    kept = Snapshot(model, [], [], "cpu")
+    model.weight.b.add_(1)
+    assert kept.differences() == ["model.weight", "model.weight.b"]
+    kept.restore()
+    assert kept.differences() == []
+    assert not model.weight.b.any()
+
+
 def test_unchanged_host_memory_is_not_written(tmp_path):
     """A mapped file may be read-only: writing to it ends the process."""
     np.save(tmp_path / "a.npy", np.ones((4, 4), "f4"))
@@ -314,6 +326,10 @@ def test_only_changed_state_differs(kind):
     one, other = COMPARED[kind]
     assert same(one(), one())
     assert not same(one(), other())
+
+
+def test_the_order_of_a_dict_is_not_compared():
+    assert same({"a": 1, "b": [2]}, {"b": [2], "a": 1})
 
 
 def test_incomparable_state_counts_as_equal():

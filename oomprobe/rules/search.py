@@ -296,19 +296,17 @@ class _Search:
                 self.bad = last
 
     def begin_at(self, guess: int) -> None:
-        """Bracket the limit around a guess, in strides that double: trials of many calls need to be few."""
-        size, stride, previous = self.sizes.nearest(guess), self._near(guess), None
+        """Bracket the limit around a guess, in strides that double: trials of many calls need to be few.
+
+        The stride after one that has bracketed it is longer than all before it together, so it leads out of the bracket.
+        """
+        size, stride = self.sizes.nearest(guess), self._near(guess)
         while self._is_between(size):
-            passed = self.ask(size, Phase.BISECT, capped=True).passed
-            if passed:
-                self.good = size
+            if self.ask(size, Phase.BISECT, capped=True).passed:
+                self.good, size = size, self.sizes.up(size, stride)
             else:
-                self.bad = size
-            is_bracketed = previous is not None and passed is not previous
-            if is_bracketed or size == self.sizes.last:
-                return
-            size = self.sizes.up(size, stride) if passed else size - stride
-            stride, previous = 2 * stride, passed
+                self.bad, size = size, size - stride
+            stride *= 2
 
     def _is_between(self, size: int) -> bool:
         """Return whether a size lies in the bracket, or above its lower end while nothing has failed."""

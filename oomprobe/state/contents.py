@@ -230,14 +230,12 @@ def of_hooks(owner: Reference, names: Collection[str], path: str) -> Values:
 
 def of_items(owner: Reference, path: str, base: Any) -> Values:
     """Return the items of a dict, list, set or deque; methods of `base` read and change it, not those of a user's subclass."""
-    is_dict, is_set, is_exact = issubclass(base, dict), issubclass(base, set), owner.kind is base
+    is_dict, is_set = issubclass(base, dict), issubclass(base, set)
 
     def read() -> Any:
         container = owner.find()
         if container is None:
             return {}
-        if is_exact:
-            return container
         return dict(base.items(container)) if is_dict else [*base.__iter__(container)]
 
     def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
