@@ -233,3 +233,9 @@ def test_a_step_that_varies_says_so_where_no_look_has_shown_it():
 
     result = oomprobe.check(model, step, 8, device="sim:1GiB", confirm_steps=5, progress="off")
     assert any(note.startswith("the step allocates different amounts from call to call") for note in result.notes)
+
+
+def test_a_gradient_beside_the_model_is_no_mere_forward_pass():
+    scale = torch.ones(4, requires_grad=True)
+    result = probe(LedgerDevice(), lambda model, n: (scale * torch.ones(n, 4)).sum().backward(), max_batch=4)
+    assert any("no optimizer stepped" in note and "though gradients were computed" in note for note in result.notes)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from oomprobe.errors import Caller, InvalidArgumentError, check_size
+from oomprobe.errors import LAZY, Caller, InvalidArgumentError, check_size
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.sizes import Sizes
 
@@ -213,8 +213,5 @@ def check_model(model: object) -> torch.nn.Module:
         raise InvalidArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
-            raise InvalidArgumentError(
-                f"the parameter {name} of a lazy module has no shape yet: call the model once with a small batch before the "
-                "probe, as you must before you make the optimizer"
-            )
+            raise InvalidArgumentError(LAZY.format(name=name))
     return model

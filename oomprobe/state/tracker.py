@@ -14,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
+from oomprobe.errors import LAZY, InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 from oomprobe.state.contents import Values, When, of_tensor
 from oomprobe.state.counted import counted
@@ -136,11 +138,11 @@ class Tracker:
     def _save_tensor(self, seen: Met) -> None:
         tensor, path = seen.value, seen.path
         if not has_data(tensor):
+            _refuse_lazy(tensor, path)
             return
-        is_leaf = is_learnable(tensor)
-        if is_leaf:
+        if is_learnable(tensor):
             self._leaves.append(weak(tensor))
-        trains = seen.trains or is_leaf
+        trains = seen.trains or is_learnable(tensor)
         if not can_copy(tensor):
             if trains:
                 self.places.append(Place(seen.values[0], self.copies))
@@ -370,6 +372,11 @@ class Switches:
             if not parameter.is_leaf:  # the step has written to it in place, and recorded that
                 parameter.detach_()
             parameter.requires_grad_(requires_grad)
+
+
+def _refuse_lazy(tensor: torch.Tensor, path: str) -> None:
+    if is_lazy(tensor):
+        raise InvalidArgumentError(LAZY.format(name=path))
 
 
 def _put_back_alive(places: Iterable[Place]) -> list[Place]:
