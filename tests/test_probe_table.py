@@ -13,8 +13,8 @@ import torch
 from example_results import gpu
 from helpers import page_of, same_as_golden
 from helpers import text_of as report
-from ledger import MIB, LedgerDevice, Log
-from zoo import numbered, training_step
+from ledger import MIB, LedgerDevice
+from zoo import training_step
 
 import oomprobe
 from oomprobe import InvalidArgumentError, ProbeTable, cli
@@ -121,24 +121,6 @@ def test_rows_on_a_simulated_card_equal_probes_of_their_own():
     alone = oomprobe.find_max_batch(model, lambda model, n: step(model, n, length=4096), **QUIET)
     assert table.rows[4096].batch_size == alone.batch_size
     assert any(trial.replayed for trial in table.rows[4096].trials)
-
-
-@pytest.mark.parametrize(("every", "calls"), [(1000, 2 * 50), (10, 2 * 100)])
-def test_turns_are_longer_where_a_call_now_and_then_needs_more(every, calls):
-    made = Log()
-
-    @numbered
-    def step(number, model, batch_size, length):
-        made.append(length)
-        factor = 1 if number % every else 4
-        torch.empty(batch_size * length * factor, 2**10, device=next(model.parameters()).device)
-
-    def calls_of_a_table(**options):
-        made.clear()
-        oomprobe.find_max_batches(torch.nn.Linear(4, 4), step, {"length": [1, 2]}, max_batch=8, **QUIET, **options)
-        return len(made)
-
-    assert calls_of_a_table() - calls_of_a_table(mixed=False) == calls
 
 
 def test_rows_on_host_memory():

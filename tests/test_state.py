@@ -284,10 +284,6 @@ def test_tensors_that_cannot_be_copied_are_refused(make, told):
         probe(make(), lambda model, batch_size: None)
 
 
-def test_weights_without_values_are_not_copied():
-    assert not Tracker(nn.Linear(2, 2, device="meta"), []).tensors
-
-
 def test_a_lazy_module_beside_the_model_is_refused():
     head = nn.LazyLinear(2)
     with pytest.raises(InvalidArgumentError, match=r"^the parameter head\.weight of a lazy module has no shape yet"):
