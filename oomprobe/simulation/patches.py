@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -45,9 +44,8 @@ def simulated(card_mode: CardMode) -> Iterator[None]:
             # The collector must not free cycles at random moments: identical calls must make identical tapes.
             stack.callback(gc.enable)
             gc.disable()
-        stack.enter_context(patch.object(torch, "save", _wrap_save(card_mode, torch.save)))
-        stack.enter_context(without_values(card_mode))
-        yield
+        with replaced([(torch, "save", _wrap_save(card_mode, torch.save))]), without_values(card_mode):
+            yield
 
 
 @contextmanager
@@ -67,12 +65,8 @@ def without_values(card_mode: CardMode) -> Iterator[None]:
 def building(card_mode: CardMode) -> Iterator[None]:
     """Run code that builds a model and moves it to ``"cuda"``; its tensors stay real, in host memory."""
     device_mode = BuildingMode(card_mode)
-    with (
-        _on_cuda(card_mode),
-        patch.object(torch, "load", device_mode.wrap_load(torch.load)),
-        card_mode.building(),
-        device_mode,
-    ):
+    loading = replaced([(torch, "load", device_mode.wrap_load(torch.load))])
+    with _on_cuda(card_mode), loading, card_mode.building(), device_mode:
         yield
 
 
@@ -81,7 +75,6 @@ def _on_cuda(card_mode: CardMode) -> Iterator[None]:
     """Let code inside take CUDA's paths, in this thread."""
     thread = threading.get_ident()
     with ExitStack() as stack:
-        stack.enter_context(patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))
         kernels = CudaKernels(lambda: threading.get_ident() == thread, card_mode.memory.card.compute_capability)
         stack.enter_context(kernels)
         stack.enter_context(replaced(_patches(card_mode, kernels)))
@@ -105,6 +98,7 @@ def _patches(card_mode: CardMode, kernels: CudaKernels) -> Iterator[Patch]:
                 yield owner, name, function
     for name, function in called_by_torch(card_mode.memory).items():
         yield torch._C, name, function  # torch for the CPU has only some
+    yield logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True
     yield FakeTensor, "device", property(_device_getter(card_mode), _DEVICE.fset)
     yield torch.nn.Module, "_apply", _wrap_apply(card_mode, torch.nn.Module._apply)
     yield GradScaler, "_maybe_opt_step", _always_step
@@ -146,7 +140,7 @@ def _without_inference_mode() -> Iterator[None]:
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(gradients),
-            patch.object(torch.inference_mode, "__enter__", _imitate_inference_mode),
+            replaced([(torch.inference_mode, "__enter__", _imitate_inference_mode)]),
         ):
             try:
                 yield
@@ -162,7 +156,7 @@ def _imitate_inference_mode(guard: Any) -> None:
     if guard.mode and not INFERENCE_KEEPS_CASTS:
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        stack.enter_context(patch.object(torch, "set_autocast_cache_enabled", lambda _: None))  # by autocast inside
+        stack.enter_context(replaced([(torch, "set_autocast_cache_enabled", lambda _: None)]))  # by autocast inside
 
 
 def _wrap_save(card_mode: CardMode, save: Any) -> Any:
