@@ -258,10 +258,6 @@ def step_failed(
 
 
 # Sources: torch/cuda/__init__.py, torch/xpu/__init__.py (_lazy_init), c10/cuda/CUDAFunctions.cpp, c10/xpu/XPUFunctions.cpp.
-LAZY = (
-    "the parameter {name} of a lazy module has no shape yet: call the module once with a small batch before the probe, as you "
-    "must before you make the optimizer"
-)
 NO_GPU = re.compile(
     r"Torch not compiled with (?:CUDA|XPU) enabled|Found no NVIDIA driver|No (?:CUDA|HIP) GPUs are available"
     r"|No XPU devices are available"

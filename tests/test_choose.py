@@ -92,5 +92,5 @@ def test_a_model_without_parameters_runs_on_the_given_device(monkeypatch):
 def test_a_model_without_memory_is_refused():
     text = "1.weight is on the meta device and has no memory: materialise the model"
     refused(InvalidArgumentError, text, None, nn.Sequential(ON_CPU, nn.Linear(2, 2, device="meta")))
-    text = "is a lazy parameter without a shape yet: run one forward pass, then probe"
+    text = "the parameter weight of a lazy module has no shape yet"
     refused(InvalidArgumentError, text, None, nn.LazyLinear(3))

@@ -7,7 +7,6 @@ import itertools
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from oomprobe.devices.accelerator import AcceleratorDevice
 from oomprobe.devices.base import Device
@@ -15,6 +14,7 @@ from oomprobe.devices.host import HostDevice
 from oomprobe.devices.mps import MpsDevice
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.ground.units import format_bytes, parse_bytes
+from oomprobe.records.options import refuse_lazy
 
 ON_THE_CPU = (
     "the model is on the CPU, and this machine has a device of the kind {kind}: call model.to({kind!r}) before you make its optimizer; "
@@ -97,10 +97,7 @@ def model_device(model: torch.nn.Module) -> torch.device | None:
     """Return the one device of all parameters and buffers, or None; refuse lazy, meta and divided models."""
     places: dict[torch.device, str] = {}
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if isinstance(tensor, UninitializedTensorMixin):
-            raise InvalidArgumentError(
-                f"{name} is a lazy parameter without a shape yet: run one forward pass, then probe"
-            )
+        refuse_lazy(name, tensor)
         places.setdefault(tensor.device, name)
     for place, name in places.items():
         if place.type == "meta":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from oomprobe.errors import LAZY, Caller, InvalidArgumentError, check_size
+from oomprobe.errors import Caller, InvalidArgumentError, check_size
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.sizes import Sizes
 
@@ -198,6 +198,17 @@ def _check_step(name: str, step: object, axis: Axis) -> None:
         ) from None
 
 
+def refuse_lazy(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidArgumentError for a parameter or buffer of a lazy module that was not called yet."""
+    import torch
+
+    if torch.nn.parameter.is_lazy(tensor):
+        raise InvalidArgumentError(
+            f"the parameter {name} of a lazy module has no shape yet: call the module once with a small batch before the "
+            "probe, as you must before you make the optimizer"
+        )
+
+
 def check_model(model: object) -> torch.nn.Module:
     """Raise InvalidArgumentError unless `model` is a module whose parameters have their shapes."""
     import torch
@@ -212,6 +223,5 @@ def check_model(model: object) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise InvalidArgumentError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     for name, parameter in model.named_parameters():
-        if torch.nn.parameter.is_lazy(parameter):
-            raise InvalidArgumentError(LAZY.format(name=name))
+        refuse_lazy(name, parameter)
     return model

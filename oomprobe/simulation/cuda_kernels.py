@@ -65,7 +65,8 @@ class CudaKernels:
 
     def set_autocast_enabled(self, *args: Any, **kwargs: Any) -> None:
         """Do what torch's function does, and register the autocast lists before they are needed: 180 kernels, where all others are 16."""
-        if True in (*args, *kwargs.values()) and not self._has_autocast:
+        is_turned_on = True in (*args, *kwargs.values())
+        if is_turned_on and not self._has_autocast:
             self._has_autocast = True
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

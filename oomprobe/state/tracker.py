@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomprobe.errors import LAZY, InvalidArgumentError
 from oomprobe.ground.units import format_bytes
+from oomprobe.records.options import refuse_lazy
 from oomprobe.state.contents import Values, When, of_tensor
 from oomprobe.state.counted import counted
 from oomprobe.state.places import (
@@ -138,7 +137,7 @@ class Tracker:
     def _save_tensor(self, seen: Met) -> None:
         tensor, path = seen.value, seen.path
         if not has_data(tensor):
-            _refuse_lazy(tensor, path)
+            refuse_lazy(path, tensor)
             return
         if is_learnable(tensor):
             self._leaves.append(weak(tensor))
@@ -372,11 +371,6 @@ class Switches:
             if not parameter.is_leaf:  # the step has written to it in place, and recorded that
                 parameter.detach_()
             parameter.requires_grad_(requires_grad)
-
-
-def _refuse_lazy(tensor: torch.Tensor, path: str) -> None:
-    if is_lazy(tensor):
-        raise InvalidArgumentError(LAZY.format(name=path))
 
 
 def _put_back_alive(places: Iterable[Place]) -> list[Place]:

@@ -120,12 +120,12 @@ def brackets_table(results):
     brackets = results["brackets"]
     tools = [tool for tool in next(iter(brackets.values())) if tool not in ("ran", "failed")]
     said = {
-        name: {tool: bracket_cell([fits(told) for told in found[tool]]) for tool in tools}
+        name: {tool: SAID.get(tuple(map(fits, found[tool])), "no figure") for tool in tools}
         for name, found in brackets.items()
     }
     lines = [[name, str(found["ran"]), str(found["failed"]), *said[name].values()] for name, found in brackets.items()]
     hits = [sum(cells[tool] == HIT for cells in said.values()) for tool in tools]
-    lines.append(["both right", "", "", *(f"{count} of {len(brackets)}" for count in hits)])
+    lines.append([HIT, "", "", *(f"{count} of {len(brackets)}" for count in hits)])
     return [drawn(["network", "ran", "failed", *tools], *lines), versions(results, "bracket_versions")]
 
 
@@ -136,10 +136,6 @@ def fits(told):
     if "refused" in told:
         return False
     return told.get("reserved", told.get("allocated")) <= CAPACITY_MIB * 2**20
-
-
-def bracket_cell(answers):
-    return SAID.get(tuple(answers), "no figure")
 
 
 def difference(found, tool, figure):
