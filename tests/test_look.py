@@ -13,6 +13,7 @@ from oomprobe.rules.look import (
     bracket_tolerance,
     calls_needed,
     differ,
+    first_calls,
     growth_bytes,
     growth_of,
     is_varying,
@@ -51,6 +52,10 @@ def test_trials_reach_the_call_that_needs_the_most(loop):
     *rows, exact, inexact = NEEDED[loop]
     found = [calls_needed(*rows, first_calls=1, ordinary_calls=3, is_exact=is_exact) for is_exact in (True, False)]
     assert found == [exact, inexact]
+
+
+def test_without_an_optimizer_no_call_is_of_a_first_step():
+    assert first_calls([CallRecord(step="step")] * 3) == 0
 
 
 def test_a_period_within_an_ordinary_trial_asks_for_no_more():

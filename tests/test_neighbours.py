@@ -112,6 +112,14 @@ def test_memory_that_keeps_changing_contaminates():
     assert "pid 7 (python) holds 3.00 GiB" in texts(watch.notes)[-1]
 
 
+def test_each_trial_has_its_own_attempts():
+    watch, _ = watching()
+    for _ in range(2):
+        run = Schedule(*[ran(GIB, 9 * GIB)] * (ATTEMPTS - 1), ran(GIB, GIB))
+        run_undisturbed(watch, run)
+        assert (run.calls, watch.contaminated) == (ATTEMPTS, False)
+
+
 def test_only_one_trial_waits_in_vain():
     watch, slept = watching()
     moved = ran(5 * GIB, 5 * GIB)

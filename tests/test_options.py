@@ -15,7 +15,7 @@ import oomprobe
 from oomprobe.errors import InvalidArgumentError, check_size
 from oomprobe.ground.processes import MARK
 from oomprobe.probing import opening, order
-from oomprobe.records.options import Options, Step, check_model, named_steps
+from oomprobe.records.options import Options, Step, check_model, check_seconds, named_steps
 from oomprobe.records.sizes import Sizes
 from oomprobe.runners.ranks_here import check_process_group
 
@@ -64,6 +64,11 @@ def test_a_number_out_of_its_range_is_refused(names, values):
 def test_a_number_in_its_range_is_accepted(names, values):
     for name, value in itertools.product(names, values):
         assert getattr(Options(**{name: value}), name) == value
+
+
+def test_reading_data_may_take_no_time():
+    assert check_seconds("scan_s", 0) is None
+    assert refused(check_seconds, "scan_s", -1) == "scan_s must be a number of seconds, at least 0, not -1"
 
 
 @pytest.mark.parametrize(("value", "kind"), [(np.int64(8), "numpy.int64"), (torch.tensor(8), "torch.Tensor")])

@@ -123,6 +123,64 @@ def test_a_trial_is_made_as_long_as_the_shortest_data():
     assert made_as_long(request, 9).until is None
 
 
+def ran(phase, verdict, steps):
+    return Outcome(trial=Trial(batch_size=8, verdict=verdict, phase=phase, steps=steps))
+
+
+def test_a_look_that_failed_tells_nothing():
+    made = program()
+    failed = replace(
+        ran(Phase.GROW, Verdict.OOM, 40), records=tuple(CallRecord(step="step", served_bytes=n) for n in range(40))
+    )
+    assert [*made.learn(made.looking(8, 50), failed)] == []
+    assert (made.needed, made.looked) == (0, failed.trial)
+
+
+@pytest.mark.parametrize(
+    ("shown", "made_calls", "needed"),
+    [
+        ({}, 1, 0),  # trials make two: they meet that call
+        ({}, 2, 12),
+        ({}, 6, 28),
+        ({}, 20, 50),  # a confirmation makes no more
+        ({"period": 1}, 4, 5),  # before any call can settle
+        ({"period": 1}, 5, 6),
+        ({"period": 1}, 6, 7),
+        ({"period": 1}, 7, 32),
+        ({"period": 3}, 4, 20),
+        ({"needed": 7}, 8, 36),
+        ({"names": NAMES}, 6, 28),
+    ],
+)
+def test_a_confirmation_that_fails_in_a_late_call_makes_trials_longer(shown, made_calls, needed):
+    made = program(**shown)
+    notes = [*made.learn(made.confirming(8), ran(Phase.CONFIRM, Verdict.OOM, made_calls))]
+    assert made.needed == needed
+    assert len(notes) == (needed > 0)
+
+
+def test_trials_that_make_all_calls_are_made_no_longer():
+    """Though a confirmation has failed: as at a rank whose data have ended."""
+    made = program()
+    assert (
+        len(
+            [
+                *made.learn(
+                    made.growing(8),
+                    replace(
+                        ran(Phase.GROW, Verdict.FITS, 4),
+                        records=tuple([CallRecord(step="step", stepped=1)] * 4),
+                        ended_early="StopIteration",
+                    ),
+                )
+            ]
+        )
+        == 1
+    )
+    assert [*made.learn(made.confirming(8), ran(Phase.CONFIRM, Verdict.OOM, 4))] == []
+    assert not made.is_long
+
+
 # --- trials that go on ---
 
 

@@ -472,14 +472,21 @@ SEARCHES = {  # the limit with all the memory, under the cap, and what else diff
     "a look that fails": (1000, 900, {"look": lambda size: Reply(passed=size < 4, varies=size < 4, guess=20)}),
     "a look that fails twice": (1500, 1500, {"late_limit": 1}),
     "a look that never passes": (1500, 1500, {"late_limit": 0}),
+    "a look that varies, below a last size":
+        (1000, 1000, {"look": lambda size: replace(LOOKED, guess=600), "sizes": Sizes(first=1, last=800, step=1)}),
+    "a look that varies, where the last size fails":
+        (1000, 700, {"look": lambda size: replace(LOOKED, guess=600), "sizes": Sizes(first=1, last=800, step=1)}),
     "a look without failures that are certain": (20, 20, {"look": lambda size: KNOWN, "start": 20, "known": KNOWN}),
     "a look, and failures are certain":
         (20, 20, {"look": lambda size: replace(KNOWN, is_certain=True), "start": 20, "known": KNOWN}),
     "a first failure that passes": (100, 90, {"fails_at": [0]}),
     "a failure that passes": (100, 90, {"fails_at": [10]}),
+    "a failure of growing that passes, far below the limit": (5000, 5000, {"fails_at": [10], "resolution": 1 / 64}),
     "a failure that passes, as the step varies":
         (11, 11, {"fails_at": [8], "more": lambda size, phase: {"varies": phase is Phase.RECHECK}}),
     "a failed confirmation": (1000, 900, {"fails_confirming": (900, 893)}),
+    "a failed confirmation, from which trials are longer":
+        (1000, 900, {"fails_confirming": (900,), "more": lambda size, phase: {"lengthens": phase is Phase.CONFIRM}}),
     "a failed confirmation of the first": (1, 1, {"fails_confirming": (1,)}),
     "a failed confirmation of the first that passes": (2, 2, {"sizes": FROM_2, "fails_at": [4]}),
     "no time": (1000, 900, {"late": lambda good, bad: bad - good < 100}),

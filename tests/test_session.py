@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers import GIB, ARunner, a_trial, records
+from helpers import GIB, ARunner, a_trial, records, texts
 
 from oomprobe.errors import StepFailedError, UnreliableError
 from oomprobe.probing.session import ContradictedError
@@ -191,6 +191,7 @@ def test_a_step_that_splits_its_batch_is_not_limited(options, splits):
     session, reply = grow(Told(*ends), 4, **options)
     assert session.splits is reply.grows_no_further is splits
     assert [note.sizes for note in session.notes] == [(1, 8)] * splits
+    assert all("from batch 1 to 8 its peak" in text for text in texts(session.notes))
 
 
 def test_a_refusal_of_the_runner_ends_the_probe():

@@ -221,6 +221,7 @@ CHANGES = {
     "view": lambda model: setattr(model.weight, "data", model.weight.data.t()),
     "freezing": lambda model: model.weight.requires_grad_(False),
     "gradient": lambda model: setattr(model.weight, "grad", torch.ones(2, 2)),
+    "memory given back": lambda model: model.weight.untyped_storage().resize_(0),
 }
 
 
@@ -243,6 +244,39 @@ def test_what_has_changed_inside_a_wrapper_is_seen():
     kept.restore()
     assert kept.differences() == []
     assert not model.weight.b.any()
+
+
+def test_a_wrapper_that_was_replaced_inside_another_is_seen():
+    def wrapper():
+        return TwoTensor(torch.ones(2), torch.zeros(2))
+
+    model = linear()
+    model.weight = nn.Parameter(TwoTensor(wrapper(), wrapper()))
+    kept = Snapshot(model, [], [], "cpu")
+    model.weight.b = wrapper()
+    assert kept.differences() == ["model.weight", "model.weight.b"]
+    kept.restore()
+    assert kept.differences() == []
+
+
+def test_weights_of_optimizers_that_nobody_holds_come_back():
+    heads = [nn.Linear(1, 1) for _ in range(2)]
+    before = bits([head.weight for head in heads])
+    kept = Snapshot(linear(), [], [], "cpu")
+    for head in heads:
+        optimizer = torch.optim.SGD(head.parameters(), lr=1.0)
+        kept.add(optimizer)
+        head(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    kept.restore()
+    assert bits([head.weight for head in heads]) == before
+
+
+def test_a_hook_that_was_left_is_named():
+    model = linear()
+    kept = Snapshot(model, [], [], "cpu")
+    hook = model.register_forward_hook(print)
+    assert kept.differences() == [f"model._forward_hooks.{hook.id}"]
 
 
 def test_unchanged_host_memory_is_not_written(tmp_path):

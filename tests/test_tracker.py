@@ -3,6 +3,7 @@ import functools
 import gc
 import io
 import random
+import textwrap
 import types
 
 import numpy as np
@@ -46,6 +47,15 @@ def test_a_container_that_is_too_long_to_save_comes_back_itself():
     assert len(data.rows) == MAX_ENTRIES + 1
 
 
+def test_numbers_do_not_count_as_objects():
+    """A walk meets at most 20,000 objects, and a counter may lie behind more numbers than these."""
+    data = types.SimpleNamespace(rows=[[*range(900 * i, 900 * i + 900)] for i in range(30)], counts=[[[[[0]]]]])
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: data])
+    data.counts[0][0][0][0][0] = 1
+    tracker.start_cold()
+    assert data.counts == [[[[[0]]]]]
+
+
 def test_only_small_tensors_beside_the_model_go_back_before_a_trial():
     count, table = torch.zeros(1), torch.zeros(2_000)
 
@@ -61,12 +71,12 @@ def test_only_small_tensors_beside_the_model_go_back_before_a_trial():
 
 def test_arrays_and_tensors_beside_the_model_share_one_limit(monkeypatch):
     monkeypatch.setattr(snapshot, "COPIED_BYTES", 3 * 2**20)
-    kept = [np.zeros(2**20), torch.zeros(2**18), np.zeros(2**18 // 2)]  # 8, 1 and 1 MiB
+    kept = [np.zeros(2**20), torch.zeros(2**18), np.zeros(2**17), np.zeros(3 * 2**16)]  # 8, 1, 1 and 1.5 MiB
     saved = Snapshot(nn.Linear(1, 1), [lambda model, n: kept], [], "cpu")
     for one in kept:
         one[0] = 7
     saved.restore()
-    assert [one[0].item() for one in kept] == [7, 0, 0]
+    assert [one[0].item() for one in kept] == [7, 0, 0, 7]
     assert saved.differences() == []
 
 
@@ -127,19 +137,69 @@ def test_what_a_step_has_added_is_named_largest_first():
     assert largest_added(tracker, 3 * 2**10) == expected[:2]
 
 
-def test_what_a_librarys_object_has_comes_back_at_the_end():
-    class Scale:
-        __module__ = "torch.a_test"
-        state_dict = load_state_dict = lambda self, *given: {}
-        n = 0
+def a_class(**attributes):
+    """Return a class of a library, whose objects have a state."""
+    state = dict.fromkeys(("state_dict", "load_state_dict"), lambda self, *given: {})
+    return type("Library", (), {"__module__": "torch.a_test", **state, **attributes})
 
-    scale = Scale()
-    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: scale])
-    scale.n = 1
+
+def test_what_a_librarys_object_has_comes_back_at_the_end():
+    """But for its slots, which are its own affair."""
+    scale, slotted = a_class()(), a_class(__slots__=["n"])()
+    scale.n = slotted.n = 0
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: (scale, slotted)])
+    scale.n = slotted.n = 1
     tracker.start_cold()
-    assert scale.n == 1
+    assert (scale.n, slotted.n) == (1, 1)
     tracker.put_back()
-    assert scale.n == 0
+    assert (scale.n, slotted.n) == (0, 1)
+
+
+def test_what_a_librarys_decorator_counts_is_its_own_affair():
+    library = types.ModuleType("torch.a_test")
+    source = """
+        def counting(function):
+            calls = []
+            def counted(*given):
+                calls.append(given)
+            counted.calls, counted.function = calls, function
+            return counted
+    """
+    exec(textwrap.dedent(source), vars(library))
+    seen = []
+    step = library.counting(lambda model, n: seen)
+    tracker = Tracker(nn.Linear(1, 1), [step])
+    step.calls.append(1)
+    seen.append(1)
+    tracker.start_cold()
+    assert (step.calls, seen) == ([1], [])
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        raise AssertionError("nothing is read")
+
+
+def test_what_an_owner_of_data_holds_comes_back_whosever_it_is():
+    resize = a_class()()
+    transforms = [a_class()(), a_class()()]
+    dataset = Rows(transform=resize, transforms=transforms, other=object())
+    loader = torch.utils.data.DataLoader(Rows(dataset=dataset))
+    owner = types.SimpleNamespace(loader=loader)
+    changed = [resize, *transforms, dataset, loader]
+    for one in changed:
+        one.n = 0
+    tracker = Tracker(nn.Module(), [], owners=[owner])
+    for one in changed:
+        one.n = 1
+    tracker.put_back()
+    assert [one.n for one in changed] == [0] * 5
 
 
 def test_a_cache_that_was_empty_is_emptied():
@@ -222,11 +282,12 @@ def test_containers_that_are_gone_come_back_with_their_limits():
 
 
 def test_sources_of_data_that_have_moved_on_are_named_by_their_kind():
-    held = types.SimpleNamespace(feed=iter([1, 2]), file=io.StringIO("a\nb"))
-    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held])
+    """One that does not show how far it has come, if the step uses it."""
+    held = types.SimpleNamespace(feed=iter([1, 2]), file=io.StringIO("a\nb"), pairs=zip([1]), others=zip([1]))
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held.pairs])
     next(held.feed)
     held.file.readline()
-    assert tracker.changes() == ["held.feed (an iterator)", "held.file (a StringIO)"]
+    assert tracker.changes() == ["held.feed (an iterator)", "held.file (a StringIO)", "held.pairs (an iterator)"]
 
 
 def test_an_output_that_is_gone_is_named():

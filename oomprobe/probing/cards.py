@@ -163,9 +163,9 @@ class _Replays:
         trial = self._card.predict_trial(replace(request, exact=False))
         if trial is None:
             raise _CannotReplayError
-        records = [CallRecord(step=call.step) for call in request.calls]
-        for number in range(max(1, self._first) - 1, len(records)):
-            records[number] = replace(records[number], stepped=self._first)
+        records = []
+        for number, call in enumerate(request.calls, 1):
+            records.append(CallRecord(step=call.step, stepped=self._first if number >= self._first else None))
         outcome = Outcome(trial=trial, records=tuple(records))
         if trial.passed:
             outcome = replace(outcome, measured=self.measure())

@@ -203,7 +203,8 @@ class _Search:
         shown = session.outcome
         if shown is None or not any(trial.passed for trial in session.trials):
             return
-        if not {*saving} <= {EXPANDABLE, *shown.typed}:
+        idle = {*saving} - {EXPANDABLE, *shown.typed}
+        if idle:
             raise NotApplicableError(IDLE)
         self._typed |= shown.typed
         if session.device.replays:

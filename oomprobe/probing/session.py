@@ -126,7 +126,7 @@ class Session:
             resolution=resolution,
             grows_capped=self.runner.facts.grows_capped,
             confirmations=self.runner.facts.confirmations,
-            failures_cost=self.runner.facts.failure_cost_s > 0,
+            failures_cost=bool(self.runner.facts.failure_cost_s),
             known=self._known,
             near=self._near,
         )

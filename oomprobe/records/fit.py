@@ -51,7 +51,7 @@ def fit_line(points: Iterable[tuple[int, int]], budget_bytes: int) -> LinearFit 
     mean_size, mean_peak = Fraction(sum(sizes), len(pairs)), Fraction(sum(peaks), len(pairs))
     covariance = variance = spread = Fraction(0)
     for size, peak in pairs:
-        covariance += (size - mean_size) * (peak - mean_peak)
+        covariance += size * (peak - mean_peak)
         variance += (size - mean_size) ** 2
         spread += (peak - mean_peak) ** 2
     slope = covariance / variance

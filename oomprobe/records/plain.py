@@ -44,8 +44,6 @@ def _read(kind: Any, value: Any) -> Any:
         return _read(inner[0], value)
     if outer in (tuple, Sequence):
         return tuple(_read(inner[0], item) for item in value)
-    if outer is Mapping:
-        return {key: _read(inner[1], item) for key, item in dict(value).items()}
     if not isinstance(kind, type):
         return value
     if is_dataclass(kind):

@@ -83,7 +83,12 @@ def cost(saving: Saving) -> tuple[int, ...]:
 
 
 def go_together(saving: Saving) -> bool:
-    """Return whether savings can act together; none does twice."""
+    """Return whether savings can act together; none does twice.
+
+    Examples:
+        >>> go_together((BF16, CHECKPOINT)), go_together((BF16, BF16))
+        (True, False)
+    """
     if len({*saving}) < len(saving):
         return False
     return not any(pair.issubset(saving) for pair in EXCLUDE_EACH_OTHER)

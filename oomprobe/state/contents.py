@@ -57,8 +57,6 @@ class Values(NamedTuple):
 
     def slot(self, key: Any) -> object:
         """Return what identifies the attribute, item or variable with this key."""
-        if self.owner is not None:
-            return self.owner, key
         if self.variable is not None:
             return self.variable(key)
         return self.read, key

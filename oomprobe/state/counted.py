@@ -88,7 +88,9 @@ def counted(roots: Iterable[object], *, without: Iterable[object] = ()) -> list[
 
 def _inside(value: Any, counts: list[object]) -> Iterable[Any]:
     """Add what a value counts with to `counts`, and return what it holds."""
-    if hasattr(type(value), "__next__") or (isinstance(value, _SOURCES) and not _is_written(value)):
+    if _is_written(value):
+        return ()
+    if hasattr(type(value), "__next__") or isinstance(value, _SOURCES):
         raise _HiddenError
     for kinds, look_into in _LOOKS:
         if isinstance(value, kinds):
@@ -157,8 +159,10 @@ def _package(value: Any) -> str:
 
 
 def _is_written(value: Any) -> bool:
-    """Whether a file is closed, or only written to."""
-    return isinstance(value, io.IOBase) and (value.closed or not value.readable())
+    """Return whether a value is a file that is closed, or only written to, such as a log."""
+    if not isinstance(value, io.IOBase) or is_made_in_python(type(value)):
+        return False
+    return value.closed or not value.readable()
 
 
 def _attributes(value: Any) -> list[Any]:

@@ -157,11 +157,8 @@ class Place:
 
     def added(self) -> Iterator[tuple[str, Any]]:
         """Yield each value that was not there at the start, with its path, or that of its container."""
-        now = self.values.read()
-        if self._is_in(now):
-            return
         before = {id(_find(value)) for value in self._before.values()}
-        for key, value in _by_key(now).items():
+        for key, value in _by_key(self.values.read()).items():
             if id(value) not in before:
                 yield self.values.named(key) if self._is_namespace else self.name, value
 

@@ -335,7 +335,12 @@ def write_back(copies: Iterable[AnyCopy]) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors with data in a value and its containers."""
+    """Yield the tensors with data in a value and its containers.
+
+    Examples:
+        >>> [*tensors_in({"a": [torch.tensor(1)], "b": (torch.tensor(2), 3)})]
+        [tensor(1), tensor(2)]
+    """
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):

@@ -210,8 +210,8 @@ class Tracker:
 
     @property
     def has_replaced_parameters(self) -> bool:
-        """Whether parameters, of which there is no copy, were replaced or freed since the start."""
-        return any(copy.is_replaced for copy in self.tensors if not copy.has_bytes)
+        """Whether parameters were replaced or freed since the start."""
+        return any(copy.is_replaced for copy in self.tensors)
 
     def weights(self) -> set[tuple[int, int]]:
         """Return marks of the weights, each of which is new once it was changed in place, other than through its ``data``."""

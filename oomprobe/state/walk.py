@@ -206,7 +206,7 @@ class _Walk:
         if is_container and len(parts) > MAX_CONTAINER and values.when is not When.COLD:
             return
         is_owner = id(holder) in self._owners
-        is_users = holder is None or values.is_registry or self.is_users(holder)
+        is_users = values.is_registry or self.is_users(holder)
         only_data = (values.trains or is_owner) and not is_users
         for key, value in keyed(parts):
             if isinstance(value, PLAIN):
