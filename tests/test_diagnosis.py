@@ -3,7 +3,7 @@
 import pytest
 from helpers import a_trial
 
-from oomprobe.records.trials import Phase, Verdict
+from oomprobe.records.trials import CallRecord, Phase, Verdict
 from oomprobe.rules.diagnosis import (
     ENDLESS_BATCH,
     Calls,
@@ -50,6 +50,11 @@ def taken(blocks=0, served_bytes=0, starting_s=0.0, call_s=0.0):
 def doubled(peaks, **rest):
     """Return trials that grew from size 1, with these peaks."""
     return [a_trial(2**number, peak_allocated_bytes=peak, **rest) for number, peak in enumerate(peaks)]
+
+
+def test_what_a_first_call_takes_longer_is_what_starting_takes():
+    taken = [CallRecord(step="step", stepped=1, seconds=seconds, served_bytes=8) for seconds in (2.0, 0.5, 0.5)]
+    assert Calls.of(taken) == Calls(served_bytes=16, blocks=0, starting_s=1.5, call_s=0.5)
 
 
 @pytest.mark.parametrize(

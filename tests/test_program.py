@@ -121,6 +121,7 @@ def test_a_trial_is_made_as_long_as_the_shortest_data():
     assert len(made_as_long(request, 9).calls) == 9 > len(request.calls)
     assert made_as_long(request, 2).calls == request.calls[:2]
     assert made_as_long(request, 9).until is None
+    assert further(made_as_long(request, 9), [], 0.0) == []
 
 
 def ran(phase, verdict, steps):
@@ -161,24 +162,22 @@ def test_a_confirmation_that_fails_in_a_late_call_makes_trials_longer(shown, mad
 
 def test_trials_that_make_all_calls_are_made_no_longer():
     """Though a confirmation has failed: as at a rank whose data have ended."""
-    made = program()
-    assert (
-        len(
-            [
-                *made.learn(
-                    made.growing(8),
-                    replace(
-                        ran(Phase.GROW, Verdict.FITS, 4),
-                        records=tuple([CallRecord(step="step", stepped=1)] * 4),
-                        ended_early="StopIteration",
-                    ),
-                )
-            ]
-        )
-        == 1
-    )
+    made, shown = program(), tuple([CallRecord(step="step", stepped=1)] * 4)
+    ended = replace(ran(Phase.GROW, Verdict.FITS, 4), records=shown, ended_early="StopIteration")
+    [note] = made.learn(made.growing(8), ended)
+    assert "call 5 of batch 8" in note.text
     assert [*made.learn(made.confirming(8), ran(Phase.CONFIRM, Verdict.OOM, 4))] == []
     assert not made.is_long
+
+
+@pytest.mark.parametrize(
+    ("options", "phase", "notes"), [({}, "confirming", 1), ({}, "growing", 0), ({"needed": 9}, "confirming", 0)]
+)
+def test_a_confirmation_whose_calls_vary_is_noted_unless_trials_are_long_anyway(options, phase, notes):
+    made = program(**options)
+    shown = tuple(CallRecord(step="step", stepped=1, served_bytes=2**20 * call) for call in (1, 1, 2, 1))
+    request = getattr(made, phase)(8)
+    assert len([*made.learn(request, replace(ran(request.phase, Verdict.FITS, 4), records=shown))]) == notes
 
 
 # --- trials that go on ---
@@ -221,7 +220,7 @@ def test_each_step_in_turn_makes_its_full_steps():
 
 @pytest.mark.parametrize(
     ("names", "seconds", "calls"),
-    [(("step",), None, 50), (("step",), 0.5, 26), (("step",), 60.0, 6), (NAMES, None, 100)],
+    [(("step",), None, 50), (("step",), 0.5, 26), (("step",), 60.0, 6), (NAMES, None, 100), (NAMES, 0.5, 64)],
 )
 def test_a_check_goes_on_while_there_is_time(names, seconds, calls):
     options = Options(steps=2)

@@ -481,7 +481,7 @@ SEARCHES = {  # the limit with all the memory, under the cap, and what else diff
         (20, 20, {"look": lambda size: replace(KNOWN, is_certain=True), "start": 20, "known": KNOWN}),
     "a first failure that passes": (100, 90, {"fails_at": [0]}),
     "a failure that passes": (100, 90, {"fails_at": [10]}),
-    "a failure of growing that passes, far below the limit": (5000, 5000, {"fails_at": [10], "resolution": 1 / 64}),
+    "a failure of growing that passes, far below the limit": (500, 500, {"fails_at": [4]}),
     "a failure that passes, as the step varies":
         (11, 11, {"fails_at": [8], "more": lambda size, phase: {"varies": phase is Phase.RECHECK}}),
     "a failed confirmation": (1000, 900, {"fails_confirming": (900, 893)}),

@@ -30,7 +30,7 @@ from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.ground import linux
 from oomprobe.state import Snapshot, Tracker, snapshot
 from oomprobe.state.compare import same
-from oomprobe.state.tensors import StorageCopy
+from oomprobe.state.tensors import PIECE_WORDS, StorageCopy
 
 
 def probe(model, step, **options):
@@ -221,7 +221,6 @@ CHANGES = {
     "view": lambda model: setattr(model.weight, "data", model.weight.data.t()),
     "freezing": lambda model: model.weight.requires_grad_(False),
     "gradient": lambda model: setattr(model.weight, "grad", torch.ones(2, 2)),
-    "memory given back": lambda model: model.weight.untyped_storage().resize_(0),
 }
 
 
@@ -260,16 +259,25 @@ def test_a_wrapper_that_was_replaced_inside_another_is_seen():
 
 
 def test_weights_of_optimizers_that_nobody_holds_come_back():
-    heads = [nn.Linear(1, 1) for _ in range(2)]
+    heads = [nn.Linear(2_000, 1) for _ in range(2)]
     before = bits([head.weight for head in heads])
     kept = Snapshot(linear(), [], [], "cpu")
     for head in heads:
         optimizer = torch.optim.SGD(head.parameters(), lr=1.0)
         kept.add(optimizer)
-        head(torch.ones(1, 1)).sum().backward()
+        head(torch.ones(1, 2_000)).sum().backward()
         optimizer.step()
     kept.restore()
     assert bits([head.weight for head in heads]) == before
+
+
+def test_a_weight_whose_memory_was_given_back_comes_back():
+    model = nn.Linear(1, 2 * PIECE_WORDS, bias=False)
+    kept = Snapshot(model, [], [], "cpu")
+    model.weight.untyped_storage().resize_(0)
+    assert kept.differences() == ["model.weight"]
+    kept.restore()
+    assert kept.differences() == []
 
 
 def test_a_hook_that_was_left_is_named():

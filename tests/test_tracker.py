@@ -187,8 +187,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 def test_what_an_owner_of_data_holds_comes_back_whosever_it_is():
-    resize = a_class()()
-    transforms = [a_class()(), a_class()()]
+    resize, *transforms = (type("Transform", (), {"__module__": "torch.a_test"})() for _ in range(3))
     dataset = Rows(transform=resize, transforms=transforms, other=object())
     loader = torch.utils.data.DataLoader(Rows(dataset=dataset))
     owner = types.SimpleNamespace(loader=loader)
@@ -283,11 +282,32 @@ def test_containers_that_are_gone_come_back_with_their_limits():
 
 def test_sources_of_data_that_have_moved_on_are_named_by_their_kind():
     """One that does not show how far it has come, if the step uses it."""
-    held = types.SimpleNamespace(feed=iter([1, 2]), file=io.StringIO("a\nb"), pairs=zip([1]), others=zip([1]))
-    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held.pairs])
+    held = types.SimpleNamespace(
+        feed=iter([1, 2]), file=io.StringIO("a\nb"), pairs=zip([1]), others=zip([1]), done=iter([])
+    )
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: (held.pairs, held.done)])
     next(held.feed)
     held.file.readline()
     assert tracker.changes() == ["held.feed (an iterator)", "held.file (a StringIO)", "held.pairs (an iterator)"]
+
+
+def test_what_a_librarys_object_reads_is_its_own_affair():
+    """Unlike what the user's own model reads."""
+    model = type("Reading", (nn.Linear,), {})(1, 1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()))
+    model.feed, schedule.feed = iter([1, 2]), iter([1, 2])
+    tracker = Tracker(model, [lambda model, n: schedule])
+    next(model.feed), next(schedule.feed)
+    assert tracker.changes() == ["model.feed (an iterator)"]
+
+
+def test_a_method_of_another_object_is_replaced():
+    held = types.SimpleNamespace(one=Rows(), other=Rows())
+    held.read = held.one.__len__
+    tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held])
+    held.read = held.other.__len__
+    tracker.start_cold()
+    assert held.read.__self__ is held.one
 
 
 def test_an_output_that_is_gone_is_named():

@@ -36,7 +36,8 @@ class Values(NamedTuple):
     path: str  # what stands before the name of a value, such as "trainer."
     # Returns a dict, or a list, set or deque: perhaps the live one, not to be changed; {} of an owner that is gone.
     read: Callable[[], Any]
-    write: Callable[[dict[Any, Any], dict[Any, Any]], object]  # by key, what it shall hold, and what it holds now
+    # By key, what it shall hold, and what it holds now; not for an owner that is gone.
+    write: Callable[[dict[Any, Any], dict[Any, Any]], object]
     owner: Reference | None = None  # whose they are: an object or a container; None for variables
     when: When = When.EACH_TRIAL
     trains: bool = False  # whether they are the model's or an optimizer's, which must come back bit for bit
@@ -186,11 +187,9 @@ def of_registry(owner: Reference, name: str, path: str) -> Values:
         return {} if module is None else vars(module)[name]
 
     def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
-        module = owner.find()
-        if module is not None:
-            registry = vars(module)[name]
-            registry.clear()
-            registry.update(before)
+        registry = vars(owner.find())[name]
+        registry.clear()
+        registry.update(before)
 
     return Values(path, read, write, owner, trains=True, is_ordered=True, is_registry=True)
 
@@ -211,13 +210,11 @@ def of_hooks(owner: Reference, names: Collection[str], path: str) -> Values:
         return hooks
 
     def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
-        module = owner.find()
-        if module is None:
-            return
+        registries = vars(owner.find())
         for name in names:
-            vars(module)[name].clear()
+            registries[name].clear()
         for (name, key), hook in before.items():
-            registry = vars(module)[name]
+            registry = registries[name]
             if isinstance(registry, set):
                 registry.add(hook)
             else:
@@ -238,8 +235,6 @@ def of_items(owner: Reference, path: str, base: Any) -> Values:
 
     def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
         container = owner.find()
-        if container is None:
-            return
         base.clear(container)
         if is_dict:
             for key, value in before.items():

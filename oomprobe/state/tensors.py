@@ -201,9 +201,7 @@ class WrapperCopy(Saved):
         return self.find() is value
 
     def differs(self, now: object) -> bool:
-        if now is not self.find():
-            return True
-        return any(part.differs(getattr(now, name)) for name, part in self._parts.items())
+        return any(part.differs(getattr(now, name, None)) for name, part in self._parts.items())
 
     def on_host(self) -> torch.Tensor:
         """Return the tensor itself: the bytes of those inside come back in place."""
