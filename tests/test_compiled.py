@@ -43,13 +43,8 @@ class Recorder:
         return taken
 
 
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.layer(x).relu()
+def net():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
 
 
 def forward_and_backward(model, batch_size):
@@ -57,14 +52,14 @@ def forward_and_backward(model, batch_size):
 
 
 def compiled_model(**options):
-    return torch.compile(Net(), **options), forward_and_backward
+    return torch.compile(net(), **options), forward_and_backward
 
 
 def compiled_step(**options):
     def step(model, batch_size):
         return model(torch.ones(batch_size, 4)).square().sum()
 
-    return Net(), torch.compile(step, **options)
+    return net(), torch.compile(step, **options)
 
 
 def run_sizes(model, step, sizes, *, drops=True):
@@ -119,7 +114,7 @@ def test_a_step_that_is_not_compiled_resets_nothing(monkeypatch):
     assert run_sizes(model, step, [2]).is_used
     step(model, 8)
     monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("code the user compiled was dropped needlessly"))
-    assert not run_sizes(Net(), forward_and_backward, SIZES).is_used
+    assert not run_sizes(net(), forward_and_backward, SIZES).is_used
 
 
 def test_sizes_that_take_long_to_start_are_skipped_while_memory_is_far():
@@ -141,13 +136,13 @@ def test_sizes_that_take_long_to_start_are_skipped_while_memory_is_far():
 def test_the_result_says_what_compiling_took():
     device = LedgerDevice(100 * MIB)
     recorder = Recorder()
-    net = torch.compile(Net(), backend=lambda graph, inputs: time.sleep(0.2) or recorder(graph, inputs))
+    compiled = torch.compile(net(), backend=lambda graph, inputs: time.sleep(0.2) or recorder(graph, inputs))
 
     def step(model, batch_size):
         model(torch.ones(batch_size, 4))
         device.take(batch_size * MIB)
 
-    result = oomprobe.find_max_batch(net, step, device=device, max_batch=4, progress="off")
+    result = oomprobe.find_max_batch(compiled, step, device=device, max_batch=4, progress="off")
     [note] = [note for note in result.notes if note.startswith("compiling took about")]
     assert "for 3 sizes" in note
     assert 1 <= int(note.split()[3]) <= 5

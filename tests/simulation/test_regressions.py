@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import a_result, a_trial
 from torch import nn
+from zoo import Gpt, language_model
 
 import oomprobe
 from oomprobe.records.patience import Patience
@@ -14,48 +15,16 @@ from oomprobe.records.trials import Phase
 from oomprobe.results.regression import grown, stated_tolerance
 
 GIB, MIB = 2**30, 2**20
-WIDTH, LENGTH, WORDS, BATCH = 128, 64, 1000, 128
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.up, self.act, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x):
-        x = x + self.attention(x, x, x, need_weights=False)[0]
-        return x + self.dropout(self.down(self.act(self.up(self.norm(x)))))
-
-
-class Gpt(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def checked(change=lambda model: None):
-    model = Gpt()
+    model = Gpt(2, context=64, vocabulary=1000)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
     change(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(model, batch_size):
-        tokens = torch.randint(WORDS, (batch_size, LENGTH))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
-        optimizer.step()
-
     options = {"device": "sim:24GiB", "breakdown": True, "progress": "off", "patience": Patience(look_calls=8)}
-    return oomprobe.check(model, step, BATCH, **options)
+    return oomprobe.check(*language_model(model, torch.optim.AdamW(model.parameters())), 128, **options)
 
 
 before_it = cache(checked)
@@ -89,15 +58,15 @@ def replaced(name, make):
 
 def wider(model):
     for block in model.blocks:
-        block.up, block.down = nn.Linear(WIDTH, 544), nn.Linear(544, WIDTH)
+        block.linear1, block.linear2 = nn.Linear(128, 544), nn.Linear(544, 128)
 
 
 SEEDED = {
-    "dropout of one block": (lambda model: setattr(model.blocks[1], "dropout", nn.Dropout(0.1)), "blocks.1.dropout"),
-    "a little wider": (wider, "blocks.*.up"),
-    "larger vocabulary": (replaced("embed", lambda _: nn.Embedding(4000, WIDTH)), "embed"),
-    "kept after act": (replaced("act", Keeping), "blocks.*.act"),
-    "an extra head": (replaced("head", lambda one: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), one)), "head"),
+    "dropout of one block": (lambda model: setattr(model.blocks[1].dropout1, "p", 0.1), "blocks.1.dropout1"),
+    "a little wider": (wider, "blocks.*.linear1"),
+    "larger vocabulary": (replaced("tokens", lambda _: nn.Embedding(4000, 128)), "tokens"),
+    "kept after a layer": (replaced("linear1", Keeping), "blocks.*.linear1"),
+    "an extra head": (replaced("head", lambda one: nn.Sequential(nn.Linear(128, 128), nn.Tanh(), one)), "head"),
 }
 
 
