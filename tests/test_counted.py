@@ -1,5 +1,6 @@
 """What the user's code counts with is seen, or something that may count unseen is met; what stands still is the same twice."""
 
+import csv
 import functools
 import logging
 import random
@@ -42,8 +43,11 @@ def test_a_step_of_training_counts_nothing(tmp_path):
     rows, data = np.zeros(1000), torch.zeros(2000)  # larger ones hold data
     library, losses = type("Library", (), {"__module__": "torch.a_test", "calls": 0}), (tmp_path / "losses").open("w")
 
+    table = csv.writer(losses)
+
     def step(model, batch_size):
         losses.write("0.1\n")
+        table.writerow([0.1])
         library.calls += 1
         rows[0] += 1
         data.data[0] += 1

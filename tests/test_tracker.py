@@ -301,13 +301,25 @@ def test_what_a_librarys_object_reads_is_its_own_affair():
     assert tracker.changes() == ["model.feed (an iterator)"]
 
 
-def test_a_method_of_another_object_is_replaced():
+def test_another_method_is_replaced():
     held = types.SimpleNamespace(one=Rows(), other=Rows())
     held.read = held.one.__len__
     tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held])
-    held.read = held.other.__len__
-    tracker.start_cold()
-    assert held.read.__self__ is held.one
+    for other in (held.other.__len__, held.one.__getitem__):
+        held.read = other
+        tracker.start_cold()
+        assert held.read == held.one.__len__
+
+
+def test_a_counter_beside_a_log_goes_back(tmp_path):
+    """Unlike one beside a file that is read, which must agree with its position."""
+    with (tmp_path / "log").open("w") as log:
+        held = types.SimpleNamespace(log=log, n=0)
+        tracker = Tracker(nn.Linear(1, 1), [lambda model, n: held])
+        log.write("a")
+        held.n = 1
+        tracker.start_cold()
+        assert (held.n, tracker.is_exact) == (0, True)
 
 
 def test_an_output_that_is_gone_is_named():
@@ -316,6 +328,26 @@ def test_an_output_that_is_gone_is_named():
     assert tracker.changes() == []
     held.loss = None
     assert tracker.changes() == ["held.loss (a tensor)"]
+
+
+def test_an_array_of_another_shape_is_named_by_the_object_of_the_step():
+    class Trainer:
+        def step(self, model, batch_size):
+            self.rows.shape = 4
+
+    trainer = Trainer()
+    trainer.rows = np.zeros((2, 2))
+    tracker = Tracker(nn.Linear(1, 1), [trainer.step])
+    trainer.step(None, 1)
+    assert tracker.changes() == ["trainer.rows (an array)"]
+
+
+def test_replaced_parameters_are_told():
+    model = nn.Linear(1, 1)
+    tracker = Tracker(model, [])
+    assert not tracker.has_replaced_parameters
+    model.weight.data = torch.ones(2, 1)
+    assert tracker.has_replaced_parameters
 
 
 def test_a_large_tensor_beside_the_model_is_named_once_it_has_changed():

@@ -163,10 +163,8 @@ class _Replays:
         trial = self._card.predict_trial(replace(request, exact=False))
         if trial is None:
             raise _CannotReplayError
-        records = []
-        for number, call in enumerate(request.calls, 1):
-            records.append(CallRecord(step=call.step, stepped=self._first if number >= self._first else None))
-        outcome = Outcome(trial=trial, records=tuple(records))
+        records = tuple(CallRecord(step=call.step, stepped=self._first) for call in request.calls)
+        outcome = Outcome(trial=trial, records=records)
         if trial.passed:
             outcome = replace(outcome, measured=self.measure())
         return outcome

@@ -54,7 +54,12 @@ class Axis:
         return {self.name: self.values[row]}
 
     def label(self, row: int) -> str:
-        """Name a row, as in ``length=512``; without an axis, return an empty text."""
+        """Name a row; without an axis, return an empty text.
+
+        Examples:
+            >>> Axis("length", (512,)).label(0), NO_AXIS.label(0)
+            ('length=512', '')
+        """
         if not self.name:
             return ""
         value = self.values[row]

@@ -9,9 +9,7 @@ from __future__ import annotations
 import array
 import datetime
 import functools
-import io
 import pickle
-import queue
 import random
 import re
 import threading
@@ -25,13 +23,13 @@ import numpy as np
 import torch
 
 from oomprobe.state.contents import PLAIN, in_cells
+from oomprobe.state.places import is_source, is_written
 from oomprobe.state.references import REGISTRIES, is_made_in_python, slots_of
 from oomprobe.state.tensors import addresses_of, can_copy, version_of
 from oomprobe.state.walk import PARALLEL, code_names, is_learnable, is_users_code, module_of
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are counted with, larger ones hold data
 MOST_VALUES = 200_000  # reading them takes about 0.2 s
-_SOURCES = (io.IOBase, queue.Queue, queue.SimpleQueue)
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults")
 _OF_CLASSES = ("__dict__", "__weakref__", "_abc_")  # what Python keeps in a class
 _CODE = (
@@ -41,7 +39,7 @@ _CODE = (
 # Packages whose objects hold nothing that a step counts with. Torch's own generators and schedules move on, but decide nothing
 # about memory.
 _STILL = {
-    "torch", "numpy", "logging", "typing", "re", "abc", "operator", "enum", "decimal", "fractions", "pathlib", "uuid",
+    "torch", "numpy", "logging", "typing", "re", "abc", "operator", "enum", "decimal", "fractions", "pathlib", "uuid", "_csv",
 }  # fmt: skip
 _STILL_KINDS = (
     types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType,
@@ -88,9 +86,9 @@ def counted(roots: Iterable[object], *, without: Iterable[object] = ()) -> list[
 
 def _inside(value: Any, counts: list[object]) -> Iterable[Any]:
     """Add what a value counts with to `counts`, and return what it holds."""
-    if _is_written(value):
+    if is_written(value):
         return ()
-    if hasattr(type(value), "__next__") or isinstance(value, _SOURCES):
+    if is_source(value):
         raise _HiddenError
     for kinds, look_into in _LOOKS:
         if isinstance(value, kinds):
@@ -156,13 +154,6 @@ def _in_object(value: Any) -> Iterable[Any]:
 
 def _package(value: Any) -> str:
     return str(module_of(value)).partition(".")[0]
-
-
-def _is_written(value: Any) -> bool:
-    """Return whether a value is a file that is closed, or only written to, such as a log."""
-    if not isinstance(value, io.IOBase) or is_made_in_python(type(value)):
-        return False
-    return value.closed or not value.readable()
 
 
 def _attributes(value: Any) -> list[Any]:

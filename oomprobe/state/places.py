@@ -20,7 +20,7 @@ import torch
 
 from oomprobe.state.compare import same
 from oomprobe.state.contents import PLAIN, Values
-from oomprobe.state.references import MISSING, BoundMethod, Reference, Saved, keyed, refers_to
+from oomprobe.state.references import MISSING, BoundMethod, Reference, Saved, is_made_in_python, keyed, refers_to
 from oomprobe.state.tensors import AnyCopy, GraphTensor, HostCopies, TensorCopy, can_copy, version_of
 from oomprobe.state.walk import Kind, Met, module_of
 
@@ -337,7 +337,15 @@ def is_iterator(value: Any) -> bool:
 
 def is_source(value: Any) -> bool:
     """Return whether a value hands out data one after another, so that counters beside it must agree with its position."""
-    return is_iterator(value) or type(value).__module__ in ("queue", "_queue", "multiprocessing.queues")
+    is_queue = type(value).__module__ in ("queue", "_queue", "multiprocessing.queues")
+    return is_queue or (is_iterator(value) and not is_written(value))
+
+
+def is_written(value: Any) -> bool:
+    """Return whether a value is a file that is closed, or only written to, such as a log."""
+    if not isinstance(value, io.IOBase) or is_made_in_python(type(value)):
+        return False
+    return value.closed or not value.readable()
 
 
 def kind_of(value: Any) -> str:

@@ -255,7 +255,14 @@ def can_copy(tensor: Any) -> bool:
 
 
 def addresses_of(tensor: Any) -> tuple[int, ...]:
-    """Return where the storage of a tensor is, or those of the tensors inside a wrapper, as far as they can be copied."""
+    """Return where the storage of a tensor is, or those of the tensors inside a wrapper, as far as they can be copied.
+
+    Examples:
+        >>> from torch.testing._internal.two_tensor import TwoTensor
+        >>> one, other = torch.ones(1), torch.zeros(1)
+        >>> addresses_of(TwoTensor(one, other)) == (one.data_ptr(), other.data_ptr())
+        True
+    """
     if is_traceable_wrapper_subclass(tensor):
         return tuple(address for inner in inner_tensors(tensor).values() for address in addresses_of(inner))
     return (tensor.untyped_storage().data_ptr(),) if can_copy(tensor) else ()
