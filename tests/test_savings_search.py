@@ -1,5 +1,6 @@
 """Which savings are searched, and what their table says, on a runner that says what runs with each."""
 
+import json
 from contextlib import contextmanager
 
 import pytest
@@ -13,6 +14,7 @@ from oomprobe.records.options import Options
 from oomprobe.records.patience import Clock
 from oomprobe.records.trials import Outcome, Verdict
 from oomprobe.report.progress import Reporter
+from oomprobe.results.table import ProbeTable
 
 BF16, CHECKPOINT, OFFLOAD = "bf16_autocast", "checkpoint", "offload_activations"
 SINGLE = ["as is", BF16, CHECKPOINT, "fused_optimizer", "no_foreach", OFFLOAD]
@@ -110,5 +112,9 @@ def test_savings_run_where_nothing_fits_without():
     table, _ = search("checkpoint", limits={"as is": 8, CHECKPOINT: 40}, min_batch=32)
     assert table.rows["as is"] is None
     assert (table.batch_sizes(), table.savings.batch_size) == ({CHECKPOINT: 40}, 32)
+    assert table.at(32)["as is"] is None
+    assert table.cheapest(32) == CHECKPOINT
+    assert ProbeTable.from_dict(json.loads(table.to_json())) == table
+    assert "out of memory" in str(table)
     with pytest.raises(NothingFitsError, match="the model alone"):
         search(limits={"as is": TOO_LARGE})
