@@ -412,12 +412,6 @@ def test_a_file_is_never_replaced_by_a_checkpoint_without_values(opened, tmp_pat
     assert "nothing was written" in bench.notes
 
 
-def test_a_bug_in_the_step_keeps_its_exception():
-    bench = Bench(net())
-    with pytest.raises(RuntimeError, match="must have same reduction dim"):
-        bench.run(lambda: bench.model(torch.zeros(4, 63, device="cuda")))
-
-
 # --- out of memory ---
 
 
