@@ -59,13 +59,6 @@ def test_simulated_devices(text, gib):
     refused(NoDeviceError, "similar cards: P100-16GB, V100-16GB", "sim:H1000")
 
 
-@pytest.mark.parametrize(("device", "said"), [("sim:24", "did you mean 'sim:24GiB'?"), ("sim:card", "the catalogue\n")])
-def test_a_card_that_is_not_listed_is_answered_in_two_lines(device, said):
-    with pytest.raises(NoDeviceError, match=re.escape(said)) as refusal:
-        choose_device(device, ON_CPU)
-    assert len(str(refusal.value).splitlines()) == 2
-
-
 @no_accelerator
 @pytest.mark.parametrize("device", ["cuda:99", "mps", "meta"])
 def test_an_absent_device_is_refused(device):

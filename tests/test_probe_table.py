@@ -149,20 +149,6 @@ def test_each_row_is_compiled_as_if_training_had_started_with_it():
     assert not [one for one in inputs if isinstance(one, torch.SymInt)]
 
 
-def test_an_argument_that_changes_nothing_is_noted():
-    model, inner = linear()
-
-    def step(model, batch_size, **unused):
-        inner(model, batch_size, length=4096)
-
-    table = oomprobe.find_max_batches(model, step, {"lenght": [32, 64]}, mixed=False, **QUIET)
-    assert table.notes == ("all values of lenght have the same batch size: does the step use lenght?",)
-
-
-def test_one_row_alone_is_mixed_too():
-    assert oomprobe.find_max_batches(*linear(), {"length": [8]}, max_batch=4, **QUIET).mixed == {8: 4}
-
-
 # --- records ---
 
 
