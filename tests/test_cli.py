@@ -108,9 +108,12 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-def test_an_answer(capsys, target):
-    code, out, _ = run(capsys, "run", f"{target}:up_to_five", *ISOLATED)
+def test_an_answer(capsys, target, tmp_path):
+    saved = tmp_path / "result.json"
+    code, out, _ = run(capsys, "run", f"{target}:up_to_five", *ISOLATED, "--json", str(saved))
     assert code == 0
+    workers = json.loads(saved.read_text())["environment"]["workers"]
+    assert workers == "forked from a process that has made the imports"
     assert re.search(r"^verdict: batch (\d+)", out, re.MULTILINE)[1] == "5"
     assert "trials ran in separate processes: nothing in this process was changed" in out
 
