@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from zoo import training_step
 
 import oomprobe
 from oomprobe import InvalidArgumentError
@@ -169,12 +170,7 @@ def test_a_step_on_a_simulated_card():
     model = torch.nn.EmbeddingBag(10, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = oomprobe.worst_case_batches(sentences(3, 1000, 20), padded).to("cuda")
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        model(batches(batch_size)["tokens"]).sum().backward()
-        optimizer.step()
-
+    step = training_step(optimizer, lambda batch_size: batches(batch_size)["tokens"], torch.sum)
     result = oomprobe.find_max_batch(model, step, device="sim:64MiB", progress="off", resolution=0.1)
     assert result.limited_by == "memory"
     assert "worst_case_batches made the batches of the step, of the largest examples of its data set" in result.notes
