@@ -9,8 +9,8 @@ from zoo import numbered, training_step
 import oomprobe
 from oomprobe.records.patience import Patience
 
-CARDS = [f"sim:{name}" for name in ("RTX-3060-12GB", "A40", "L4", "L40S", "T4", "RTX-2080Ti", "8GiB")]
-QUIET = {"progress": "off", "patience": Patience(look_calls=15)}
+CARDS = [f"sim:{name}" for name in ("RTX-3060-12GB", "A40", "T4", "RTX-2080Ti")]
+QUIET = {"progress": "off", "patience": Patience(look_calls=8), "confirm_steps": 2, "resolution": 0.1}
 
 
 def trained(model, sample):
@@ -39,7 +39,7 @@ def test_each_row_equals_a_search_on_its_card():
     assert [*table.rows] == CARDS
     assert all(result.state_verified for result in table.rows.values())
     replayed = {card: result for card, result in table.rows.items() if result.was_replayed}
-    assert {*CARDS} - {*replayed} == {"sim:A40", "sim:L40S", "sim:T4"}  # the largest of each kind
+    assert {*CARDS} - {*replayed} == {"sim:A40", "sim:T4"}  # the largest of each kind
     for card, result in replayed.items():
         own = find_hastily(model=model, step=step, device=card, **QUIET)
         assert [told(trial) for trial in result.trials] == [told(trial) for trial in own.trials]
@@ -81,9 +81,10 @@ def test_the_smallest_card_for_a_size_is_run_with_its_plan():
 
 def test_cards_are_drawn_below_one_another():
     pytest.importorskip("matplotlib")
-    devices = ["sim:8GiB", "sim:2GiB", "sim:4GiB"]
-    [axes] = oomprobe.find_max_batches(*attention(), device=devices, require=60, **QUIET).plot().axes
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["8GiB", "2GiB", "4GiB"]
+    model, step = trained(nn.Linear(256, 256), (256,))
+    devices = ["sim:256MiB", "sim:64MiB", "sim:128MiB"]
+    [axes] = oomprobe.find_max_batches(model, step, device=devices, require=10_000, **QUIET).plot().axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["256MiB", "64MiB", "128MiB"]
     smallest = axes.patches[2].get_facecolor()
     assert [bar.get_facecolor() == smallest for bar in axes.patches] == [False, False, True]
 
@@ -95,7 +96,7 @@ def test_a_step_that_knows_its_call_runs_on_every_card():
     def evaluating(number, model, size):
         step(model, size * (1 + (number % 7 == 0)))
 
-    table = oomprobe.find_max_batches(model, evaluating, device=["sim:128MiB", "sim:64MiB"], resolution=0.2, **QUIET)
+    table = oomprobe.find_max_batches(model, evaluating, device=["sim:128MiB", "sim:64MiB"], **QUIET)
     assert [result.was_replayed for _, result in table.fitting()] == [False, False]
 
 
@@ -134,7 +135,7 @@ def test_all_cards_have_a_name():
     def step(model, batch_size):
         torch.empty(batch_size, device="cuda")
 
-    table = oomprobe.find_max_batches(nn.Identity(), step, device="sim:all", max_batch=1, **QUIET)
+    table = oomprobe.find_max_batches(nn.Identity(), step, device="sim:all", max_batch=1, steps=1, **QUIET)
     assert len(table.rows) > 30
     assert {*table.batch_sizes().values()} == {1}
 
