@@ -17,6 +17,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from zoo import training_step
 
 WIDTH, HEADS, LENGTH, VOCABULARY = 256, 4, 128, 2000
 MESHES = {"hsdp": (2, 2), "tensor_parallel": (2, 2)}
@@ -144,20 +145,14 @@ def large_on_meta():
     """Of four GiB of weights, and twice as much of moments, two ranks have a half each."""
     join()
     with torch.device("meta"):
-        model = nn.Sequential(*[nn.Linear(8192, 8192, bias=False) for _ in range(16)])
+        model = nn.Sequential(*[nn.Linear(16384, 16384, bias=False) for _ in range(4)])
     for layer in [*model, model]:
         fully_shard(layer)
     model.to_empty(device="cuda")
     for parameter in model.parameters():
         nn.init.trunc_normal_(parameter, std=0.02)
     optimizer = torch.optim.AdamW(model.parameters())
-
-    def step(model, batch_size):
-        optimizer.zero_grad()
-        model(torch.randn(batch_size, 8192, device="cuda")).square().mean().backward()
-        optimizer.step()
-
-    return model, step
+    return model, training_step(optimizer, lambda batch_size: torch.randn(batch_size, 16384, device="cuda"))
 
 
 def fails_in_backward():
