@@ -91,7 +91,7 @@ def test_a_step_that_fails_leaves_no_gathered_parameters_behind():
     """Trials above 4 run out of memory, and none is predicted."""
     name = f"{sharded.__file__}:fails_in_backward"
     options = {"nproc_per_node": 2, "device": "sim:1GiB", "progress": "off", "resolution": 0, "confirm_steps": 1}
-    result = oomprobe.probe_target(name, min_batch=4, max_batch=8, patience=FEW_CALLS, **options)
+    result = oomprobe.probe_target(name, max_batch=8, patience=FEW_CALLS, **options)
     assert result.batch_size == 4
     assert sum(not trial.passed and not trial.replayed for trial in result.trials) >= 4
     passed = {trial.peak_reserved_bytes for trial in result.trials if trial.batch_size == 4}

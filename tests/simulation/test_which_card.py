@@ -9,7 +9,7 @@ from zoo import numbered, training_step
 import oomprobe
 from oomprobe.records.patience import Patience
 
-CARDS = [f"sim:{name}" for name in ("RTX-3060-12GB", "A40", "T4", "RTX-2080Ti")]
+CARDS = [f"sim:{name}" for name in ("RTX-3060-12GB", "A40", "T4", "RTX-2080Ti", "8GiB")]
 QUIET = {"progress": "off", "patience": Patience(look_calls=8), "confirm_steps": 2, "resolution": 0.1}
 
 
