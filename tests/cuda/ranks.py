@@ -1,11 +1,14 @@
 """Probe with forked ranks on the bed: a group of two starts in 0.2 s, where processes that import torch take 3 s."""
 
+from dataclasses import replace
+
 from bed import forked
 from workers.forks import install
 
 from oomprobe.records.patience import Patience
 
 HASTY = Patience(failing_s=0.5)
+BRIEF = replace(HASTY, look_calls=8)  # where a promise is not about the calls of a confirmation
 
 
 def forking(function):

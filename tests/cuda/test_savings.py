@@ -13,6 +13,7 @@ from zoo import peaks
 import oomprobe
 from oomprobe.ground.allocator_settings import to_expand
 from oomprobe.ground.torch_versions import VERSION
+from oomprobe.records.patience import Patience
 
 CARD = "8.0,108,2048"  # an A100's
 SAVINGS = (
@@ -27,7 +28,7 @@ def in_a_table(loop, device, savings=SAVINGS, **options):
     """Return the peaks of each row at one size."""
     size = LOOPS[loop][1]
     target = f"{savings_by_hand.__file__}:{loop}_as_is"
-    limits = {"min_batch": size, "max_batch": size, "confirm_steps": 4, **QUIET}
+    limits = {"min_batch": size, "max_batch": size, "confirm_steps": 4, "patience": Patience(look_calls=4), **QUIET}
     table = oomprobe.probe_target(target, savings=savings, require=size, device=device, **limits, **options)
     assert not table.savings.not_run
     return table.at(size)

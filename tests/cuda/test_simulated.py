@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from bed import forked, run_on_bed
+from bed import forked
+from processes import in_child
 from sequences import A100, simulated
 from simulation.bench import ALLOCATOR_SETTINGS
 from torch import nn
@@ -17,6 +18,8 @@ import oomprobe
 from oomprobe.ground.torch_versions import VERSION
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
+
+from . import windows
 
 MIB = 2**20
 
@@ -172,18 +175,6 @@ def evaluated():
     return model, step
 
 
-def simulated_peaks(make, size, card):
-    device = simulated(card, "40GiB")
-    with device.building():
-        model, step = make()
-    device.start_trial()
-    for _ in range(3):
-        with device.session():
-            step(model, size)
-    usage = device.usage()
-    return usage.peak_allocated_bytes, usage.peak_reserved_bytes
-
-
 @pytest.mark.parametrize(
     ("make", "size", "card"),
     [
@@ -199,26 +190,15 @@ def simulated_peaks(make, size, card):
     ],
 )
 def test_peaks_match_torchs_allocator(make, size, card):
-    *_, (allocated, reserved) = forked(peaks, make, size, 3, memory="40GiB", card=card)
-    found = forked(simulated_peaks, make, size, card)
-    assert found == (pytest.approx(allocated, rel=0.001), pytest.approx(reserved, rel=0.01))
+    *_, (allocated, reserved) = forked(peaks, make, size, windows.CALLS, memory="40GiB", card=card)
+    found = forked(lambda: windows.simulated_cell(make, size, None, simulated(card, "40GiB")))
+    assert found == (True, pytest.approx(allocated, rel=0.001), pytest.approx(reserved, rel=0.01))
 
 
-def simulated_answer(make, card, memory):
-    device = simulated(card, memory)
-    with device.building():
-        model, step = make()
-    result = oomprobe.find_max_batch(model, step, device=device, progress="off")
-    return result.batch_size, result.budget_bytes
-
-
-@pytest.mark.parametrize(
-    ("make", "card", "memory"),
-    [(lambda: mlp(amp=torch.bfloat16), RTX_4090, "1GiB"), (language_model, RTX_3090, "1GiB")],
-)
-def test_answers_match_fresh_processes(make, card, memory):
-    bed = {"memory": memory, "card": card}
-    size, cap_bytes = forked(simulated_answer, make, card, memory, **bed)
+@pytest.mark.parametrize("make", [lambda: mlp(amp=torch.bfloat16), language_model])
+def test_answers_match_fresh_processes(make):
+    bed = {"memory": "1GiB", "card": A100}
+    size, cap_bytes = forked(windows.simulated_answer, make, "1GiB")
 
     def passes(share):
         return forked(lambda: runs(make, int(size * share), steps=10, cap_bytes=cap_bytes), **bed)
@@ -252,19 +232,15 @@ PROGRAM = """
 """
 
 
-TRAINED = """
-import runpy, sys
-sys.argv = ["train.py", "700"]
-runpy.run_path({!r})
-retries = torch.cuda.memory_stats()["num_alloc_retries"]
-print(json.dumps([torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), retries]))
-"""
-
-
 def test_a_program_peaks_where_it_does_on_torchs_allocator(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAM))
     command = [sys.executable, str(script), "{batch}"]
     answer = oomprobe.check_command(command, 700, device="sim:1GiB", progress="off").trials[-1]
-    simulated = [answer.peak_allocated_bytes, answer.peak_reserved_bytes, answer.alloc_retries]
-    assert simulated == run_on_bed(TRAINED.format(str(script)))
+
+    def trained():
+        in_child(script, "700")
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), retries
+
+    assert (answer.peak_allocated_bytes, answer.peak_reserved_bytes, answer.alloc_retries) == forked(trained)

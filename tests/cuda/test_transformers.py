@@ -9,7 +9,7 @@ from bed import fail, forked
 import oomprobe
 from oomprobe import DeviceLostError
 
-from .ranks import on_ranks
+from .ranks import BRIEF, on_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor.:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning"),
 ]
-CARD = {"memory": "2GiB", "limit_s": 180}
+CARD = {"memory": "1GiB", "limit_s": 180}
 
 
 def trainer(folder, batch_size=4, **arguments):
@@ -102,7 +102,8 @@ def build():
 
 def test_a_trainer_on_two_ranks_is_a_target(tmp_path):
     def probe():
-        return oomprobe.probe_target(build, nproc_per_node=2, start_batch=32, resolution=0.3, progress="off")
+        options = {"start_batch": 32, "resolution": 0.3, "patience": BRIEF, "progress": "off"}
+        return oomprobe.probe_target(build, nproc_per_node=2, **options)
 
     result = on_ranks(tmp_path, probe, limit_s=120, memory="512MiB,512MiB", FOLDER=tmp_path)
     assert (result.limited_by, result.world_size) == ("memory", 2)
