@@ -259,22 +259,6 @@ def test_the_command_line_starts_everything(tmp_path):
 # --- a rank on a simulated card ---
 
 
-def peaks_at(size, device):
-    result = oomprobe.check_target(TARGET, size, nproc_per_node=2, device=device, memory_fraction=1.0, progress="off")
-    last = result.trials[-1]
-    assert (result.world_size, last.batch_size) == (2, size)
-    return last.peak_allocated_bytes, last.peak_reserved_bytes, result.available_bytes
-
-
-def test_a_simulated_rank_takes_what_a_rank_takes(tmp_path):
-    """Over gloo. Over NCCL a rank takes one set of gradients more, at times; see docs/evidence.md."""
-    found = on_ranks(tmp_path, lambda: peaks_at(100, None), BACKEND="gloo")
-    simulated = forked(lambda: peaks_at(100, "sim:1GiB"))
-    assert simulated[0] == pytest.approx(found[0], abs=512)  # on busy cores, one small block is at times released later
-    assert simulated[1] == found[1]
-    assert simulated[2] == pytest.approx(found[2] * 0.95, rel=0.001)  # less NCCL's share
-
-
 FEW_CALLS = {"confirm_steps": 3, "patience": replace(HASTY, look_calls=3), "progress": "off"}
 
 
@@ -283,6 +267,20 @@ def peaks_of(result):
     last = result.trials[-1]
     first = last.ranks[0] if last.ranks else last
     return first.peak_allocated_bytes, first.peak_reserved_bytes
+
+
+def test_a_simulated_rank_takes_what_a_rank_takes(tmp_path):
+    """Over gloo. Over NCCL a rank takes one set of gradients more, at times; see docs/evidence.md."""
+
+    def taken(device):
+        result = check(100, device=device, memory_fraction=1.0)
+        return *peaks_of(result), result.available_bytes
+
+    found = on_ranks(tmp_path, lambda: taken(None), BACKEND="gloo")
+    simulated = forked(lambda: taken("sim:1GiB"))
+    assert simulated[0] == pytest.approx(found[0], abs=512)  # on busy cores, one small block is at times released later
+    assert simulated[1] == found[1]
+    assert simulated[2] == pytest.approx(found[2] * 0.95, rel=0.001)  # less NCCL's share
 
 
 def shares(name, size, device):

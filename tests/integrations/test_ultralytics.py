@@ -12,24 +12,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import ultralytics
 from ledger import HERE
 from processes import start
+from ultralytics.cfg import get_cfg
+from ultralytics.engine import trainer
+from ultralytics.utils import autobatch
 
 import oomprobe
 from oomprobe.devices import choose_device
 from oomprobe.integrations import ultralytics as adapter
-from oomprobe.integrations.framework import load, quiet_loggers
+from oomprobe.integrations.framework import quiet_loggers
 from oomprobe.integrations.ultralytics import check_train_batch_size, find_max_batch, install
 from oomprobe.records.patience import Patience
 
 from .drivers import QUICK, TINY, state_of, tiny_detector
 
 ONCE = {"steps": 1, "confirm_steps": 1}
-
-
-@pytest.fixture(scope="module")
-def ultralytics():
-    return load("ultralytics", minimum="8.4", extra="ultralytics")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +39,7 @@ def quiet():
 
 def built(name):
     torch.manual_seed(0)
-    return load("ultralytics", minimum="8.4", extra="ultralytics").YOLO(f"{name}.yaml", verbose=False).model
+    return ultralytics.YOLO(f"{name}.yaml", verbose=False).model
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def nano():
 
 
 @pytest.fixture
-def logged(ultralytics):
+def logged():
     """The records of Ultralytics' logger, as (level, text)."""
     logger = logging.getLogger("ultralytics")
     records = []
@@ -75,14 +74,14 @@ def criteria(trained):
 
 
 def test_arguments_match_the_original():
-    original = load("ultralytics.utils.autobatch", minimum="8.4", extra="ultralytics").check_train_batch_size
-    theirs = [(p.name, p.kind, p.default) for p in inspect.signature(original).parameters.values()]
+    original = inspect.signature(autobatch.check_train_batch_size)
+    theirs = [(p.name, p.kind, p.default) for p in original.parameters.values()]
     parameters = list(inspect.signature(check_train_batch_size).parameters.values())
     assert [(p.name, p.kind, p.default) for p in parameters[: len(theirs)]] == theirs
     assert [p.name for p in parameters[6:]] == ["options"]
     assert inspect.signature(check_train_batch_size).return_annotation == "int"
     for amp in (value for value in adapter.AUTOCAST if isinstance(value, str)):
-        assert load("ultralytics.cfg", minimum="8.4", extra="ultralytics").get_cfg(overrides={"amp": amp}).amp == amp
+        assert get_cfg(overrides={"amp": amp}).amp == amp
 
 
 # --- what is run ---
@@ -273,7 +272,6 @@ def test_the_answer_is_logged_and_no_file_is_written(nano, logged, tmp_path, mon
 
 
 def test_install_replaces_what_the_trainer_calls(nano):
-    trainer = load("ultralytics.engine.trainer", minimum="8.4", extra="ultralytics")
     before = trainer.check_train_batch_size
     with install(device=HERE, max_batch=2, progress="off", **ONCE):
         called = {"imgsz": 64, "amp": False, "batch": -1, "max_num_obj": 4, "dataset_size": 9}
@@ -322,12 +320,11 @@ def beside_the_images(folder, train):
     return start(child).result(limit_s=90)
 
 
-def test_training_matches_training_with_that_batch(ultralytics, tiny, logged):
+def test_training_matches_training_with_that_batch(tiny, logged):
     def train():
         settings = {**COMMON, "epochs": 1, "val": False, "seed": 3, "nbs": 4, "project": str(tiny / "runs")}
         with install(device=HERE, max_batch=6, progress="off", **ONCE):
             ultralytics.YOLO(tiny / "tiny_model.yaml").train(batch=-1, name="probed", **settings)
-        trainer = load("ultralytics.engine.trainer", minimum="8.4", extra="ultralytics")
         trainer.check_train_batch_size = lambda **_: 6  # the same path through the trainer, without a probe
         ultralytics.YOLO(tiny / "tiny_model.yaml").train(batch=-1, name="plain", **settings)
         return logged
@@ -339,7 +336,7 @@ def test_training_matches_training_with_that_batch(ultralytics, tiny, logged):
     assert math.isfinite(float(losses[0][0][0]))
 
 
-def test_the_recipe_saves_and_evaluates(ultralytics, tiny, logged, request):
+def test_the_recipe_saves_and_evaluates(tiny, logged, request):
     page = (request.config.rootpath / "docs/recipes.md").read_text(encoding="utf-8")
     recipe = page.partition("**Ultralytics**")[2].partition("```py\n")[2].partition("```")[0]
     results = []
@@ -368,7 +365,7 @@ def test_the_recipe_saves_and_evaluates(ultralytics, tiny, logged, request):
     assert not any("the last evaluation" in item for item in not_covered)
 
 
-def test_other_objects_are_refused(ultralytics):
+def test_other_objects_are_refused():
     for model in (ultralytics.YOLO("yolo11n.yaml", verbose=False), torch.nn.Linear(1, 1)):
         with pytest.raises(oomprobe.InvalidArgumentError, match=rf"not {type(model).__name__}: pass the \.model"):
             find_max_batch(model, device="cpu:1GiB")
