@@ -14,6 +14,8 @@ from zoo import numbered, peaks
 
 import oomprobe
 
+from .loops import composed
+
 WIDTH, EPOCH = 512, 10
 
 
@@ -84,7 +86,7 @@ def passed_on():
     return model, passing
 
 
-@pytest.mark.parametrize("build", [keeps, held_elsewhere, passed_on, replaced_models])
+@pytest.mark.parametrize("build", [keeps, held_elsewhere, passed_on, replaced_models, composed])
 def test_what_a_step_drops_is_freed_at_once(build):
     def check():
         trial = oomprobe.check(*build(), 2048, confirm_steps=25, progress="off").trials[-1]

@@ -7,7 +7,7 @@ import torch
 from bed import forked
 from composed import Trainer
 from workers.forks import install
-from zoo import peaks, runs
+from zoo import runs
 
 import oomprobe
 
@@ -32,20 +32,6 @@ def test_the_answer_lives_in_a_fresh_process(build):
     failing = min(t.batch_size for t in result.trials if not t.passed and t.batch_size > result.batch_size)
     assert failing <= 1.1 * result.batch_size
     assert not forked(lambda: runs(build, failing, steps=calls, cap_bytes=result.budget_bytes), **FORK)
-
-
-def test_a_trial_frees_what_it_replaces():
-    """Parameters and optimizer state, as training does: its peak is that of a fresh process, to the byte."""
-
-    def check():
-        model, step = loops.composed()
-        before = [(name, p.shape) for name, p in model.named_parameters()]
-        trial = oomprobe.check(model, step, 4096, progress="off").trials[-1]
-        assert [(name, p.shape) for name, p in model.named_parameters()] == before
-        return trial.steps, trial.peak_allocated_bytes
-
-    steps, peak_bytes = forked(check, **FORK)
-    assert peak_bytes == forked(peaks, loops.composed, 4096, steps, **FORK)[-1][0]
 
 
 def test_a_worker_ends_when_a_trial_has_replaced_a_parameter(tmp_path):
