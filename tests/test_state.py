@@ -245,19 +245,6 @@ def test_what_has_changed_inside_a_wrapper_is_seen():
     assert not model.weight.b.any()
 
 
-def test_a_wrapper_that_was_replaced_inside_another_is_seen():
-    def wrapper():
-        return TwoTensor(torch.ones(2), torch.zeros(2))
-
-    model = linear()
-    model.weight = nn.Parameter(TwoTensor(wrapper(), wrapper()))
-    kept = Snapshot(model, [], [], "cpu")
-    model.weight.b = wrapper()
-    assert kept.differences() == ["model.weight", "model.weight.b"]
-    kept.restore()
-    assert kept.differences() == []
-
-
 def test_weights_of_optimizers_that_nobody_holds_come_back():
     heads = [nn.Linear(2_000, 1) for _ in range(2)]
     before = bits([head.weight for head in heads])
