@@ -107,8 +107,8 @@ def test_no_class_is_longer_than_300_lines():
 # Lower these when the code gets plainer; never raise one to let a change pass. The aim is a reader, not the number: a decision becomes
 # a statement, a boolean with a name, or a function with a name of the field.
 AT_MOST = {
-    "lines of code": 22_515,
-    "decisions in expressions per 1,000 lines": 111.4,
+    "lines of code": 22_502,
+    "decisions in expressions per 1,000 lines": 111.3,
     "functions with more than 14 decisions": 0,
     "riddles": 0,
     "names that say nothing": 0,
