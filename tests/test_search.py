@@ -475,7 +475,7 @@ SEARCHES = {  # the limit with all the memory, under the cap, and what else diff
     "a look that varies, below a last size":
         (1000, 1000, {"look": lambda size: replace(LOOKED, guess=600), "sizes": Sizes(first=1, last=800, step=1)}),
     "a look that varies, where the last size fails":
-        (1000, 700, {"look": lambda size: replace(LOOKED, guess=600), "sizes": Sizes(first=1, last=800, step=1)}),
+        (1000, 700, {"look": lambda size: replace(LOOKED, guess=750), "sizes": Sizes(first=1, last=800, step=1)}),
     "a look without failures that are certain": (20, 20, {"look": lambda size: KNOWN, "start": 20, "known": KNOWN}),
     "a look, and failures are certain":
         (20, 20, {"look": lambda size: replace(KNOWN, is_certain=True), "start": 20, "known": KNOWN}),
