@@ -1,6 +1,6 @@
 """A batch size for every length: a table over buckets, and a sampler that trains with it.
 
-python examples/length_table.py                      # on a GPU: make the table, then train with it
+python examples/length_table.py                      # on a GPU; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves no holes: make the table, then train with it
 python examples/length_table.py --device sim:24GiB   # on any machine: make the table for a simulated card
 """
 

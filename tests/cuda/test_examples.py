@@ -41,7 +41,7 @@ def test_the_plain_loop_trains_with_the_answer_or_refuses_the_size_that_is_asked
 
 def test_a_table_trains_in_its_buckets():
     [command] = commands("length_table.py")
-    status, out, err = forked(typed, command, **CARD)
+    status, out, err = forked(typed, command, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True", **CARD)
     assert status == 0, err
     columns = out.splitlines()[2].split()
     column = columns.index("mixed" if "mixed" in columns else "batch")  # shown where it is smaller than the rows' sizes
