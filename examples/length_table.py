@@ -1,6 +1,6 @@
 """A batch size for every length: a table over buckets, and a sampler that trains with it.
 
-python examples/length_table.py                      # on a GPU; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True leaves no holes: make the table, then train with it
+python examples/length_table.py                      # on a GPU: make the table, then train with it
 python examples/length_table.py --device sim:24GiB   # on any machine: make the table for a simulated card
 """
 
@@ -53,7 +53,7 @@ def step(model, batch_size, length):  # the longest batch of this bucket
 table = oomprobe.find_max_batches(model, step, over={"length": [128, 256, 512]}, device=args.device, multiple_of=8)
 print(table)  # table.mixed: the sizes that ran in turn, as training in buckets does
 
-if args.device is None:
+if args.device is None:  # set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before; docs/tables.md says why
     for tokens in DataLoader(dataset, batch_sampler=BucketSampler(lengths, table.mixed), collate_fn=collate):
         train(tokens)
         print(f"trained on {len(tokens)} sequences of up to {len(tokens[0])} tokens")

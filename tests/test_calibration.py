@@ -1,11 +1,13 @@
-"""The scripts that compare published figures with the simulation."""
+"""The scripts that compare published figures with the simulation, and other tools with the last size that runs."""
 
 import json
 
 import calibrate
+import pytest
 import torch
 from calibration import timm_loop
 from calibration.rows import EVIDENCE
+from peers import measuring
 
 
 def test_a_family_has_a_script_or_names_the_last_commit_that_has_it():
@@ -35,3 +37,10 @@ def test_the_loop_of_timm_descends_as_its_benchmark_does():
     kept = [tried[512][1].peak_reserved_bytes >> 20 for tried in (alone, after)]
     assert kept[0] < 560
     assert kept[1] > 760  # the smaller batch lies in the larger one's segment
+
+
+@pytest.mark.parametrize(("limit", "hole", "least"), [(1, 0, 1), (499, 0, 499), (100, 64, 100), (837632, 0, 835957)])
+def test_the_cold_frontier_is_the_last_size_that_runs(limit, hole, least, monkeypatch):
+    """Large ones are exact to 1/500; doubling continues past a single size that fails."""
+    monkeypatch.setattr(measuring, "lasts", lambda _, size, steps: size <= limit and size != hole)
+    assert least <= measuring.cold_frontier("mlp_adamw") <= limit

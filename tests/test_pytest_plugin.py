@@ -24,8 +24,8 @@ def make(width):
     return model, step
 
 def checked(max_batch, width=1024):
-    options = {"confirm_steps": 2, "patience": Patience(look_calls=3)}
-    return max_batch.check(*make(width), 64, device="sim:1GiB", **options)
+    few = Patience(look_calls=3)
+    return max_batch.check(*make(width), 64, device="sim:1GiB", confirm_steps=2, patience=few)
 
 def test_same(max_batch):
     checked(max_batch).assert_no_growth()

@@ -21,13 +21,8 @@ from oomprobe.records.trials import Phase
 from oomprobe.report.blocks import as_text
 from oomprobe.runners.savings import Savings, repeated_blocks
 
-QUIET = {
-    "progress": "off",
-    "multiple_of": 64,
-    "resolution": 0.1,
-    "confirm_steps": 2,
-    "patience": Patience(look_calls=8),
-}
+QUICK = Patience(look_calls=8)
+QUIET = {"progress": "off", "multiple_of": 64, "resolution": 0.1, "confirm_steps": 2, "patience": QUICK}
 WIDTH = 192
 
 

@@ -320,15 +320,10 @@ def test_an_output_that_is_gone_is_named():
 
 
 def test_an_array_of_another_shape_is_named_by_the_object_of_the_step():
-    class Trainer:
-        def step(self, model, batch_size):
-            self.rows.shape = 4
-
-    trainer = Trainer()
-    trainer.rows = np.zeros((2, 2))
-    tracker = Tracker(nn.Linear(1, 1), [trainer.step])
-    trainer.step(None, 1)
-    assert tracker.changes() == ["trainer.rows (an array)"]
+    data = Rows(table=np.zeros((2, 2)))
+    tracker = Tracker(nn.Linear(1, 1), [data.__len__])
+    data.table.shape = 4
+    assert tracker.changes() == ["rows.table (an array)"]
 
 
 def test_replaced_parameters_are_told():
