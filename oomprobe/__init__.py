@@ -13,7 +13,13 @@ _NAMES = {
     "devices": ("Device",),
     "devices.simulated": ("SimulatedDevice",),
     "errors": (
-        *("OomProbeError", "InvalidArgumentError", "NoDeviceError", "NothingFitsError", "StepFailedError"),
+        *(
+            "OomProbeError",
+            "InvalidArgumentError",
+            "NoDeviceError",
+            "NothingFitsError",
+            "StepFailedError",
+        ),
         *("DeviceLostError", "TimeLimitError", "UnreliableError"),
     ),
     "explaining": ("Explanation", "PeakMonitor", "explain"),

@@ -48,9 +48,7 @@ TWO_AXES = (
     "--over is given {count} times, and a table has one axis: make a table for each value of the other, or let the values of one "
     "argument stand for both"
 )
-TWO_TARGETS = (
-    "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
-)
+TWO_TARGETS = "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
 OVER_CARDS = "--over and several devices make a table each: leave one out, and let build() return a step for one value of the other"
 TWO_TABLES = "--savings makes a table of its own: leave out --over, and name one device"
 NO_TABLE = "--try-larger and --no-mixed are about a table: add --over, or leave them out"
@@ -61,7 +59,9 @@ NO_MULTIPLE = "--require {size} is not a multiple of {multiple_of}: change one o
 NO_SEARCH = "--require runs one size and no search, so it would ignore {options}: leave that out"
 ONLY_FOR_COMMANDS = "--passes-after is for commands: a target's steps are counted"
 NO_FORMAT = "--plot {name}: let the name end in .png, .svg or .pdf"
-CONTAMINATED = "no number printed: other processes kept changing the device's memory; see the notes above"
+CONTAMINATED = (
+    "no number printed: other processes kept changing the device's memory; see the notes above"
+)
 NOT_FOR_COMMANDS = (
     "{options} cannot be given for a command: it runs as it is, in processes of its own. For {options}, write a target: "
     "oomprobe run path/to/train.py:build"
@@ -105,7 +105,9 @@ def _refuse(unknown: Sequence[str], command: str, own: argparse.ArgumentParser) 
         own.error(f"what is {' '.join(unknown)}?{hint}")
     options = re.findall(r"--[a-z-]+", own.format_help())
     if option in options:
-        own.error(f"there is no option {option} here; oomprobe {command} --help says which command has it")
+        own.error(
+            f"there is no option {option} here; oomprobe {command} --help says which command has it"
+        )
     own.error(f"there is no option {option}{did_you_mean(option, options)}")
 
 
@@ -126,7 +128,10 @@ def _run(arguments: argparse.Namespace) -> int:
         # Such an answer has no number that a script could take for the truth: it is explained, even to one that asks for silence.
         is_contaminated = any(result.contaminated for result in _results(probed))
         if is_contaminated or not arguments.quiet:
-            write(sys.stderr if machine_reads else stdout, as_text(probed.report(verbose=arguments.verbose)))
+            write(
+                sys.stderr if machine_reads else stdout,
+                as_text(probed.report(verbose=arguments.verbose)),
+            )
         if arguments.json == STDOUT:
             write(stdout, probed.to_json())
         elif arguments.quiet and not is_contaminated:
@@ -139,7 +144,9 @@ def _run(arguments: argparse.Namespace) -> int:
     return _exit_status(probed, arguments.require, options)
 
 
-def _exit_status(probed: ProbeResult | ProbeTable, required: int | None, options: dict[str, Any]) -> int:
+def _exit_status(
+    probed: ProbeResult | ProbeTable, required: int | None, options: dict[str, Any]
+) -> int:
     if isinstance(probed, ProbeTable) and probed.savings is not None:
         if required is not None and probed.cheapest(required) is None:
             return errors.REQUIRED_FAILS
@@ -199,7 +206,9 @@ def _save(probed: ProbeResult | ProbeTable, arguments: argparse.Namespace) -> No
             write_to(path)
         except OSError as error:
             raise InvalidArgumentError(f"{path} cannot be written: {error}") from None
-        with contextlib.suppress(OSError, ValueError):  # the working directory is gone, or another one
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # the working directory is gone, or another one
             path = path.relative_to(Path.cwd())
         if not vars(arguments).get("quiet"):
             tell(f"wrote {path}")
@@ -213,7 +222,9 @@ def _probe(arguments: argparse.Namespace, options: dict[str, Any]) -> ProbeResul
     if arguments.command is None:
         what, check, search = arguments.target, probe.check_target, probe.probe_target
         if options.get("isolate", True) and sys.platform != "linux":
-            tell("note: trials can be isolated on Linux only; they run in this process (--in-process)")
+            tell(
+                "note: trials can be isolated on Linux only; they run in this process (--in-process)"
+            )
             options["isolate"] = False
     else:
         what, check, search = arguments.command, probe.check_command, probe.probe_command
@@ -238,12 +249,27 @@ def _demo(arguments: argparse.Namespace) -> int:
     from oomprobe.probe import find_max_batch
 
     here = str(demo.demo_device())
-    on_card = ("a small GPT on a simulated H100 (real steps, no card needed)", demo.small_gpt, DEMO_CARD, 1024)
-    on_host = ("a wide MLP in host memory (Linux holds each trial to the budget)", demo.wide_mlp, DEMO_BUDGET, 8)
+    on_card = (
+        "a small GPT on a simulated H100 (real steps, no card needed)",
+        demo.small_gpt,
+        DEMO_CARD,
+        1024,
+    )
+    on_host = (
+        "a wide MLP in host memory (Linux holds each trial to the budget)",
+        demo.wide_mlp,
+        DEMO_BUDGET,
+        8,
+    )
     on_accelerator = (f"a small GPT on {here}", demo.small_gpt, here, 1)
-    for title, build, device, multiple_of in (on_card, on_host if here == "cpu" else on_accelerator):
+    for title, build, device, multiple_of in (
+        on_card,
+        on_host if here == "cpu" else on_accelerator,
+    ):
         print(f"--- {title} ---", flush=True)
-        result = find_max_batch(*build(), device=device, multiple_of=multiple_of, progress=arguments.progress)
+        result = find_max_batch(
+            *build(), device=device, multiple_of=multiple_of, progress=arguments.progress
+        )
         report = result.report()
         print(as_text(dataclasses.replace(report, blocks=report.blocks[:1])), flush=True)
     print("Next: oomprobe run train.py:build, where build() returns (model, step_fn)")
@@ -265,7 +291,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     names = arguments.first, arguments.second
     first, second = map(read_result, names)
     if isinstance(first, ProbeTable) or isinstance(second, ProbeTable):
-        raise InvalidArgumentError("compare takes two results, and one of these is a table: oomprobe show prints it")
+        raise InvalidArgumentError(
+            "compare takes two results, and one of these is a table: oomprobe show prints it"
+        )
     print(comparison(first, second, names), end="")
     if arguments.tolerance is None:
         return 0
@@ -285,7 +313,9 @@ def _explain(arguments: argparse.Namespace) -> int:
         return 0
     print(explanation, end="", flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(explanation.to_dict(), indent=1) + "\n", encoding="utf-8")
+        arguments.json.write_text(
+            json.dumps(explanation.to_dict(), indent=1) + "\n", encoding="utf-8"
+        )
     return 0
 
 
@@ -297,12 +327,17 @@ def _devices(arguments: argparse.Namespace) -> int:
         print(describe_device(device))
     print("\ncards to simulate, with torch's share of their memory (sim:24GiB gives torch 24 GiB):")
     for card in CATALOGUE:
-        print(f"sim:{card.name:18}  {format_bytes(card.available_bytes)} of {format_bytes(card.total_bytes)}")
+        print(
+            f"sim:{card.name:18}  {format_bytes(card.available_bytes)} of {format_bytes(card.total_bytes)}"
+        )
     return 0
 
 
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
-    "run": (_run, "probe a target: path/to/train.py:build, which returns (model, step_fn); or a command"),
+    "run": (
+        _run,
+        "probe a target: path/to/train.py:build, which returns (model, step_fn); or a command",
+    ),
     "demo": (_demo, "probe two small models, on a simulated card and here"),
     "show": (_show, "print a result that was saved as JSON"),
     "compare": (_compare, "print two saved results side by side"),
@@ -356,23 +391,35 @@ def parser() -> argparse.ArgumentParser:
         argparse.RawDescriptionHelpFormatter,
         "Find the largest batch size that truly fits, by running it.",
     )
-    whole = argparse.ArgumentParser(prog="oomprobe", description=about, epilog=EXAMPLES, formatter_class=as_typed)
+    whole = argparse.ArgumentParser(
+        prog="oomprobe", description=about, epilog=EXAMPLES, formatter_class=as_typed
+    )
     whole.add_argument("--version", action="version", version=f"oomprobe {__version__}")
     commands, own = whole.add_subparsers(required=True, metavar="COMMAND", title="commands"), {}
     for name, (act, meaning) in COMMANDS.items():
-        own[name] = commands.add_parser(name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}.")
+        own[name] = commands.add_parser(
+            name, help=meaning, description=f"{meaning[0].upper()}{meaning[1:]}."
+        )
         own[name].set_defaults(act=act, parser=own[name])
     own["show"].add_argument("result", metavar="RESULT.json")
     own["compare"].add_argument("first", metavar="A.json")
     own["compare"].add_argument("second", metavar="B.json")
     own["explain"].add_argument("file", metavar="FILE")
-    own["explain"].add_argument("--device", type=int, metavar="N", dest="index", help=HELP["--device N"])
+    own["explain"].add_argument(
+        "--device", type=int, metavar="N", dest="index", help=HELP["--device N"]
+    )
     run = own["run"]
     run.usage = "%(prog)s [options] TARGET\n       %(prog)s [options] -- COMMAND ... {batch} ..."
-    run.description = "Probe a target, or a command in whose arguments {batch} stands for the batch size."
+    run.description = (
+        "Probe a target, or a command in whose arguments {batch} stands for the batch size."
+    )
     run.epilog, run.formatter_class = EXAMPLES_OF_RUN, as_typed
-    run.add_argument("target", metavar="TARGET", nargs="?", help="module:function or path/to/file.py:function")
-    groups = {name: run.add_argument_group(name) for name in ("search", "memory", "where", "output")}
+    run.add_argument(
+        "target", metavar="TARGET", nargs="?", help="module:function or path/to/file.py:function"
+    )
+    groups = {
+        name: run.add_argument_group(name) for name in ("search", "memory", "where", "output")
+    }
     search, _, where, output = groups.values()
 
     def add(place: argparse._ActionsContainer, flag: str, **more: Any) -> None:
@@ -392,7 +439,12 @@ def parser() -> argparse.ArgumentParser:
     add(search, "--try-larger", action="store_true")
     add(search, "--no-mixed", action="store_false", dest="mixed")
     add(where, "--device")
-    add(where, "--nproc-per-node", type=lambda words: words if words == "gpu" else _size(words), metavar="N")
+    add(
+        where,
+        "--nproc-per-node",
+        type=lambda words: words if words == "gpu" else _size(words),
+        metavar="N",
+    )
     add(where, "--in-process", action="store_false", dest="isolate")
     add(where, "--passes-after", type=float, metavar="S", dest="passes_after_s")
     add(own["compare"], "--tolerance", type=_tolerance, metavar="SHARE", default=None)
@@ -452,7 +504,9 @@ def _file(text: str) -> Path:
         return STDOUT
     path = Path(text).absolute()
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: name a file in a folder that may be written to")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be written: name a file in a folder that may be written to"
+        )
     return path
 
 
@@ -487,7 +541,11 @@ def _cards(arguments: argparse.Namespace) -> list[object]:
 def check_run(arguments: argparse.Namespace) -> None:
     """Raise InvalidArgumentError for options that would only fail, or be ignored, after minutes of probing."""
     given = given_options(arguments)
-    numbers = {option.name: given[option.name] for option in dataclasses.fields(Options) if option.name in given}
+    numbers = {
+        option.name: given[option.name]
+        for option in dataclasses.fields(Options)
+        if option.name in given
+    }
     Options(**numbers)  # raises
     for refusal_of in (_about_target, _about_table, _about_check):
         if refusal := refusal_of(arguments, given):
@@ -547,7 +605,11 @@ def _about_check(arguments: argparse.Namespace, given: dict[str, Any]) -> str | 
         return NO_MULTIPLE.format(size=required, multiple_of=multiple_of)
     ignored = []
     for option in dataclasses.fields(Options):
-        if option.name in given and option.name != "multiple_of" and not option.metadata["in_checks"]:
+        if (
+            option.name in given
+            and option.name != "multiple_of"
+            and not option.metadata["in_checks"]
+        ):
             ignored.append(option.name)
     if not ignored or _cards(arguments) or "savings" in given:
         return None
@@ -591,7 +653,9 @@ def explain(error: BaseException, *, required: bool) -> int:
         return errors.StepFailedError.exit_status
     if not isinstance(error, errors.OomProbeError):
         tell(errors.traceback_of(error))
-        tell(f"oomprobe: unexpected internal error ({type(error).__name__}), no answer; please report it")
+        tell(
+            f"oomprobe: unexpected internal error ({type(error).__name__}), no answer; please report it"
+        )
         return errors.UNFORESEEN
     if isinstance(error.table, ProbeTable):
         tell(f"the rows that were finished:\n{error.table}")

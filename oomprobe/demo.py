@@ -22,12 +22,16 @@ def conv_net() -> tuple[nn.Module, StepFn]:
         *_conv_block(3, 32), *_conv_block(32, 64), *_conv_block(64, 128),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES),
     ).to(demo_device())  # fmt: skip
-    return model, _classify(torch.optim.AdamW(model.parameters(), lr=1e-3), 3, IMAGE_SIDE, IMAGE_SIDE)
+    return model, _classify(
+        torch.optim.AdamW(model.parameters(), lr=1e-3), 3, IMAGE_SIDE, IMAGE_SIDE
+    )
 
 
 def wide_mlp() -> tuple[nn.Module, StepFn]:
     """One wide hidden layer, trained with SGD: 1 MiB per sample for little arithmetic."""
-    model = nn.Sequential(nn.Linear(16, HIDDEN), nn.GELU(), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES))
+    model = nn.Sequential(
+        nn.Linear(16, HIDDEN), nn.GELU(), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES)
+    )
     model = model.to(demo_device())
     return model, _classify(torch.optim.SGD(model.parameters(), lr=1e-3), 16)
 
@@ -101,7 +105,9 @@ class _Block(nn.Module):
         self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.mix = nn.Linear(WIDTH, 3 * WIDTH)
         self.out = nn.Linear(WIDTH, WIDTH)
-        self.feed = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.feed = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         batch, length, _ = hidden.shape

@@ -181,7 +181,11 @@ class TimeUp(BaseException):
     """Raised inside a step when its time has passed. Not an Exception, so that no step swallows it."""
 
 
-SIGNALS = (KeyboardInterrupt, SystemExit, TimeUp)  # raised by signals, no matter which code was running
+SIGNALS = (
+    KeyboardInterrupt,
+    SystemExit,
+    TimeUp,
+)  # raised by signals, no matter which code was running
 
 REQUIRED_FAILS, UNFORESEEN, INTERRUPTED = 5, 70, 130
 EXIT_TERMINATED = 128 + signal.SIGTERM  # the exit status that a shell reports after SIGTERM
@@ -279,7 +283,9 @@ def target_failed(error: BaseException, target: str) -> OomProbeError:
             f"the target {target} needs a GPU, and this process sees none ({type(error).__name__}: {text_of(error)}). Try it on "
             'a simulated one with --device sim:24GiB (in Python device="sim:24GiB"), or run it where a GPU is'
         )
-    alone = "To see whether it comes without oomprobe, import the file and call the function by itself"
+    alone = (
+        "To see whether it comes without oomprobe, import the file and call the function by itself"
+    )
     if OF_A_RANK.search(text_of(error)):
         alone = "It expects to be one of several ranks: add --nproc-per-node N (in Python nproc_per_node=N), the ranks of this machine"
     return StepFailedError(
@@ -291,9 +297,7 @@ def target_failed(error: BaseException, target: str) -> OomProbeError:
 def device_lost(device_name: str, what: str, *, replaceable: bool = False) -> DeviceLostError:
     """Return the error for a device on which this process, or if `replaceable` two processes, can run nothing any more."""
     if replaceable:
-        lost = (
-            "a fresh process hit the same error. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
-        )
+        lost = "a fresh process hit the same error. Run the step once by itself with CUDA_LAUNCH_BLOCKING=1 to see where"
     else:
         lost = (
             f"this process can no longer use {device_name}, and all tensors on it are lost. Start a new process. If the "
@@ -312,7 +316,13 @@ def unmeasured(device_name: str, error: BaseException) -> UnreliableError:
 
 
 def _alone(
-    error: BaseException, batch_size: int, caller: Caller | None, row: str, *, known: bool, simulated: bool
+    error: BaseException,
+    batch_size: int,
+    caller: Caller | None,
+    row: str,
+    *,
+    known: bool,
+    simulated: bool,
 ) -> str:
     """Return the sentence on how to see the error without oomprobe."""
     call = f"step_fn(model, {batch_size}, {row})" if row else f"step_fn(model, {batch_size})"
@@ -328,7 +338,12 @@ def _alone(
 
 
 def _no_answer(
-    error: BaseException, batch_size: int, largest_passed: int | None, caller: Caller | None, trial: int, known: bool
+    error: BaseException,
+    batch_size: int,
+    largest_passed: int | None,
+    caller: Caller | None,
+    trial: int,
+    known: bool,
 ) -> str:
     if batch_size == 1 and "Expected more than 1 value per channel when training" in text_of(error):
         return ": BatchNorm cannot train on one sample (torch/nn/functional.py). Use min_batch=2"
@@ -381,7 +396,9 @@ def traceback_of(error: BaseException) -> str:
 
 
 def _tensors_by_shape() -> AbstractContextManager[object]:
-    if "torch" not in sys.modules:  # importing it takes seconds, and without it there are no tensors
+    if (
+        "torch" not in sys.modules
+    ):  # importing it takes seconds, and without it there are no tensors
         return nullcontext()
     from oomprobe.ground.frames import TensorsByShape
 

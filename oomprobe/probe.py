@@ -31,9 +31,7 @@ from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable
 from oomprobe.runners.targets import name_of
 
-TWO_TABLES = (
-    "over and savings make a table each: leave one out, and make a table of savings for each value of the other"
-)
+TWO_TABLES = "over and savings make a table each: leave one out, and make a table of savings for each value of the other"
 COMMAND_RESOLUTION = 1 / 64  # each trial is a whole run of the command
 
 
@@ -139,7 +137,9 @@ def find_max_batch(
             breakdown=breakdown,
         )
         order = Order(options=options, device=device, preserve=preserve, progress=progress)
-        with open_model(order, model, step_fn) as session:  # `_answer` would be one more frame above the step
+        with open_model(
+            order, model, step_fn
+        ) as session:  # `_answer` would be one more frame above the step
             answer = finish(session, session.find())
         return logged(result_of(session, answer))
 
@@ -204,7 +204,12 @@ def find_max_batches(
             opened = partial(open_model, model=model, step_fn=step_fn)
             return logged(search_cards(over[CARDS], Order.of(given), opened, required=require))
         axis = _axis(over, require)
-        return _table(axis, open_model(Order.of(given, axis=axis), model, step_fn), try_larger=try_larger, mixed=mixed)
+        return _table(
+            axis,
+            open_model(Order.of(given, axis=axis), model, step_fn),
+            try_larger=try_larger,
+            mixed=mixed,
+        )
 
 
 def find_savings(
@@ -255,7 +260,9 @@ def find_savings(
         return logged(search_savings(savings, Order.of(options), opened, batch_size))
 
 
-def check(model: torch.nn.Module, step_fn: Steps, batch_size: int, **options: Unpack[CheckOptions]) -> ProbeResult:
+def check(
+    model: torch.nn.Module, step_fn: Steps, batch_size: int, **options: Unpack[CheckOptions]
+) -> ProbeResult:
     """Check that one size fits, by running a confirmed trial under the cap; the result's `batch_size` is that size.
 
     `options` are those of `find_max_batch` that concern no search: `device`, `memory_fraction`, `confirm_steps`, `preserve`,
@@ -272,7 +279,9 @@ def check(model: torch.nn.Module, step_fn: Steps, batch_size: int, **options: Un
         32
     """
     with FramesHidden():
-        return _answer(open_model(Order.of(options, batch_size=batch_size), model, step_fn), batch_size)
+        return _answer(
+            open_model(Order.of(options, batch_size=batch_size), model, step_fn), batch_size
+        )
 
 
 @overload
@@ -371,7 +380,14 @@ def probe_target(
         open_order = partial(open_target, name=name, isolate=isolate, nproc_per_node=nproc_per_node)
         if over is not None and [*over] == [CARDS]:
             ranks = nproc_per_node if isinstance(nproc_per_node, int) else 1
-            table = search_cards(over[CARDS], Order.of(options), open_order, required=require, ranks=ranks, target=name)
+            table = search_cards(
+                over[CARDS],
+                Order.of(options),
+                open_order,
+                required=require,
+                ranks=ranks,
+                target=name,
+            )
             return logged(table)
         if savings is not None:
             if over is not None:
@@ -400,7 +416,11 @@ def check_target(
     """
     with FramesHidden():
         order, name = Order.of(options, batch_size=batch_size), name_of(target)
-        return _answer(open_target(order, name, isolate=isolate, nproc_per_node=nproc_per_node), batch_size, name)
+        return _answer(
+            open_target(order, name, isolate=isolate, nproc_per_node=nproc_per_node),
+            batch_size,
+            name,
+        )
 
 
 def probe_command(
@@ -458,13 +478,18 @@ def check_command(
     """
     with FramesHidden():
         _refuse_for_commands(options)
-        return _answer(open_command(Order.of(options, batch_size=batch_size), command, passes_after_s), batch_size)
+        return _answer(
+            open_command(Order.of(options, batch_size=batch_size), command, passes_after_s),
+            batch_size,
+        )
 
 
 def _refuse_for_commands(options: Mapping[str, object]) -> None:
     """Raise InvalidArgumentError for options that would need the command's processes to be ours."""
     if refused := [name for name in ("preserve", "isolate", "savings") if name in options]:
-        raise InvalidArgumentError(f"{', '.join(refused)} cannot be given for a command, whose state is its own")
+        raise InvalidArgumentError(
+            f"{', '.join(refused)} cannot be given for a command, whose state is its own"
+        )
 
 
 def _axis(over: object, require: int | None) -> Axis:
@@ -476,16 +501,25 @@ def _axis(over: object, require: int | None) -> Axis:
 
 
 def _answer(
-    opened: AbstractContextManager[Session], batch_size: int | None = None, target: str | None = None
+    opened: AbstractContextManager[Session],
+    batch_size: int | None = None,
+    target: str | None = None,
 ) -> ProbeResult:
     """Search, or check one size."""
     with opened as session:
-        answer = finish(session, session.find() if batch_size is None else session.confirm_only(batch_size))
+        answer = finish(
+            session, session.find() if batch_size is None else session.confirm_only(batch_size)
+        )
     return logged(result_of(session, answer, target))
 
 
 def _table(
-    axis: Axis, opened: AbstractContextManager[Session], *, try_larger: bool, mixed: bool, target: str | None = None
+    axis: Axis,
+    opened: AbstractContextManager[Session],
+    *,
+    try_larger: bool,
+    mixed: bool,
+    target: str | None = None,
 ) -> ProbeTable:
     with Rows(axis, target) as rows, opened as session:
         rows.search(session, try_larger=try_larger, mixed=mixed)

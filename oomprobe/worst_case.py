@@ -32,7 +32,9 @@ class LargestFirst:
     """The examples of a data set, largest first."""
 
     dataset: Any
-    indices: Sequence[int]  # the largest example of each field, then by size, then examples that were not scanned
+    indices: Sequence[
+        int
+    ]  # the largest example of each field, then by size, then examples that were not scanned
     scanned: int  # number of examples whose size was read
     complete: bool  # all were scanned, or they are images of one size
     known: bool  # at least one example has a size
@@ -67,7 +69,9 @@ class LargestFirst:
             yield f"the examples of the {what} have no size that can be read: trials may have run without the largest"
 
 
-def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | None = None) -> LargestFirst:
+def largest_first(
+    dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | None = None
+) -> LargestFirst:
     """Scan examples in random order for at most `scan_s` seconds, and sort them by their number of elements.
 
     The largest examples of each field, in elements and along each axis, come before all others: batches are padded to them.
@@ -86,7 +90,9 @@ def largest_first(dataset: Any, scan_s: float = 30.0, indices: Sequence[int] | N
     if indices is None:
         indices = range(len(dataset))
     if not indices:
-        raise InvalidArgumentError("the data set is empty: there are no examples to make a batch of")
+        raise InvalidArgumentError(
+            "the data set is empty: there are no examples to make a batch of"
+        )
     sizes, extents, are_images = _scan(dataset, indices, scan_s)
     # Sorting is stable: examples of equal size keep the order of the data set; those that were not scanned come last.
     by_size = sorted(indices, key=lambda index: -sizes.get(index, -1))
@@ -117,7 +123,9 @@ def _scan(
         try:
             shapes = shapes_of(dataset[index])
         except Exception as error:
-            error.add_note(f"oomprobe: example {index} of the data set raised this, before the first trial")
+            error.add_note(
+                f"oomprobe: example {index} of the data set raised this, before the first trial"
+            )
             raise
         extents[index] = dict(_extents(shapes))
         sizes[index] = sum(extents[index][key, None] for key in shapes)
@@ -180,7 +188,9 @@ class WorstCaseBatches:
         for index in indices:
             if index not in self._read:
                 self._read[index] = self.examples.dataset[index]
-        batch = self._collate_fn([self._read[index] for index in islice(cycle(indices), batch_size)])
+        batch = self._collate_fn(
+            [self._read[index] for index in islice(cycle(indices), batch_size)]
+        )
         if self._device is None:
             return batch
         if hasattr(batch, "to"):
@@ -236,7 +246,9 @@ def shapes_of(example: Any) -> dict[Any, tuple[Shape, ...]]:
         fields = dict(enumerate(example))
     else:
         fields = {0: example}
-    without_texts = {key: value for key, value in fields.items() if not isinstance(value, str | bytes)}
+    without_texts = {
+        key: value for key, value in fields.items() if not isinstance(value, str | bytes)
+    }
     return {key: _shapes(value) for key, value in (without_texts or fields).items()}
 
 

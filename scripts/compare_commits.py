@@ -19,7 +19,12 @@ from oomprobe.report.blocks import cell
 from oomprobe.results.table import read_result
 
 # Exit statuses of a base that are no fault of the change.
-NO_ANSWER = {1: "nothing fits", 2: "it lacks the target", 3: "its step fails", 5: "the required size does not fit"}
+NO_ANSWER = {
+    1: "nothing fits",
+    2: "it lacks the target",
+    3: "its step fails",
+    5: "the required size does not fit",
+}
 DEFAULTS = {"target": "train.py:build", "device": "sim:24GiB", "tolerance": "2%", "base": "HEAD^"}
 OOMPROBE = (sys.executable, "-m", "oomprobe")
 
@@ -29,8 +34,19 @@ def git(*words: str) -> str:
 
 
 def probe(root: Path, saved: Path, given: argparse.Namespace) -> int:
-    paths = [str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")]  # before what is installed
-    command = [*OOMPROBE, "run", given.target, f"--device={given.device}", f"--json={saved}", *given.options]
+    paths = [
+        str(root),
+        str(root / "src"),
+        os.environ.get("PYTHONPATH", ""),
+    ]  # before what is installed
+    command = [
+        *OOMPROBE,
+        "run",
+        given.target,
+        f"--device={given.device}",
+        f"--json={saved}",
+        *given.options,
+    ]
     print(f"--- {saved.stem} ---", flush=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(command, cwd=root, env=environment).returncode
@@ -54,7 +70,10 @@ def compared(given: argparse.Namespace, commit: str, folder: Path) -> int:
     finally:
         git("worktree", "remove", "--force", str(root))
     if status:
-        tell(given, f"Nothing to compare with, the base has no answer: {NO_ANSWER.get(status, status)}.")
+        tell(
+            given,
+            f"Nothing to compare with, the base has no answer: {NO_ANSWER.get(status, status)}.",
+        )
         return 0 if status in NO_ANSWER else status
     compare = [*OOMPROBE, "compare", base.name, head.name, f"--tolerance={given.tolerance}"]
     ended = subprocess.run(compare, cwd=folder, stdout=subprocess.PIPE, text=True)
@@ -71,9 +90,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in DEFAULTS.items():
         parser.add_argument(f"--{name}", default=default)
-    parser.add_argument("--options", type=shlex.split, default=[], help="more options of oomprobe run, in quotes")
+    parser.add_argument(
+        "--options", type=shlex.split, default=[], help="more options of oomprobe run, in quotes"
+    )
     given = parser.parse_args()
-    if not (commit := git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{given.base}^{{commit}}")):
-        parser.error(f"there is no commit {given.base} here; a checkout with fetch-depth: 2 has HEAD^")
+    if not (
+        commit := git(
+            "rev-parse", "--verify", "--quiet", "--end-of-options", f"{given.base}^{{commit}}"
+        )
+    ):
+        parser.error(
+            f"there is no commit {given.base} here; a checkout with fetch-depth: 2 has HEAD^"
+        )
     with TemporaryDirectory() as folder:
         sys.exit(compared(given, commit, Path(folder)))

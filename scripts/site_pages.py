@@ -32,7 +32,13 @@ CHAPTERS = {
     "Data": ("worst_case_batches", "WorstCaseBatches"),
     "Devices": ("Device", "SimulatedDevice"),
     "Errors": (
-        *("OomProbeError", "InvalidArgumentError", "NoDeviceError", "NothingFitsError", "StepFailedError"),
+        *(
+            "OomProbeError",
+            "InvalidArgumentError",
+            "NoDeviceError",
+            "NothingFitsError",
+            "StepFailedError",
+        ),
         *("DeviceLostError", "TimeLimitError", "UnreliableError", "classify_error", "Evidence"),
     ),
 }
@@ -51,10 +57,15 @@ def on_files(files, config):
     from mkdocs.structure.files import File
 
     texts = {"index.md": ROOT / "README.md", "examples/README.md": ROOT / "examples" / "README.md"}
-    texts |= {name: ROOT / name for name in ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")}
+    texts |= {
+        name: ROOT / name
+        for name in ("CHANGELOG.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "SECURITY.md")
+    }
     contents = {name: path.read_text(encoding="utf-8") for name, path in texts.items()}
     contents |= {"python.md": python_page(), "command-line.md": command_line_page()}
-    examples = (path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb", ".slurm"))
+    examples = (
+        path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb", ".slurm")
+    )
     contents |= {f"examples/{path.name}": path.read_text(encoding="utf-8") for path in examples}
     for name, content in contents.items():
         files.append(File.generated(config, name, content=content))
@@ -66,7 +77,9 @@ def on_page_markdown(markdown, page, config, files):
     markdown = re.sub(r"\]\(\.\./README\.md", "](index.md", markdown).replace(")\\\n", ")  \n")
     if page.file.src_uri.startswith("examples/"):
         return markdown.replace("](../docs/", "](../")
-    return re.sub(r"\]\((?:\.\./|docs/)(?!examples/)", "](", markdown.replace("](../examples/", "](examples/"))
+    return re.sub(
+        r"\]\((?:\.\./|docs/)(?!examples/)", "](", markdown.replace("](../examples/", "](examples/")
+    )
 
 
 def python_page():
@@ -79,21 +92,32 @@ def python_page():
     ]
     for chapter, names in CHAPTERS.items():
         parts.append(f"## {chapter}")
-        parts += [block(f"oomprobe.{oomprobe._HOMES[name]}.{name}", CALLED_BY_USERS.get(name)) for name in names]
+        parts += [
+            block(f"oomprobe.{oomprobe._HOMES[name]}.{name}", CALLED_BY_USERS.get(name))
+            for name in names
+        ]
     for module, names in FRAMEWORKS.items():
         parts.append(f"## oomprobe.integrations.{module}")
         parts += [block(f"oomprobe.integrations.{module}.{name}") for name in names]
-    return "\n\n".join([*parts, "Next: [the command line](command-line.md), [options](reference.md)"]) + "\n"
+    return (
+        "\n\n".join([*parts, "Next: [the command line](command-line.md), [options](reference.md)"])
+        + "\n"
+    )
 
 
 def block(path, members=None):
-    return f"::: {path}" + (f"\n    options: {{ members: [{', '.join(members)}] }}" if members else "")
+    return f"::: {path}" + (
+        f"\n    options: {{ members: [{', '.join(members)}] }}" if members else ""
+    )
 
 
 def undocumented():
     """Yield what is wrong with the public names: not listed, or without a docstring of its own."""
     listed = {name for names in CHAPTERS.values() for name in names}
-    yield from (f"{name}: no chapter lists it, or it is not public" for name in listed ^ set(oomprobe._HOMES))
+    yield from (
+        f"{name}: no chapter lists it, or it is not public"
+        for name in listed ^ set(oomprobe._HOMES)
+    )
     for name, thing in public():
         # A dataclass without a docstring has its signature for one.
         if not thing.__doc__ or thing.__doc__.startswith(f"{name.rpartition('.')[2]}("):
@@ -116,17 +140,27 @@ def methods(name, kind):
     """Yield the public methods and properties that a class defines, or that results have in common, and users call."""
     members = dict(vars(kind))
     if issubclass(kind, Reported):
-        members |= {member: value for member, value in vars(Reported).items() if member not in members}
+        members |= {
+            member: value for member, value in vars(Reported).items() if member not in members
+        }
     for member, value in members.items():
         is_method = inspect.isroutine(value) or isinstance(value, property | classmethod)
-        if is_method and not member.startswith("_") and member in CALLED_BY_USERS.get(name, (member,)):
+        if (
+            is_method
+            and not member.startswith("_")
+            and member in CALLED_BY_USERS.get(name, (member,))
+        ):
             yield member, value
 
 
 def command_line_page():
     """Return the page of the command line, from its parser."""
     whole = parser()
-    commands = next(action.choices for action in whole._actions if action.choices and hasattr(action.choices, "items"))
+    commands = next(
+        action.choices
+        for action in whole._actions
+        if action.choices and hasattr(action.choices, "items")
+    )
     parts = [
         "# The command line",
         "Made from the parser; `oomprobe --help` prints the same. "
@@ -135,7 +169,12 @@ def command_line_page():
     ]
     for name, command in commands.items():
         parts += [f"## oomprobe {name}", fenced(command.format_help())]
-    return "\n\n".join([*parts, "Next: [options, exit statuses](reference.md), [any command](commands.md)"]) + "\n"
+    return (
+        "\n\n".join(
+            [*parts, "Next: [options, exit statuses](reference.md), [any command](commands.md)"]
+        )
+        + "\n"
+    )
 
 
 def fenced(text):

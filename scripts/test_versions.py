@@ -10,9 +10,18 @@ ROOT = Path(__file__).parent.parent
 VERSIONS = ("2.6.0", "2.8.0", "2.10.0", "2.12.1", "2.14.1", "2.15.0", "2.15.0:python3.12")
 SUITES = {
     "tests/cuda": ["tests/cuda", "tests/bed"],
-    "simulation": ["tests/simulation", "tests/test_torch_versions.py", "oomprobe/simulation", "oomprobe/devices"],
+    "simulation": [
+        "tests/simulation",
+        "tests/test_torch_versions.py",
+        "oomprobe/simulation",
+        "oomprobe/devices",
+    ],
 }
-PAGE, BEGIN, END = ROOT / "docs" / "evidence.md", "<!-- versions: begin -->", "<!-- versions: end -->"
+PAGE, BEGIN, END = (
+    ROOT / "docs" / "evidence.md",
+    "<!-- versions: begin -->",
+    "<!-- versions: end -->",
+)
 COLUMNS = ("torch", "CUDA", "Python", *SUITES)
 
 
@@ -21,7 +30,9 @@ def bed(version: str, interpreter: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHON"}
     environment |= {"PYTHON": interpreter} if interpreter else {}
     command = [ROOT / "scripts" / "cuda-bed", version]
-    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    said = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     return said.splitlines()[-1]
 
 
@@ -35,14 +46,19 @@ def outcome(python: str, paths: list[str]) -> str:
         if said.startswith(("FAILED", "ERROR")):
             print(said)
     *_, last = ran.stdout.splitlines() or [ran.stderr]
-    return ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)", last)) or f"did not run: {last}"
+    return (
+        ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)", last))
+        or f"did not run: {last}"
+    )
 
 
 def row(text: str) -> tuple[str, ...]:
     version, _, interpreter = text.partition(":")
     python = bed(version, interpreter)
     about = "import sys, torch; print(torch.__version__.split('+')[0], torch.version.cuda, sys.version.split()[0])"
-    names = subprocess.run([python, "-c", about], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = subprocess.run(
+        [python, "-c", about], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     return (*names, *(outcome(python, paths) for paths in SUITES.values()))
 
 
@@ -54,7 +70,11 @@ def write(table: list[str]) -> None:
     """Put the rows into the page, in place of those of the same version of torch and of Python."""
     before, rest = PAGE.read_text().split(BEGIN)
     old, after = rest.split(END)
-    rows = {tuple(text.split("|")[1:4]): text for text in (*old.split("\n"), *table) if text.startswith("|")}
+    rows = {
+        tuple(text.split("|")[1:4]): text
+        for text in (*old.split("\n"), *table)
+        if text.startswith("|")
+    }
     head, rule, *versions = rows.values()
     versions.sort(key=lambda text: [int(part) for part in re.findall(r"\d+", text)][:2])
     PAGE.write_text("\n".join([before + BEGIN, "", head, rule, *versions, "", END + after]))
@@ -68,7 +88,9 @@ def main(arguments: list[str]) -> int:
         print(table[-1], flush=True)
     if "--write" in arguments:
         write(table)
-    return int(any("failed" in cells or "error" in cells or "did not run" in cells for cells in table))
+    return int(
+        any("failed" in cells or "error" in cells or "did not run" in cells for cells in table)
+    )
 
 
 if __name__ == "__main__":

@@ -76,21 +76,32 @@ class Trainer:
     """Counts in attributes, slots, dicts and on the model; freezes, replaces and decorates parameters; what it counts decides the rate."""
 
     def __init__(self, feed=None, width=8, device="cpu"):
-        self.model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(device)
+        self.model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)).to(
+            device
+        )
         self.optimizer = Momentum([{"params": [p]} for p in self.model.parameters()])
         self.table = torch.randn(64, width, device=device)
-        self.slotted, self.state, self.feed = Slotted(), EasyDict(seen=0), feed or itertools.repeat(1.0)
+        self.slotted, self.state, self.feed = (
+            Slotted(),
+            EasyDict(seen=0),
+            feed or itertools.repeat(1.0),
+        )
         self.outputs, self.rollout, self.made = [], Rollout(), {}
         self.n, self.longest = 0, width + 6
         with torch.inference_mode():
             self.scale = torch.ones(1, device=device)
 
     def step(self, model, batch_size):
-        rate = 0.1 / (1 + self.count(model, batch_size) + len(self.outputs) + len(self.rollout.by_call))
+        rate = 0.1 / (
+            1 + self.count(model, batch_size) + len(self.outputs) + len(self.rollout.by_call)
+        )
         if len(self.outputs) == 3:
             self.outputs, self.rollout = [], Rollout()
         model[0].bias.requires_grad_(self.n % 4 == 0)
-        x = self.table[torch.arange(batch_size, device=self.table.device) % len(self.table)] * self.scale
+        x = (
+            self.table[torch.arange(batch_size, device=self.table.device) % len(self.table)]
+            * self.scale
+        )
         loss = model(x * next(self.feed)).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
@@ -99,7 +110,9 @@ class Trainer:
         self.optimizer.step()
         for p in model.parameters():
             p.ema = p.detach().clone() if not hasattr(p, "ema") else p.ema.lerp(p.detach(), 0.1)
-            p.main_grad = getattr(p, "main_grad", 0) + (torch.zeros_like(p) if p.grad is None else p.grad)
+            p.main_grad = getattr(p, "main_grad", 0) + (
+                torch.zeros_like(p) if p.grad is None else p.grad
+            )
         with torch.no_grad():
             model[2].bias.add_(model[2].bias.ema + model[2].bias.main_grad, alpha=0.01)
         self.grow(model)
@@ -129,7 +142,10 @@ class Trainer:
                 return
             new = nn.Parameter(torch.cat([old.detach(), old.detach()[:1]]))
             averages = self.optimizer.state.pop(old)["exp_avg"]
-            group["params"][0], self.optimizer.state[new] = new, {"exp_avg": torch.cat([averages, averages[:1]])}
+            group["params"][0], self.optimizer.state[new] = (
+                new,
+                {"exp_avg": torch.cat([averages, averages[:1]])},
+            )
             for key, value in vars(old).items():
                 setattr(new, key, torch.cat([value, value[:1]]))
             setattr(model[2], name, new)

@@ -124,9 +124,18 @@ COUNTERS = {
     "own optimizer": (lambda: Momentum([torch.zeros(1, requires_grad=True)]), add_attribute),
     "attribute of a tensor": (lambda: torch.zeros(1), add_attribute),
     "thread-local": (threading.local, add_attribute),
-    "lru_cache": (lambda: functools.lru_cache(abs), lambda cached: cached(cached.cache_info().currsize)),
-    "full lru_cache": (lambda: functools.lru_cache(maxsize=1)(abs), lambda cached: cached(cached.cache_info().misses)),
-    "ContextVar": (lambda: contextvars.ContextVar("n", default=0), lambda counts: counts.set(counts.get() + 1)),
+    "lru_cache": (
+        lambda: functools.lru_cache(abs),
+        lambda cached: cached(cached.cache_info().currsize),
+    ),
+    "full lru_cache": (
+        lambda: functools.lru_cache(maxsize=1)(abs),
+        lambda cached: cached(cached.cache_info().misses),
+    ),
+    "ContextVar": (
+        lambda: contextvars.ContextVar("n", default=0),
+        lambda counts: counts.set(counts.get() + 1),
+    ),
     "variable": (lambda: 0, add_variable),
     "environment": (lambda: 0, add_to_the_environment),
     "nested": (

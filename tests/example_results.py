@@ -67,8 +67,15 @@ def gpu():
         device="NVIDIA GeForce RTX 4090",
         budget_bytes=cap,
         available_bytes=24 * GIB,
-        notes=("batch 98 gave its cache back once to serve a request: near the budget, steps take longer.",),
-        not_covered=("the longest sequence of your data", "the evaluation step", "checkpoint saving", "other ranks"),
+        notes=(
+            "batch 98 gave its cache back once to serve a request: near the budget, steps take longer.",
+        ),
+        not_covered=(
+            "the longest sequence of your data",
+            "the evaluation step",
+            "checkpoint saving",
+            "other ranks",
+        ),
         state_verified=True,
         estimates={"total / peak of batch 1": 117.0, "2 x parameters": None},
         options={"memory_fraction": 0.9, "global_batch": 1009, "world_size": 1},

@@ -22,7 +22,15 @@ from oomprobe.probing.summary import result_of
 from oomprobe.records.fit import fit_line
 from oomprobe.records.options import Options
 from oomprobe.records.patience import Clock
-from oomprobe.records.trials import CallRecord, DeviceInfo, Measured, Phase, RunnerInfo, Trial, Verdict
+from oomprobe.records.trials import (
+    CallRecord,
+    DeviceInfo,
+    Measured,
+    Phase,
+    RunnerInfo,
+    Trial,
+    Verdict,
+)
 from oomprobe.report.blocks import as_text
 from oomprobe.report.html import page
 from oomprobe.report.progress import Reporter
@@ -34,7 +42,9 @@ GOLDEN = Path(__file__).parent / "golden"
 
 def find_hastily(patience, model, step, **options):
     """Do as `oomprobe.find_max_batch` does, with another patience."""
-    with open_model(Order.of({"progress": "off", **options, "patience": patience}), model, step) as session:
+    with open_model(
+        Order.of({"progress": "off", **options, "patience": patience}), model, step
+    ) as session:
         found = finish(session, session.find())
     return result_of(session, found)
 
@@ -43,8 +53,12 @@ class ARunner:
     """A runner on a device that is not there; each test says how its trials end."""
 
     def __init__(self, **facts):
-        device = DeviceInfo(name="a card", torch_device="cuda:0", total_bytes=24 * GIB, on_host=False)
-        self.facts = RunnerInfo(**{"device": device, "step_names": ("step",), "threads": 1, **facts})
+        device = DeviceInfo(
+            name="a card", torch_device="cuda:0", total_bytes=24 * GIB, on_host=False
+        )
+        self.facts = RunnerInfo(
+            **{"device": device, "step_names": ("step",), "threads": 1, **facts}
+        )
 
     def measure(self):
         return Measured(available_bytes=20 * GIB, outside_bytes=GIB)
@@ -146,7 +160,9 @@ class Training:
     def __init__(self, *, warm_steps=0):
         torch.manual_seed(3)
         self.model = Net()
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=0.1)
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=0.1
+        )
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
         self.ema = torch.optim.swa_utils.AveragedModel(self.model)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -155,7 +171,9 @@ class Training:
 
     def step(self, model, batch_size):
         self.optimizer.zero_grad()
-        loss = model(torch.randn(batch_size, 4)).square().mean() + random.random() + np.random.rand()
+        loss = (
+            model(torch.randn(batch_size, 4)).square().mean() + random.random() + np.random.rand()
+        )
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -198,11 +216,26 @@ def inside(value):
     if hasattr(type(value), "__tensor_flatten__"):
         return None, [(name, getattr(value, name)) for name in value.__tensor_flatten__()[0]]
     if isinstance(value, torch.Tensor):
-        own = value.dtype, value.shape, value.stride(), value.storage_offset(), value.requires_grad, value.is_leaf
-        held = {"storage": value.untyped_storage(), "grad": value.grad if value.is_leaf else None, **vars(value)}
+        own = (
+            value.dtype,
+            value.shape,
+            value.stride(),
+            value.storage_offset(),
+            value.requires_grad,
+            value.is_leaf,
+        )
+        held = {
+            "storage": value.untyped_storage(),
+            "grad": value.grad if value.is_leaf else None,
+            **vars(value),
+        }
         has_memory = value.untyped_storage().nbytes() > 0
         # Of a clone, as memory that numpy has seen cannot be resized.
-        content = value.detach().clone(memory_format=torch.contiguous_format).numpy().tobytes() if has_memory else b""
+        content = (
+            value.detach().clone(memory_format=torch.contiguous_format).numpy().tobytes()
+            if has_memory
+            else b""
+        )
         return (*own, content), held.items()
     if isinstance(value, np.ndarray):
         return (value.dtype, value.shape, value.tobytes()), ()
@@ -212,7 +245,10 @@ def inside(value):
         return None, [("state", read[0]() if read else value.bit_generator.state)]
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
-        return frame and frame.f_lasti, [(None, frame and frame.f_locals), (None, value.gi_yieldfrom)]
+        return frame and frame.f_lasti, [
+            (None, frame and frame.f_locals),
+            (None, value.gi_yieldfrom),
+        ]
     if isinstance(value, dict):
         return None, value.items()
     if isinstance(value, list | tuple | collections.deque):
@@ -223,10 +259,16 @@ def inside(value):
         return repr(value), ()
     parts = dict(sorted(getattr(value, "__dict__", {}).items()))
     for base in type(value).__mro__:
-        parts |= {name: getattr(value, name) for name in getattr(base, "__slots__", ()) if hasattr(value, name)}
+        parts |= {
+            name: getattr(value, name)
+            for name in getattr(base, "__slots__", ())
+            if hasattr(value, name)
+        }
     parts.pop("_per_optimizer_states", None)  # of a GradScaler, by ids
     if isinstance(value, nn.Module):  # hooks have numbers of the process
         parts |= {
-            name: [*hooks.values()] for name, hooks in parts.items() if "_hooks" in name and isinstance(hooks, dict)
+            name: [*hooks.values()]
+            for name, hooks in parts.items()
+            if "_hooks" in name and isinstance(hooks, dict)
         }
     return None if parts else operator.length_hint(value), parts.items()

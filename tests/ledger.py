@@ -85,7 +85,11 @@ class LedgerDevice(oomprobe.Device):
 
     def usage(self):
         reserved = self.peak if self.measures_reserved else None
-        return Usage(peak_allocated_bytes=self.peak, peak_reserved_bytes=reserved, under_pressure=self.pressure)
+        return Usage(
+            peak_allocated_bytes=self.peak,
+            peak_reserved_bytes=reserved,
+            under_pressure=self.pressure,
+        )
 
     def live_bytes(self):
         return self.live
@@ -102,7 +106,9 @@ class LedgerDevice(oomprobe.Device):
         """Use memory until the step ends: only the peak remembers it."""
         if self.live + size_bytes > self.limit:
             self.pressure = True
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes (ledger)")
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {size_bytes} bytes (ledger)"
+            )
         self.peak = max(self.peak, self.live + size_bytes)
 
     def leak(self, size_bytes):
@@ -133,4 +139,6 @@ def taking(device, *, fixed=0, per_sample=MIB, then=lambda batch_size: None):
 
 def probe(model, step, **options):
     """Probe quietly, on a ledger of its own unless a device is given."""
-    return oomprobe.find_max_batch(model, step, **{"device": LedgerDevice(), "progress": "off", **options})
+    return oomprobe.find_max_batch(
+        model, step, **{"device": LedgerDevice(), "progress": "off", **options}
+    )

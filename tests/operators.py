@@ -35,8 +35,12 @@ def building(build):
 COUNTING = {
     "nonzero": lambda _: torch.zeros(200, 3000, dtype=torch.bool, device="cuda").nonzero(),
     "nonzero_of_few": lambda _: torch.zeros(64, 64, dtype=torch.int64, device="cuda").nonzero(),
-    "index_by_mask": lambda make: make(200, 3000)[torch.zeros(200, 3000, dtype=torch.bool, device="cuda")],
-    "masked_select": lambda make: make(200, 3000).masked_select(torch.zeros(3000, dtype=torch.bool, device="cuda")),
+    "index_by_mask": lambda make: make(200, 3000)[
+        torch.zeros(200, 3000, dtype=torch.bool, device="cuda")
+    ],
+    "masked_select": lambda make: make(200, 3000).masked_select(
+        torch.zeros(3000, dtype=torch.bool, device="cuda")
+    ),
     "masked_scatter": lambda make: make(200, 3000).masked_scatter(
         torch.zeros(200, 1, dtype=torch.bool, device="cuda"), make(200, 3000)
     ),
@@ -94,9 +98,15 @@ add(
     whole_division=lambda make: make.indices(2000) // 3,
     to_host=lambda make: make(*ROWS).detach().cpu(),
     rows_to_host=lambda make: make(*ROWS, grad=False)[:, :7].cpu(),
-    picture_to_host=lambda make: make(64, 60, 3, grad=False).permute(2, 0, 1).to("cpu", torch.uint8),
-    picture_from_host=lambda _: torch.ones(4, 3, 64, 64).to(memory_format=torch.channels_last).to("cuda", torch.half),
-    layout_from_host=lambda _: torch.ones(4, 3, 64, 64).to("cuda", memory_format=torch.channels_last),
+    picture_to_host=lambda make: (
+        make(64, 60, 3, grad=False).permute(2, 0, 1).to("cpu", torch.uint8)
+    ),
+    picture_from_host=lambda _: (
+        torch.ones(4, 3, 64, 64).to(memory_format=torch.channels_last).to("cuda", torch.half)
+    ),
+    layout_from_host=lambda _: torch.ones(4, 3, 64, 64).to(
+        "cuda", memory_format=torch.channels_last
+    ),
     columns_from_host=lambda make: make(*ROWS, grad=False)[:, :7].copy_(torch.ones(200, 7)),
 )
 
@@ -121,7 +131,9 @@ def group_norm(groups, *shape, weights=True):
 add(
     layer_norm=lambda make: F.layer_norm(make(2000, 768), (768,), make(768), make(768)),
     layer_norm_of_images=lambda make: F.layer_norm(make(*IMAGES), IMAGES[1:]),
-    layer_norm_of_permuted_images=lambda make: F.layer_norm(make(*IMAGES).permute(0, 2, 3, 1), (64,)),
+    layer_norm_of_permuted_images=lambda make: F.layer_norm(
+        make(*IMAGES).permute(0, 2, 3, 1), (64,)
+    ),
     rms_norm=lambda make: F.rms_norm(make(20, 100, 768), (768,), make(768)),
     group_norm=group_norm(8, *IMAGES),
     group_norm_without_weights=group_norm(8, *IMAGES, weights=False),
@@ -211,15 +223,21 @@ add(
     cross_entropy_smoothed=lambda make: classified(make, label_smoothing=0.1),
     cross_entropy_weighted=lambda make: classified(make, weight=make(3000, grad=False)),
     cross_entropy_of_shares=lambda make: F.cross_entropy(*pair(make, *ROWS)),
-    cross_entropy_of_images=lambda make: F.cross_entropy(make(8, 21, 128, 128), make.indices(8, 128, 128)),
-    binary_cross_entropy=lambda make: F.binary_cross_entropy(make(*ROWS).sigmoid(), make(*ROWS, grad=False)),
+    cross_entropy_of_images=lambda make: F.cross_entropy(
+        make(8, 21, 128, 128), make.indices(8, 128, 128)
+    ),
+    binary_cross_entropy=lambda make: F.binary_cross_entropy(
+        make(*ROWS).sigmoid(), make(*ROWS, grad=False)
+    ),
     binary_cross_entropy_of_each=lambda make: F.binary_cross_entropy(
         make(*ROWS).sigmoid(), make(*ROWS, grad=False), reduction="none"
     ),
     logits=with_logits,
     logits_weighted=lambda make: with_logits(make, weight=make(*ROWS, grad=False)),
     logits_with_positives=lambda make: with_logits(make, pos_weight=make(3000, grad=False)),
-    kl_div=lambda make: F.kl_div(make(*ROWS).log_softmax(-1), make(*ROWS, grad=False), reduction="batchmean"),
+    kl_div=lambda make: F.kl_div(
+        make(*ROWS).log_softmax(-1), make(*ROWS, grad=False), reduction="batchmean"
+    ),
     cosine_similarity=lambda make: F.cosine_similarity(make(*ROWS), make(*ROWS)),
     pairwise_distance=lambda make: F.pairwise_distance(make(*ROWS), make(*ROWS)),
 )
@@ -235,7 +253,9 @@ add(
     baddbmm=lambda make: torch.baddbmm(make(8, 200, 400), make(8, 200, 300), make(8, 300, 400)),
     mv=lambda make: make(200, 300) @ make(300),
     dot=lambda make: make(300_000) @ make(300_000),
-    einsum_of_heads=lambda make: torch.einsum("bqhd,bkhd->bhqk", make(4, 100, 8, 64), make(4, 100, 8, 64)),
+    einsum_of_heads=lambda make: torch.einsum(
+        "bqhd,bkhd->bhqk", make(4, 100, 8, 64), make(4, 100, 8, 64)
+    ),
     cross=lambda make: torch.linalg.cross(make(20_000, 3), make(20_000, 3)),
     cdist=lambda make: torch.cdist(make(200, 64), make(300, 64)),
     cdist_of_batches=lambda make: torch.cdist(make(8, 128, 3), make(8, 128, 3)),
@@ -248,7 +268,9 @@ add(
 def convolved(weight, *shape, bias=True, **options):
     def case(make):
         of = (F.conv1d, F.conv2d, F.conv3d)[len(shape) - 3]
-        return of(make(*shape), make.weight(*weight), make.weight(weight[0]) if bias else None, **options)
+        return of(
+            make(*shape), make.weight(*weight), make.weight(weight[0]) if bias else None, **options
+        )
 
     return case
 
@@ -271,7 +293,10 @@ def padded(mode, *shape):
 
 def permuted(make):
     """Return what a convolution computes as tokens: its gradient has channels last."""
-    return convolved((64, 32, 3, 3), *CHANNELS, padding=1)(make).permute(0, 2, 3, 1).reshape(8, -1, 64) * 2
+    return (
+        convolved((64, 32, 3, 3), *CHANNELS, padding=1)(make).permute(0, 2, 3, 1).reshape(8, -1, 64)
+        * 2
+    )
 
 
 CHANNELS = (8, 32, 56, 56)
@@ -307,7 +332,9 @@ add(
     nearest_of_sequences=resized("nearest", 8, 64, 280),
     trilinear=resized("trilinear", 2, 8, 8, 28, 28),
     nearest_of_volumes=resized("nearest", 2, 8, 8, 28, 28),
-    grid_sample=lambda make: F.grid_sample(make(*SMALL_IMAGES), make(8, 30, 30, 2), align_corners=False),
+    grid_sample=lambda make: F.grid_sample(
+        make(*SMALL_IMAGES), make(8, 30, 30, 2), align_corners=False
+    ),
     pad_sequences_by_reflection=padded("reflect", 8, 64, 280),
     pixel_shuffle=lambda make: F.pixel_shuffle(make(*SMALL_IMAGES), 2).contiguous(),
     pixel_unshuffle=lambda make: F.pixel_unshuffle(make(*SMALL_IMAGES), 2),
@@ -328,21 +355,31 @@ def assigned(make):
 add(
     embedding=lambda make: F.embedding(make.indices(2000), make.weight(5000, 100)),
     embedding_of_many=lambda make: F.embedding(make.indices(100_000), make.weight(5000, 100)),
-    embedding_of_32_bits=lambda make: F.embedding(make.indices(100_000, dtype=torch.int32), make.weight(5000, 100)),
+    embedding_of_32_bits=lambda make: F.embedding(
+        make.indices(100_000, dtype=torch.int32), make.weight(5000, 100)
+    ),
     embedding_bag=lambda make: F.embedding_bag(make.indices(1000, 20), make.weight(5000, 100)),
-    embedding_bag_of_largest=lambda make: F.embedding_bag(make.indices(1000, 20), make.weight(5000, 100), mode="max"),
+    embedding_bag_of_largest=lambda make: F.embedding_bag(
+        make.indices(1000, 20), make.weight(5000, 100), mode="max"
+    ),
     index_select=lambda make: make(5000, 100).index_select(0, make.indices(20_000)),
     rows_of_32_bits=lambda make: make(5000, 100)[make.indices(20_000, dtype=torch.int32)],
     many_rows=lambda make: make(5000, 100)[make.indices(200_000)],
     columns=lambda make: make(5000, 100)[:, make.indices(50)],
     elements=lambda make: make(500, 500)[make.indices(20_000), make.indices(20_000)],
-    elements_by_32_bits=lambda make: make(500, 500)[(make.indices(200_000, dtype=torch.int32),) * 2],
+    elements_by_32_bits=lambda make: make(500, 500)[
+        (make.indices(200_000, dtype=torch.int32),) * 2
+    ],
     gather=lambda make: make(*ROWS).gather(1, make.indices(200, 10)),
     take=lambda make: make(*ROWS).take(make.indices(200, 10)),
     scatter=lambda make: make(*ROWS).scatter(1, make.indices(200, 10), make(200, 10)),
     scatter_add=lambda make: make(*ROWS).scatter_add(1, make.indices(200, 10), make(200, 10)),
-    scatter_largest=lambda make: make(*ROWS).scatter_reduce(1, make.indices(200, 10), make(200, 10), "amax"),
-    scatter_mean=lambda make: make(*ROWS).scatter_reduce(1, make.indices(200, 10), make(200, 10), "mean"),
+    scatter_largest=lambda make: make(*ROWS).scatter_reduce(
+        1, make.indices(200, 10), make(200, 10), "amax"
+    ),
+    scatter_mean=lambda make: make(*ROWS).scatter_reduce(
+        1, make.indices(200, 10), make(200, 10), "mean"
+    ),
     index_add=lambda make: make(5000, 100).index_add(0, make.indices(20_000), make(20_000, 100)),
     index_copy=lambda make: make(5000, 100).index_copy(0, make.indices(200), make(200, 100)),
     index_fill=lambda make: make(5000, 100).index_fill(0, make.indices(200), 1.0),
@@ -350,7 +387,9 @@ add(
     repeat_interleave=lambda make: make(500, 100).repeat_interleave(4, 0),
     one_hot=lambda make: F.one_hot(make.indices(2000), 100),
     bucketize=lambda make: torch.bucketize(make(*ROWS), make(100, grad=False)),
-    searchsorted=lambda make: torch.searchsorted(make(200, 100, grad=False), make(*ROWS, grad=False)),
+    searchsorted=lambda make: torch.searchsorted(
+        make(200, 100, grad=False), make(*ROWS, grad=False)
+    ),
 )
 
 # --- shapes and random numbers ---
@@ -368,9 +407,14 @@ add(
     split_copy=lambda make: split_into(
         [make(20, size, grad=False) for size in (1000, 1500, 500)], make(20, 3000, grad=False)
     ),
-    chunk_cat=lambda make: torch._chunk_cat([make(30, 3000, grad=False), make(17, 500, grad=False)], 0, 4),
+    chunk_cat=lambda make: torch._chunk_cat(
+        [make(30, 3000, grad=False), make(17, 500, grad=False)], 0, 4
+    ),
     chunk_cat_into=lambda make: torch._chunk_cat(
-        [make(32, 3000, grad=False), make(16, 500, grad=False)], 0, 4, out=make(4, 26_000, grad=False)
+        [make(32, 3000, grad=False), make(16, 500, grad=False)],
+        0,
+        4,
+        out=make(4, 26_000, grad=False),
     ),
     unbind=lambda make: make(4, *ROWS).unbind(0),
     repeat=lambda make: make(50, 300).repeat(4, 2),
@@ -388,12 +432,15 @@ add(
     normal_of_deviations=lambda make: torch.normal(0.0, make(*ROWS, grad=False)),
     normal_of_tensors=lambda make: torch.normal(make(*ROWS, grad=False), make(*ROWS, grad=False)),
     multinomial=lambda make: torch.multinomial(torch.ones(200, 3000, device="cuda"), 1),
-    multinomial_of_many=lambda make: torch.multinomial(torch.ones(200, 3000, device="cuda"), 20, replacement=True),
+    multinomial_of_many=lambda make: torch.multinomial(
+        torch.ones(200, 3000, device="cuda"), 20, replacement=True
+    ),
     linspace=lambda make: torch.linspace(0, 1, 300_000, device="cuda"),
     full=lambda make: torch.full(ROWS, 1.0, device="cuda"),
     eye=lambda make: torch.eye(300, device="cuda"),
     complex=lambda make: torch.view_as_real(
-        torch.view_as_complex(make(20, 100, 32, 2)) * torch.polar(make(100, 32, grad=False), make(100, 32, grad=False))
+        torch.view_as_complex(make(20, 100, 32, 2))
+        * torch.polar(make(100, 32, grad=False), make(100, 32, grad=False))
     ),
 )
 
@@ -469,7 +516,11 @@ def embedded(count):
 
 def decoded(batch, length, keys):
     def case(make):
-        query, key, value = make(batch, 4, length, 64), make(batch, 4, keys, 64), make(batch, 4, keys, 64)
+        query, key, value = (
+            make(batch, 4, length, 64),
+            make(batch, 4, keys, 64),
+            make(batch, 4, keys, 64),
+        )
         return F.scaled_dot_product_attention(query, key, value)
 
     return case
@@ -478,16 +529,22 @@ def decoded(batch, length, keys):
 for most_rows, long in LONG_ROWS:
     for rows in (most_rows, most_rows + 1):
         for length in (long - 1, long):
-            CASES[f"topk of {rows} x {length}"] = lambda make, shape=(rows, length): make(*shape, grad=False).topk(3)
+            CASES[f"topk of {rows} x {length}"] = lambda make, shape=(rows, length): make(
+                *shape, grad=False
+            ).topk(3)
 for rows in (1, 2, 127, 128):
     for length in (4096, 4097):
-        CASES[f"sort of {rows} x {length}"] = lambda make, shape=(rows, length): make(*shape, grad=False).sort(-1)
+        CASES[f"sort of {rows} x {length}"] = lambda make, shape=(rows, length): make(
+            *shape, grad=False
+        ).sort(-1)
 for count in (3072, 3073):
     CASES[f"embedding of {count}"] = embedded(count)
 for rows in (65_536, 65_537):
     CASES[f"layer norm of {rows} rows"] = normed_rows(rows)
 for count in (2304, 2305):
-    CASES[f"permutation of {count}"] = lambda make, count=count: torch.randperm(count, device="cuda")
+    CASES[f"permutation of {count}"] = lambda make, count=count: torch.randperm(
+        count, device="cuda"
+    )
 for rows in (1792, 1793, 30_000):
     CASES[f"batch norm of {rows} rows"] = lambda make, rows=rows: batch_norm(make, rows, 96)
 for shape in ((1, 1, 512), (2, 1, 512), (4, 1000, 8000), (1, 4096, 4096)):
@@ -540,7 +597,9 @@ for name in OPTIMIZERS.split():
 for name in ("SGD", "Adam", "AdamW", "Adagrad"):
     CASES[f"{name}, fused"] = optimized(partial(getattr(torch.optim, name), lr=0.1, fused=True))
 add(
-    momentum=optimized(lambda weights: torch.optim.SGD(weights, 0.1, 0.9, weight_decay=0.1, nesterov=True)),
+    momentum=optimized(
+        lambda weights: torch.optim.SGD(weights, 0.1, 0.9, weight_decay=0.1, nesterov=True)
+    ),
     capturable=optimized(lambda weights: torch.optim.Adam(weights, capturable=True)),
     amsgrad=optimized(lambda weights: torch.optim.Adam(weights, amsgrad=True)),
     centered=optimized(lambda weights: torch.optim.RMSprop(weights, centered=True, momentum=0.9)),
@@ -611,7 +670,9 @@ IN_16_BITS = [160_000, WORKSPACE, 160_000]
 STATED = {
     "fp32": {
         **dict.fromkeys(["relu", "gelu", "clone", "cross_entropy"], [ELEMENTS] * 4),
-        **dict.fromkeys(["dropout_of_channels", "batch_norm", "group_norm", "permute"], [PIXELS] * 4),
+        **dict.fromkeys(
+            ["dropout_of_channels", "batch_norm", "group_norm", "permute"], [PIXELS] * 4
+        ),
         "dropout": [ELEMENTS, ELEMENTS // 4, *[ELEMENTS] * 3],
         "dropout_in_evaluation": [ELEMENTS] * 4,
         "masked_fill": [ELEMENTS, ELEMENTS, ELEMENTS // 4, *[ELEMENTS] * 3],
@@ -631,13 +692,26 @@ STATED = {
         "attention: plain": [*[1_638_400] * 10, 2_099_200, *[1_638_400] * 3],
         "Adam": [240_000] * 6,  # two steps: gradients, moments at the first, denominators
     },
-    "fp32 gaps": {"batch_norm": [PIXELS] * 8},  # cuDNN's are contiguous: copies of x and of its gradient, and back
+    "fp32 gaps": {
+        "batch_norm": [PIXELS] * 8
+    },  # cuDNN's are contiguous: copies of x and of its gradient, and back
     "fp16": {
         "softmax_in_float32": [8_000_000, 16_000_000, 16_000_000, 8_000_000, 16_000_000],
         "attention: plain": [*[819_200] * 10, 2_097_152],
     },
     "amp bf16": {
-        "linear": [240_000, 480_000, 240_000, 120_000, *IN_16_BITS, 120_000, WORKSPACE, 240_000, 240_000, 480_000]
+        "linear": [
+            240_000,
+            480_000,
+            240_000,
+            120_000,
+            *IN_16_BITS,
+            120_000,
+            WORKSPACE,
+            240_000,
+            240_000,
+            480_000,
+        ]
     },
 }
 # The dtype under autocast: the low one even of float32, float32 even of the low one, or that of the operands.
@@ -657,24 +731,40 @@ AUTOCAST = {
 }  # fmt: skip
 
 # By case: variants that differ, and why.
-LAYOUT = ("bf16 gaps",), "a product with an expanded number of bfloat16: fakes lose the gaps of the other factor"
-WIDENED = ("bf16 gaps",), "torch's own kernel, which takes bfloat16, copies what has gaps to float32"
+LAYOUT = (
+    ("bf16 gaps",),
+    "a product with an expanded number of bfloat16: fakes lose the gaps of the other factor",
+)
+WIDENED = (
+    ("bf16 gaps",),
+    "torch's own kernel, which takes bfloat16, copies what has gaps to float32",
+)
 LAST = ("fp32 last", "bf16 last"), "channels last is made contiguous in several tensors"
 EXCEPTIONS = {
-    **dict.fromkeys(["nansum", "l1_loss, sum", "cross_entropy_of_shares", "cosine_similarity"], LAYOUT),
-    **dict.fromkeys([name for name in CASES if name.startswith(("batch_norm", "batch norm"))], WIDENED),
+    **dict.fromkeys(
+        ["nansum", "l1_loss, sum", "cross_entropy_of_shares", "cosine_similarity"], LAYOUT
+    ),
+    **dict.fromkeys(
+        [name for name in CASES if name.startswith(("batch_norm", "batch norm"))], WIDENED
+    ),
     "batch_norm_evaluated": (
         ("bf16 gaps", "fp32 last", "bf16 last"),
         "torch's own backward pass follows one of cuDNN forward",
     ),
-    "attention of (1, 1, 512)": (("fp32 last", "bf16 last"), "one token is contiguous in any format"),
+    "attention of (1, 1, 512)": (
+        ("fp32 last", "bf16 last"),
+        "one token is contiguous in any format",
+    ),
     "adaptive_max_pool2d": LAST,
     "bilinear_antialiased": LAST,
     "instance_norm": (
         ("fp32 gaps", "bf16 gaps", "amp fp16 gaps"),
         "keeps a contiguous copy of which fakes make a view",
     ),
-    "number_to_a_power": (("fp32 gaps", "bf16 gaps", "amp fp16 gaps"), "fakes lose the gaps of the exponent"),
+    "number_to_a_power": (
+        ("fp32 gaps", "bf16 gaps", "amp fp16 gaps"),
+        "fakes lose the gaps of the exponent",
+    ),
     "ASGD": (tuple(VARIANTS), "its numbers are freed in another order"),
     "elements_by_32_bits": (tuple(VARIANTS), "torch keeps the widened indices until it sorts"),
     "attention: groups": (

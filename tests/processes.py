@@ -32,7 +32,9 @@ PATIENCE_S = 90
 
 def environment(**more):
     """Return an environment in which a new process finds the package and the modules of the tests."""
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), str(TESTS), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(REPOSITORY), str(TESTS), os.environ.get("PYTHONPATH")])
+    )
     return {**os.environ, "PYTHONPATH": path, **more}
 
 
@@ -68,7 +70,9 @@ def start(function, *args):
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # about forking while pytest-xdist has threads
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # about forking while pytest-xdist has threads
         pid = os.fork()
     if pid:
         return Child(pid, answer, output)
@@ -134,7 +138,9 @@ class Child:
         if not ended:
             error = TimeoutError(f"the child ran longer than {limit_s} s")
         elif os.WIFSIGNALED(status):
-            error = ChildDiedError(f"the child was killed by {signal.Signals(os.WTERMSIG(status)).name}")
+            error = ChildDiedError(
+                f"the child was killed by {signal.Signals(os.WTERMSIG(status)).name}"
+            )
             error.signal = os.WTERMSIG(status)
         elif not answer:
             error = ChildDiedError(
@@ -181,7 +187,10 @@ def in_child(script, *arguments, folder=None):
     warnings.simplefilter("default")
     os.chdir(folder or script.parent)
     sys.argv, status = [script.name, *arguments], 0
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as err,
+    ):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except SystemExit as left:
@@ -202,7 +211,9 @@ def marked(mark):
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(entry.name)] = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                )
     return found
 
 

@@ -68,7 +68,8 @@ def silu(x):
 
 def attention(x, weights, angles):
     query, key, value = (
-        linear(x, weights[name]).unflatten(-1, (HEADS, -1)).transpose(-2, -3) for name in ("query", "key", "value")
+        linear(x, weights[name]).unflatten(-1, (HEADS, -1)).transpose(-2, -3)
+        for name in ("query", "key", "value")
     )
     query = rotated(query, angles)
     key = rotated(key, angles)

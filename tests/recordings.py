@@ -102,15 +102,22 @@ def snapshot_of(recording):
             case "u":
                 happened("segment_unmap", size=numbers[0])
             case "o":
-                free = 0 if recording.limit_bytes is None else 2**36  # a limit of torch's, on a card with memory left
+                free = (
+                    0 if recording.limit_bytes is None else 2**36
+                )  # a limit of torch's, on a card with memory left
                 happened("oom", device_free=free, size=numbers[0])
             case nbytes:
                 made(numbers[0] * APART + numbers[1], nbytes)
                 happened("alloc", addr=numbers[0] * APART + numbers[1], size=nbytes)
     is_expandable = recording.expandable_segments
     if is_expandable:  # a recording does not say where pages are mapped: where there are blocks, and the rest anywhere
-        shown = [segment_of(address, -(-nbytes // 512) * 512, (0, nbytes)) for address, nbytes in live.items()]
-        rest = sum(size for _, size in recording.ends) - sum(segment["total_size"] for segment in shown)
+        shown = [
+            segment_of(address, -(-nbytes // 512) * 512, (0, nbytes))
+            for address, nbytes in live.items()
+        ]
+        rest = sum(size for _, size in recording.ends) - sum(
+            segment["total_size"] for segment in shown
+        )
         shown.append(segment_of(0, rest))
     else:
         shown = []
@@ -118,7 +125,11 @@ def snapshot_of(recording):
             blocks = [(*divmod(address, APART), nbytes) for address, nbytes in sorted(live.items())]
             inside = [(offset, nbytes) for number, offset, nbytes in blocks if number == segment]
             shown.append(segment_of(segment * APART, size, *inside, is_expandable=False))
-    settings = {"expandable_segments": is_expandable, "max_split_size": -1, "garbage_collection_threshold": 0.0}
+    settings = {
+        "expandable_segments": is_expandable,
+        "max_split_size": -1,
+        "garbage_collection_threshold": 0.0,
+    }
     return {"segments": shown, "device_traces": [trace], "allocator_settings": settings}
 
 
@@ -127,13 +138,26 @@ def segment_of(start, size, *live, frames=(), is_expandable=True):
     blocks, at = [], 0
     for offset, nbytes in [*live, (size, 0)]:
         if offset > at:
-            blocks.append({"size": offset - at, "requested_size": 0, "state": "inactive", "frames": []})
+            blocks.append(
+                {"size": offset - at, "requested_size": 0, "state": "inactive", "frames": []}
+            )
         if nbytes:
             rounded = -(-nbytes // 512) * 512
-            used = {"size": rounded, "requested_size": nbytes, "state": "active_allocated", "frames": [*frames]}
+            used = {
+                "size": rounded,
+                "requested_size": nbytes,
+                "state": "active_allocated",
+                "frames": [*frames],
+            }
             blocks.append(used)
             at = offset + rounded
-    segment = {"device": 0, "address": start, "total_size": size, "stream": 0, "segment_pool_id": (0, 0)}
+    segment = {
+        "device": 0,
+        "address": start,
+        "total_size": size,
+        "stream": 0,
+        "segment_pool_id": (0, 0),
+    }
     return segment | {"is_expandable": is_expandable, "blocks": blocks}
 
 
@@ -205,7 +229,10 @@ def _blocks_at_the_beginning(recording, allocator):
         allocator.free(allocator.malloc(largest))
         at = 0
         for offset, nbytes in [*zip(inside[::2], inside[1::2], strict=True), (size, 0)]:
-            gaps += [allocator.malloc(min(largest, offset - start)) for start in range(at, offset, largest)]
+            gaps += [
+                allocator.malloc(min(largest, offset - start))
+                for start in range(at, offset, largest)
+            ]
             if nbytes:
                 blocks.append(allocator.malloc(nbytes))
             at = offset + nbytes

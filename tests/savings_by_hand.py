@@ -43,7 +43,9 @@ class ByHand:
             self.scaler.update()
 
     def optimizer(self, kind, parameters, **options):
-        flags = {"fused_optimizer": {"fused": True}, "no_foreach": {"foreach": False}}.get(self.saving, {})
+        flags = {"fused_optimizer": {"fused": True}, "no_foreach": {"foreach": False}}.get(
+            self.saving, {}
+        )
         return kind(parameters, **options, **flags)
 
 
@@ -67,7 +69,9 @@ def decoder(saving):
 class Residual(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.inner = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1))
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.1)
+        )
         self.outer = nn.Linear(2 * width, width)
 
     def forward(self, x):
@@ -120,7 +124,9 @@ class Bottleneck(nn.Module):
         self.down = nn.Conv2d(narrow, wide, 3, stride, 1, bias=False)
         self.norm = nn.BatchNorm2d(wide)
         self.up = nn.Conv2d(wide, wide, 3, 1, 1, bias=False)
-        self.short = nn.Sequential(nn.Conv2d(narrow, wide, 1, stride, bias=False), nn.BatchNorm2d(wide))
+        self.short = nn.Sequential(
+            nn.Conv2d(narrow, wide, 1, stride, bias=False), nn.BatchNorm2d(wide)
+        )
 
     def forward(self, x):
         return F.relu(self.up(F.relu(self.norm(self.down(x)))) + self.short(x))
@@ -149,7 +155,9 @@ def transformer_of_a_library(saving):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     hand = ByHand(saving)
-    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=96, n_head=4, vocab_size=1000, n_positions=64)).cuda()
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_embd=96, n_head=4, vocab_size=1000, n_positions=64)
+    ).cuda()
     if saving == "checkpoint":
         model.activation_checkpointing_enable({"use_reentrant": False})
     optimizer = hand.optimizer(torch.optim.AdamW, model.parameters())
@@ -173,4 +181,6 @@ LOOPS = {
     "transformers": (transformer_of_a_library, 64),
 }
 
-globals().update({f"{name}_as_is": partial(build, "as is") for name, (build, _) in LOOPS.items()})  # targets
+globals().update(
+    {f"{name}_as_is": partial(build, "as is") for name, (build, _) in LOOPS.items()}
+)  # targets

@@ -62,9 +62,13 @@ class Tensors:
     def __call__(self, *shape, grad=True, dtype=None):
         dtype = dtype or self.dtype
         if self.layout == "gaps" and len(shape) > 1:
-            tensor = torch.zeros(*shape[:-2], shape[-1], shape[-2], device="cuda", dtype=dtype).transpose(-1, -2)
+            tensor = torch.zeros(
+                *shape[:-2], shape[-1], shape[-2], device="cuda", dtype=dtype
+            ).transpose(-1, -2)
         elif self.layout == "last" and len(shape) == 4:
-            tensor = torch.zeros(*shape, device="cuda", dtype=dtype).to(memory_format=torch.channels_last)
+            tensor = torch.zeros(*shape, device="cuda", dtype=dtype).to(
+                memory_format=torch.channels_last
+            )
         else:
             tensor = torch.zeros(*shape, device="cuda", dtype=dtype)
         return tensor.requires_grad_(grad and dtype.is_floating_point)
@@ -119,7 +123,11 @@ def runner(case, variant):
             results = case(make)
         if not isinstance(results, tuple):
             results = (results,)
-        results = [result for result in results if isinstance(result, torch.Tensor) and result.requires_grad]
+        results = [
+            result
+            for result in results
+            if isinstance(result, torch.Tensor) and result.requires_grad
+        ]
         if layout == "sum" and results:
             sum(result.sum() for result in results).backward()
         elif results:

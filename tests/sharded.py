@@ -12,7 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
@@ -33,15 +38,21 @@ class Attention(nn.Module):
     def forward(self, x):
         # Under tensor parallelism this rank has some of the heads.
         q, k, v = (
-            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.wq, self.wk, self.wv)
+            layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for layer in (self.wq, self.wk, self.wv)
         )
-        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.wo(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class FeedForward(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.w1, self.w3 = nn.Linear(width, 4 * width, bias=False), nn.Linear(width, 4 * width, bias=False)
+        self.w1, self.w3 = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(width, 4 * width, bias=False),
+        )
         self.w2 = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x):
@@ -56,7 +67,9 @@ class Block(nn.Module):
         self.recomputes = recomputes
 
     def forward(self, x):
-        return checkpoint(self.compute, x, use_reentrant=False) if self.recomputes else self.compute(x)
+        return (
+            checkpoint(self.compute, x, use_reentrant=False) if self.recomputes else self.compute(x)
+        )
 
     def compute(self, x):
         x = x + self.attention(self.norm1(x))
@@ -152,7 +165,9 @@ def large_on_meta():
     for parameter in model.parameters():
         nn.init.trunc_normal_(parameter, std=0.02)
     optimizer = torch.optim.AdamW(model.parameters())
-    return model, training_step(optimizer, lambda batch_size: torch.randn(batch_size, 16384, device="cuda"))
+    return model, training_step(
+        optimizer, lambda batch_size: torch.randn(batch_size, 16384, device="cuda")
+    )
 
 
 def fails_in_backward():
@@ -224,7 +239,9 @@ def pipeline():
     device = torch.device("cuda", torch.cuda.current_device())
     stage = PipelineStage(Block().to(device), dist.get_rank(), dist.get_world_size(), device)
     schedule = ScheduleGPipe(stage, n_microbatches=2)
-    return stage.submod, lambda model, batch_size: schedule.step(torch.randn(batch_size, LENGTH, WIDTH, device="cuda"))
+    return stage.submod, lambda model, batch_size: schedule.step(
+        torch.randn(batch_size, LENGTH, WIDTH, device="cuda")
+    )
 
 
 def experts(exchange):
@@ -251,7 +268,9 @@ def exchanging():
 
 
 def exchanging_functionally():
-    return experts(lambda tokens, sizes: all_to_all_single_autograd(tokens, sizes, sizes, dist.group.WORLD))
+    return experts(
+        lambda tokens, sizes: all_to_all_single_autograd(tokens, sizes, sizes, dist.group.WORLD)
+    )
 
 
 def compile_layers(model):

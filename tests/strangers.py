@@ -31,7 +31,8 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin):
         batch, length, _ = x.shape
         query, key, value = (
-            of(x).view(batch, length, -1, self.each).transpose(1, 2) for of in (self.queries, self.keys, self.values)
+            of(x).view(batch, length, -1, self.each).transpose(1, 2)
+            for of in (self.queries, self.keys, self.values)
         )
         query, key = (tensor * cos + rotated(tensor) * sin for tensor in (query, key))
         times = self.heads // self.groups
@@ -73,7 +74,9 @@ class Llama(nn.Module):
 
 def llama():
     model = Llama().to(CUDA, torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), 1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
 
     def step(model, batch_size):
         ids = labels(batch_size, 128)
@@ -95,7 +98,9 @@ class UNet(nn.Module):
         self.time = nn.Sequential(nn.Linear(1, 128), nn.SiLU(), nn.Linear(128, 2 * width))
         self.into = nn.Conv2d(3, width, 3, padding=1)
         self.down = nn.Conv2d(width, 2 * width, 4, 2, 1)
-        self.norms = nn.ModuleList([nn.GroupNorm(8, width), nn.GroupNorm(8, 2 * width), nn.GroupNorm(8, 2 * width)])
+        self.norms = nn.ModuleList(
+            [nn.GroupNorm(8, width), nn.GroupNorm(8, 2 * width), nn.GroupNorm(8, 2 * width)]
+        )
         self.middle = nn.Conv2d(2 * width, 2 * width, 3, padding=1)
         self.up = nn.ConvTranspose2d(2 * width, width, 4, 2, 1)
         self.out = nn.Conv2d(2 * width, 3, 3, padding=1)
@@ -140,8 +145,12 @@ def recommendation():
 
         def forward(self, dense, indices):
             first = self.dense(dense)
-            features = torch.stack([first, *(bag(index) for bag, index in zip(self.bags, indices, strict=True))], 1)
-            products = torch.bmm(features, features.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
+            features = torch.stack(
+                [first, *(bag(index) for bag, index in zip(self.bags, indices, strict=True))], 1
+            )
+            products = torch.bmm(features, features.transpose(1, 2))[
+                :, self.pairs[0], self.pairs[1]
+            ]
             return self.top(torch.cat([first, products], 1)).squeeze(1)
 
     model = Clicks().to(CUDA)

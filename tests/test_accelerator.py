@@ -22,21 +22,36 @@ GIB = 2**30
 
 def used(module, of):
     """Return the names of the functions of torch's module that a module of the package uses."""
-    return {*re.findall(rf"{re.escape(of)}\.(\w+)", ast.unparse(ast.parse(Path(module.__file__).read_text())))}
+    return {
+        *re.findall(
+            rf"{re.escape(of)}\.(\w+)", ast.unparse(ast.parse(Path(module.__file__).read_text()))
+        )
+    }
 
 
 def test_torch_has_the_functions_with_the_same_arguments_for_xpu():
     names = used(accelerator, "self._torch") | used(statistics, "self._torch")
     assert len(names) > 9
     for name in names:
-        of_cuda, of_xpu = (inspect.signature(getattr(module, name)).parameters for module in (torch.cuda, torch.xpu))
-        assert [(p.name, p.default) for p in of_cuda.values()] == [(p.name, p.default) for p in of_xpu.values()]
+        of_cuda, of_xpu = (
+            inspect.signature(getattr(module, name)).parameters
+            for module in (torch.cuda, torch.xpu)
+        )
+        assert [(p.name, p.default) for p in of_cuda.values()] == [
+            (p.name, p.default) for p in of_xpu.values()
+        ]
 
 
 def test_an_allocator_without_counters_has_counted_nothing():
-    only_bytes = SimpleNamespace(memory_stats_as_nested_dict=lambda index: {"allocated_bytes": {"all": {"peak": 7}}})
+    only_bytes = SimpleNamespace(
+        memory_stats_as_nested_dict=lambda index: {"allocated_bytes": {"all": {"peak": 7}}}
+    )
     counted = Statistics(only_bytes, 0)  # torch.xpu
-    assert (counted.total("num_alloc_retries"), counted.current("reserved_bytes"), counted.peaks()) == (0, 0, (7, 0))
+    assert (
+        counted.total("num_alloc_retries"),
+        counted.current("reserved_bytes"),
+        counted.peaks(),
+    ) == (0, 0, (7, 0))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +82,11 @@ def test_drivers_spill_on_windows_and_wsl(monkeypatch, system, release, where):
     monkeypatch.setattr(sys, "platform", system)
     monkeypatch.setattr("platform.release", lambda: release)
     why = sharing.why_spills()
-    assert why is None if where is None else f"on {where} the driver lends system memory, many times slower" in why
+    assert (
+        why is None
+        if where is None
+        else f"on {where} the driver lends system memory, many times slower" in why
+    )
 
 
 # --- Apple ---

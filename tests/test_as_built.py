@@ -45,7 +45,11 @@ def test_a_size_that_needs_an_empty_cache_is_confirmed_so_from_then_on():
     assert asked_to_confirm(session) == [True, True]
     assert session.runner.asked == [True, False, False]
     assert session.as_built.needs_emptying
-    assert [note for note in texts(session.notes) if "in call 11 of a fresh process as building left it" in note]
+    assert [
+        note
+        for note in texts(session.notes)
+        if "in call 11 of a fresh process as building left it" in note
+    ]
 
 
 def test_a_size_that_fails_either_way_is_not_confirmed():

@@ -39,7 +39,9 @@ def test_the_loop_of_timm_descends_as_its_benchmark_does():
     assert kept[1] > 760  # the smaller batch lies in the larger one's segment
 
 
-@pytest.mark.parametrize(("limit", "hole", "least"), [(1, 0, 1), (499, 0, 499), (100, 64, 100), (837632, 0, 835957)])
+@pytest.mark.parametrize(
+    ("limit", "hole", "least"), [(1, 0, 1), (499, 0, 499), (100, 64, 100), (837632, 0, 835957)]
+)
 def test_the_cold_frontier_is_the_last_size_that_runs(limit, hole, least, monkeypatch):
     """Large ones are exact to 1/500; doubling continues past a single size that fails."""
     monkeypatch.setattr(measuring, "lasts", lambda _, size, steps: size <= limit and size != hole)

@@ -17,12 +17,21 @@ class Loop(ARunner):
 
     def __init__(self, *, large_call, call_s=None, bonus=0, period=0, **facts):
         super().__init__(**facts)
-        self.large_call, self.call_s, self.bonus, self.period, self.requests = large_call, call_s, bonus, period, []
+        self.large_call, self.call_s, self.bonus, self.period, self.requests = (
+            large_call,
+            call_s,
+            bonus,
+            period,
+            [],
+        )
 
     def run(self, request):
         self.requests.append(request)
         names = self.facts.step_names
-        total, large_call = max(most_calls(request) // len(names), self.bonus * request.confirms), self.large_call
+        total, large_call = (
+            max(most_calls(request) // len(names), self.bonus * request.confirms),
+            self.large_call,
+        )
         if request.batch_size > LIMIT:
             steps = 0
         elif request.batch_size > LATE_LIMIT and total >= large_call:
@@ -31,11 +40,19 @@ class Loop(ARunner):
             steps = total
         verdict = Verdict.FITS if steps == total else Verdict.OOM
         trial = a_trial(
-            request.batch_size, verdict, request.phase, steps=steps * len(names), cap_bytes=request.cap_bytes
+            request.batch_size,
+            verdict,
+            request.phase,
+            steps=steps * len(names),
+            cap_bytes=request.cap_bytes,
         )
         # With a period, as long as that of calls that differ too little to need longer trials; otherwise it never repeats.
-        served = [10**6 + (n % self.period if self.period else n * (n + 1) // 2) for n in range(steps)]
-        return Outcome(trial=trial, records=records(steps, names=names, served=served, seconds=self.call_s))
+        served = [
+            10**6 + (n % self.period if self.period else n * (n + 1) // 2) for n in range(steps)
+        ]
+        return Outcome(
+            trial=trial, records=records(steps, names=names, served=served, seconds=self.call_s)
+        )
 
 
 def run(session, size, phase):
@@ -51,8 +68,14 @@ GROUPS = {"confirmations": 2, "grows_capped": True}
 LOOPS = {
     "one process": (Loop(large_call=7), {}),
     "two steps": (Loop(large_call=7, step_names=("train", "eval")), {}),
-    "ranks": (Loop(large_call=6, call_s=3.0, failure_cost_s=60.0, **GROUPS), {"resolution": 1 / 128}),
-    "a command": (Loop(large_call=20, bonus=25, starts_anew=True, **GROUPS), {"resolution": 1 / 64}),
+    "ranks": (
+        Loop(large_call=6, call_s=3.0, failure_cost_s=60.0, **GROUPS),
+        {"resolution": 1 / 128},
+    ),
+    "a command": (
+        Loop(large_call=20, bonus=25, starts_anew=True, **GROUPS),
+        {"resolution": 1 / 64},
+    ),
 }
 
 
@@ -63,13 +86,18 @@ def test_trials_are_longer_after_a_late_failure(name):
     found = session.find()
     assert (1 - 1 / 32) * LATE_LIMIT <= found.batch_size <= LATE_LIMIT < found.deciding
     assert len(found.unconfirmed) == 1
-    first = next(number for number, trial in enumerate(session.trials) if trial.phase is Phase.CONFIRM)
+    first = next(
+        number for number, trial in enumerate(session.trials) if trial.phase is Phase.CONFIRM
+    )
     short, long = session.trials[:first], session.trials[first + 1 :]
     assert max(trial.steps for trial in short) < runner.large_call * len(runner.facts.step_names)
     assert all(trial.steps >= runner.large_call - 1 for trial in long)
     [note] = [note for note in texts(session.notes) if "failed its confirmation" in note]
     made = (runner.large_call - 1) * len(runner.facts.step_names)
-    assert f"batch {found.unconfirmed[0]} failed its confirmation after {made} calls, and each trial had made " in note
+    assert (
+        f"batch {found.unconfirmed[0]} failed its confirmation after {made} calls, and each trial had made "
+        in note
+    )
 
 
 def test_a_failure_that_is_not_late_lengthens_no_trial():
@@ -92,7 +120,9 @@ def test_a_failure_that_is_not_late_lengthens_no_trial():
     ],
 )
 @pytest.mark.parametrize("period", [0, 1, 3])
-def test_trials_that_make_many_calls_may_settle_by_the_period_of_the_look(facts, phase, wanted, period):
+def test_trials_that_make_many_calls_may_settle_by_the_period_of_the_look(
+    facts, phase, wanted, period
+):
     runner = Loop(large_call=51, call_s=0.1, period=period, **facts)
     session = runner.session()
     run(session, 16, Phase.GROW)

@@ -14,7 +14,9 @@ from oomprobe.errors import InvalidArgumentError, NoDeviceError
 GIB = 2**30
 ON_CPU = nn.Linear(2, 2)
 WITHOUT_PARAMETERS = nn.ReLU()
-no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+no_accelerator = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="there is an accelerator here"
+)
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="host memory is probed on Linux")
 
 
@@ -27,9 +29,14 @@ def refused(error, text, device, model=ON_CPU):
 
 
 @linux_only
-@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu", 0), "cpu:512MiB", "cpu:1.5 GB"])
+@pytest.mark.parametrize(
+    "device", [None, "cpu", torch.device("cpu", 0), "cpu:512MiB", "cpu:1.5 GB"]
+)
 def test_host_memory_or_part_of_it(device):
-    chosen, size = choose_device(device, ON_CPU), {"cpu:512MiB": GIB // 2, "cpu:1.5 GB": 15 * 10**8}.get(device)
+    chosen, size = (
+        choose_device(device, ON_CPU),
+        {"cpu:512MiB": GIB // 2, "cpu:1.5 GB": 15 * 10**8}.get(device),
+    )
     assert isinstance(chosen, HostDevice)
     assert (chosen.name == "host memory") == (size is None)
     assert size in (None, chosen.available_bytes())
@@ -40,18 +47,39 @@ INVALID = {
         *("cpu:", "cpu:0", "cpu:much", "cpu:-4GiB", "cpu:4GiB:1", "cuda:8GiBs", "cuda:0GiB"),
     ],
     "device='{device}' is not a device that torch knows: use 'cuda'": [
-        *("nonsense", "cuda:x", "cuda:-1", "", "GPU", "cuda:8GiB:1", "cuda:1:8", "cuda:GiB", ":8GiB"),
+        *(
+            "nonsense",
+            "cuda:x",
+            "cuda:-1",
+            "",
+            "GPU",
+            "cuda:8GiB:1",
+            "cuda:1:8",
+            "cuda:GiB",
+            ":8GiB",
+        ),
     ],
-    "device must be None, a string, a torch.device or a Device, not": [0, True, ["cuda"], HostDevice],
+    "device must be None, a string, a torch.device or a Device, not": [
+        0,
+        True,
+        ["cuda"],
+        HostDevice,
+    ],
 }
 
 
-@pytest.mark.parametrize(("text", "device"), [(text, device) for text, row in INVALID.items() for device in row])
+@pytest.mark.parametrize(
+    ("text", "device"), [(text, device) for text, row in INVALID.items() for device in row]
+)
 def test_an_invalid_device_is_refused(text, device):
-    refused(InvalidArgumentError, text.format(device=device, size=str(device).partition(":")[2]), device)
+    refused(
+        InvalidArgumentError, text.format(device=device, size=str(device).partition(":")[2]), device
+    )
 
 
-@pytest.mark.parametrize(("text", "gib"), [("sim:24GiB", 24), ("sim:H100-80GB", 78), ("sim:rtx 4090", 23)])
+@pytest.mark.parametrize(
+    ("text", "gib"), [("sim:24GiB", 24), ("sim:H100-80GB", 78), ("sim:rtx 4090", 23)]
+)
 def test_simulated_devices(text, gib):
     chosen = choose_device(text, ON_CPU)
     assert isinstance(chosen, oomprobe.SimulatedDevice)

@@ -121,7 +121,10 @@ def test_an_answer(capsys, target, tmp_path):
 def test_without_isolation_trials_run_here(capsys, target, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     code, _, err = run(capsys, "run", f"{target}:fits", "--require", "1", "--device", "sim:1GiB")
-    assert (code, "note: trials can be isolated on Linux only; they run in this process" in err) == (0, True)
+    assert (
+        code,
+        "note: trials can be isolated on Linux only; they run in this process" in err,
+    ) == (0, True)
 
 
 def test_paths_are_relative_to_where_the_command_started(capsys, target, tmp_path, monkeypatch):
@@ -143,7 +146,11 @@ def test_paths_are_relative_to_where_the_command_started(capsys, target, tmp_pat
         (["{}:bug", *RUN], 3, "raise KeyError(\"labels\")\nKeyError: 'labels'"),
         (["{}:raises", *RUN], 3, 'raise LookupError("config of mine")'),
         (["{}:fits", "--device", "cuda:7", "--in-process"], 4, "no device 'cuda:7' here"),
-        (["{}:on_cuda", *RUN], 4, "needs a GPU, and this process sees none (AssertionError: Torch not compiled with"),
+        (
+            ["{}:on_cuda", *RUN],
+            4,
+            "needs a GPU, and this process sees none (AssertionError: Torch not compiled with",
+        ),
         (["{}:up_to_five", "--require", "6", *RUN], 5, "batch 6 does not fit"),
         (["{}:fits", "--time-limit", "1e-9", *RUN], 6, "time passed"),
     ],
@@ -180,7 +187,9 @@ FLAGS = {
     ]
     for option in dataclasses.fields(Options)
 }
-SEARCHES = {option.name for option in dataclasses.fields(Options) if not option.metadata["in_checks"]}
+SEARCHES = {
+    option.name for option in dataclasses.fields(Options) if not option.metadata["in_checks"]
+}
 
 
 def test_every_option_is_one_of_the_command_line():
@@ -193,7 +202,11 @@ def test_every_option_is_one_of_the_command_line():
 def test_require_refuses_options_it_would_ignore(option):
     check_run(parsed(*FLAGS[option]))
     refused = option in SEARCHES - {"multiple_of"}
-    with pytest.raises(InvalidArgumentError, match=FLAGS[option][0]) if refused else contextlib.nullcontext():
+    with (
+        pytest.raises(InvalidArgumentError, match=FLAGS[option][0])
+        if refused
+        else contextlib.nullcontext()
+    ):
         check_run(parsed("--require", "8", *FLAGS[option]))
 
 
@@ -210,31 +223,70 @@ WRONG = [
         ["show", "a.json", "--hmtl=a.html"],
         "RESULT.json\noomprobe show: error: there is no option --hmtl; did you mean --html?",
     ),
-    (["run", "x:y", "--tolerance", "2%"], "there is no option --tolerance here; oomprobe run --help says"),
-    (["run", "train.py", "--batch-size", "{batch}"], "what is --batch-size {batch}? If it is part of a command"),
+    (
+        ["run", "x:y", "--tolerance", "2%"],
+        "there is no option --tolerance here; oomprobe run --help says",
+    ),
+    (
+        ["run", "train.py", "--batch-size", "{batch}"],
+        "what is --batch-size {batch}? If it is part of a command",
+    ),
     (["run", "x:y", "--plot", "a.pgn"], "--plot a.pgn: let the name end in .png, .svg or .pdf"),
     (["run", "train.py"], "'train.py' is not a target"),
-    (["run", "x:y", "--json", "/nonexistent/x.json"], "argument --json: '/nonexistent/x.json' cannot be written"),
-    (["run", "x:y", "--world-size", "0"], "argument --world-size: must be an integer of at least 1, not 0"),
+    (
+        ["run", "x:y", "--json", "/nonexistent/x.json"],
+        "argument --json: '/nonexistent/x.json' cannot be written",
+    ),
+    (
+        ["run", "x:y", "--world-size", "0"],
+        "argument --world-size: must be an integer of at least 1, not 0",
+    ),
     (["run", "x:y", "--global-batch", "x"], "argument --global-batch: invalid int value: 'x'"),
-    (["run", "x:y", "--nproc-per-node", "2", "--world-size", "4"], "so --world-size cannot be given too"),
+    (
+        ["run", "x:y", "--nproc-per-node", "2", "--world-size", "4"],
+        "so --world-size cannot be given too",
+    ),
     (["run", "--nproc-per-node", "2", *COMMAND], "--nproc-per-node cannot be given for a command"),
-    (["run", "--device", "sim:T4,sim:L4", *COMMAND], "a command is simulated on one card: name one"),
-    (["run", "x:y", "--device", "sim:T4,sim:L4", "--over", "length=1"], "--over and several devices make a table each"),
-    (["compare", "a.json", "b.json", "--tolerance", "2"], "a tolerance is a share of the memory, such as 2% or 0.02"),
-    (["run", "x:y", "--over", "length=1", "--over", "width=2"], "--over is given 2 times, and a table has one axis"),
+    (
+        ["run", "--device", "sim:T4,sim:L4", *COMMAND],
+        "a command is simulated on one card: name one",
+    ),
+    (
+        ["run", "x:y", "--device", "sim:T4,sim:L4", "--over", "length=1"],
+        "--over and several devices make a table each",
+    ),
+    (
+        ["compare", "a.json", "b.json", "--tolerance", "2"],
+        "a tolerance is a share of the memory, such as 2% or 0.02",
+    ),
+    (
+        ["run", "x:y", "--over", "length=1", "--over", "width=2"],
+        "--over is given 2 times, and a table has one axis",
+    ),
     (["run", "x:y", "--over", "length"], "write --over as the argument of the step and its values"),
     (["run", "x:y", "--over", "size=(1,2)"], "tuples: only from Python"),
-    (["run", "x:y", "--require", "20", "--multiple-of", "8"], "--require 20 is not a multiple of 8"),
-    (["run", "x:y", "--over", "length=1", "--require", "4"], "--require checks one size, and --over makes a table"),
+    (
+        ["run", "x:y", "--require", "20", "--multiple-of", "8"],
+        "--require 20 is not a multiple of 8",
+    ),
+    (
+        ["run", "x:y", "--over", "length=1", "--require", "4"],
+        "--require checks one size, and --over makes a table",
+    ),
     (
         ["run", "x:y", "--over", "length=1", "--global-batch", "64"],
         "--global-batch and --world-size plan for one answer",
     ),
     (["run", "x:y", "--try-larger"], "--try-larger and --no-mixed are about a table"),
-    (["run", "x:y", "--savings", "all", "--over", "length=1,2"], "--savings makes a table of its own"),
+    (
+        ["run", "x:y", "--savings", "all", "--over", "length=1,2"],
+        "--savings makes a table of its own",
+    ),
     (["run", "--savings", "all", *COMMAND], "--savings cannot be given for a command"),
-    (["run", "--device", "cuda", "--breakdown", *COMMAND], "--breakdown cannot be given for a command"),
+    (
+        ["run", "--device", "cuda", "--breakdown", *COMMAND],
+        "--breakdown cannot be given for a command",
+    ),
     (["run", "train.py:build", *COMMAND], "a target (train.py:build) and a command were given"),
     (["run", "--passes-after", "3", "train.py:build"], "--passes-after is for commands"),
     (["run"], "name what to probe"),
@@ -252,7 +304,9 @@ print("torch" in sys.modules)
 
 
 def test_usage_errors_are_2_without_torch():
-    done = subprocess.run([sys.executable, "-c", IN_A_NEW_PROCESS], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_NEW_PROCESS], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["2"] * len(WRONG) + ["False"]
     for _, said in WRONG:
         assert said in done.stderr
@@ -261,9 +315,17 @@ def test_usage_errors_are_2_without_torch():
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["t:b", "--nproc-per-node", "2", "--in-process"], 2, "leave out isolate=False (--in-process)"),
+        (
+            ["t:b", "--nproc-per-node", "2", "--in-process"],
+            2,
+            "leave out isolate=False (--in-process)",
+        ),
         (["t:b", "--nproc-per-node", "2", "--device", "cuda:0"], 2, "which have a card each"),
-        (["t:b", "--nproc-per-node", "gpu"], 4, "accelerator each, and this machine shows 0 accelerators"),
+        (
+            ["t:b", "--nproc-per-node", "gpu"],
+            4,
+            "accelerator each, and this machine shows 0 accelerators",
+        ),
         (["--device", "cuda", *COMMAND], 2, "device='cuda' cannot be given for a command"),
         (["--", "true"], 2, "does not use the batch size"),
     ],
@@ -275,7 +337,17 @@ def test_usage_errors_that_torch_decides(capsys, arguments, code, said):
 
 def test_a_table_of_cards_exits_by_whether_a_card_runs_the_size(capsys, target):
     def of_cards(*more, devices="sim:24GiB,sim:64MiB"):
-        return run(capsys, "run", f"{target}:fits", "--device", devices, "--max-batch", "9", "--quiet", *more)[:2]
+        return run(
+            capsys,
+            "run",
+            f"{target}:fits",
+            "--device",
+            devices,
+            "--max-batch",
+            "9",
+            "--quiet",
+            *more,
+        )[:2]
 
     assert of_cards("--require", "5", "--global-batch", "18") == (0, "sim:64MiB\n")
     assert of_cards("--require", "500") == (5, "")
@@ -289,13 +361,23 @@ def test_growth_above_the_tolerance_is_5(capsys, tmp_path):
         a_result(trials=(a_trial(4, peak_allocated_bytes=peak_bytes),)).to_json(path)
     assert run(capsys, "compare", *paths, "--tolerance", "2%")[0] == 0
     code, out, _ = run(capsys, "compare", *paths, "--tolerance", "1%")
-    assert (code, out.splitlines()[-1][:50]) == (5, "memory grew: batch 4 allocates 102 B, 2.0 % more t")
+    assert (code, out.splitlines()[-1][:50]) == (
+        5,
+        "memory grew: batch 4 allocates 102 B, 2.0 % more t",
+    )
     assert run(capsys, "compare", *paths)[0] == 0
 
 
 def test_a_file_that_cannot_be_written_loses_no_answer(capsys, target, tmp_path):
     (tmp_path / "removed").mkdir()
-    arguments = ["--max-batch", "4", "--quiet", "--json", str(tmp_path / "removed" / "x.json"), *RUN]
+    arguments = [
+        "--max-batch",
+        "4",
+        "--quiet",
+        "--json",
+        str(tmp_path / "removed" / "x.json"),
+        *RUN,
+    ]
     code, out, err = run(capsys, "run", f"{target}:removes", *arguments)
     assert (code, out) == (2, "4\n")
     assert "cannot be written" in err
@@ -305,10 +387,16 @@ def test_each_file_that_is_written_is_named(capsys, target, tmp_path, monkeypatc
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     checked = ["run", f"{target}:fits", "--require", "4", *RUN]
-    code, out, err = run(capsys, *checked, "--json", "a.json", "--html", "a.html", "--plot", "a.png")
+    code, out, err = run(
+        capsys, *checked, "--json", "a.json", "--html", "a.html", "--plot", "a.png"
+    )
     assert code == 0
     assert {path.name for path in tmp_path.glob("a.*")} == {"a.html", "a.json", "a.png"}
-    assert [line for line in err.splitlines() if "wrote" in line] == ["wrote a.json", "wrote a.html", "wrote a.png"]
+    assert [line for line in err.splitlines() if "wrote" in line] == [
+        "wrote a.json",
+        "wrote a.html",
+        "wrote a.png",
+    ]
     assert "wrote" not in out
     assert "wrote" not in run(capsys, *checked, "--json", "b.json", "--quiet")[2]
     code, out, err = run(capsys, "show", "a.json", "--plot", str(tmp_path.parent / "b.svg"))
@@ -323,7 +411,9 @@ def test_help_of_run_has_groups_examples_and_each_exit_status(capsys):
     assert re.findall(r"^([a-z ]+):$", shown, re.MULTILINE)[2:] == [
         *("search", "memory", "where", "output", "examples", "exit statuses")
     ]
-    assert [int(status) for status in re.findall(r"^ {2,4}(\d+)  ", shown, re.MULTILINE)] == [*errors.EXIT_STATUSES]
+    assert [int(status) for status in re.findall(r"^ {2,4}(\d+)  ", shown, re.MULTILINE)] == [
+        *errors.EXIT_STATUSES
+    ]
 
 
 # --- streams ---
@@ -353,7 +443,12 @@ sys.exit(main())
 def test_stdout_of_a_process_holds_only_the_answer_though_stderr_is_closed():
     words = ["run", "--memory-fraction", "1", "--require", "4", "--quiet", "--", "true", "{batch}"]
     command = shlex.join([sys.executable, "-c", IN_A_PROCESS, *words])
-    assert subprocess.run(f"{command} 2>&-", shell=True, stdout=subprocess.PIPE, text=True, check=True).stdout == "4\n"
+    assert (
+        subprocess.run(
+            f"{command} 2>&-", shell=True, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        == "4\n"
+    )
 
 
 def test_a_reader_that_exits_early_is_no_error(tmp_path):
@@ -362,7 +457,9 @@ def test_a_reader_that_exits_early_is_no_error(tmp_path):
     os.close(reading)
     with os.fdopen(writing, "w") as closed:
         command = [sys.executable, "-m", "oomprobe", "show", str(tmp_path / "result.json")]
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            command, stdout=closed, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -38,13 +38,17 @@ def repository(tmp_path):
 
 def git(folder, *words):
     identity = ("-c", "user.name=Ada", "-c", "user.email=ada@example.org")
-    return subprocess.run(["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def commit(folder, files):
     """Commit these files, and no others."""
     for path in ("jobs", "net.py"):
-        shutil.rmtree(folder / path) if (folder / path).is_dir() else (folder / path).unlink(missing_ok=True)
+        shutil.rmtree(folder / path) if (folder / path).is_dir() else (folder / path).unlink(
+            missing_ok=True
+        )
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -57,18 +61,33 @@ def compare(folder):
     summary = folder.with_name("summary.md")
     variables = environment(GITHUB_STEP_SUMMARY=str(summary))
     variables["PYTHONPATH"] += f"{os.pathsep}{folder}"
-    script = [sys.executable, REPOSITORY / "scripts" / "compare_commits.py", "--target=jobs/train.py:build"]
+    script = [
+        sys.executable,
+        REPOSITORY / "scripts" / "compare_commits.py",
+        "--target=jobs/train.py:build",
+    ]
     given = ["--device=sim:1GiB", "--tolerance=30%", "--options=--require 8 --progress 'off'"]
-    ended = subprocess.run([*script, *given], cwd=folder / "jobs", env=variables, capture_output=True, text=True)
+    ended = subprocess.run(
+        [*script, *given], cwd=folder / "jobs", env=variables, capture_output=True, text=True
+    )
     assert len(git(folder, "worktree", "list").splitlines()) == 1
-    return ended.returncode, ended.stdout + ended.stderr, summary.read_text() if summary.exists() else ""
+    return (
+        ended.returncode,
+        ended.stdout + ended.stderr,
+        summary.read_text() if summary.exists() else "",
+    )
 
 
 @pytest.mark.parametrize(
     ("base", "head", "status", "said"),
     [
         (SMALL, LARGE, 5, ["| peak_allocated_bytes | 24.39 MiB | 32.51 MiB |", GREW]),
-        (EMPTY, SMALL, 0, ["Nothing to compare with, the base has no answer: it lacks the target."]),
+        (
+            EMPTY,
+            SMALL,
+            0,
+            ["Nothing to compare with, the base has no answer: it lacks the target."],
+        ),
         (SMALL, BROKEN, 3, ["The head has no answer: `oomprobe run` ended with 3."]),
     ],
     ids=["grown", "new", "broken"],

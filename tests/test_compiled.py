@@ -32,7 +32,9 @@ class Recorder:
 
     def __call__(self, graph, inputs):
         shapes = [tuple(i.shape) if isinstance(i, torch.Tensor) else (i,) for i in inputs]
-        sizes = tuple(tuple("?" if isinstance(d, torch.SymInt) else d for d in shape) for shape in shapes)
+        sizes = tuple(
+            tuple("?" if isinstance(d, torch.SymInt) else d for d in shape) for shape in shapes
+        )
         self.seen.append(sizes)
         if any(shape[0] in self.fail_at for shape in shapes if shape):
             raise self.error
@@ -92,7 +94,9 @@ def test_each_size_is_compiled_as_if_alone(way):
     assert "?" in str(recorder.seen[-1]) or "SymInt" in str(recorder.seen[-1])
 
 
-@pytest.mark.parametrize("error", [RuntimeError("CUDA out of memory"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA out of memory"), KeyboardInterrupt()], ids=repr
+)
 def test_a_size_that_fails_to_compile_leaves_no_trace(error):
     recorder = Recorder(fail_at=[64], error=error)
     model, step = compiled_model(backend=recorder)
@@ -113,7 +117,9 @@ def test_a_step_that_is_not_compiled_resets_nothing(monkeypatch):
     model, step = compiled_model(backend="eager")
     assert run_sizes(model, step, [2]).is_used
     step(model, 8)
-    monkeypatch.setattr(torch._dynamo, "reset", lambda: pytest.fail("code the user compiled was dropped needlessly"))
+    monkeypatch.setattr(
+        torch._dynamo, "reset", lambda: pytest.fail("code the user compiled was dropped needlessly")
+    )
     assert not run_sizes(net(), forward_and_backward, SIZES).is_used
 
 
@@ -127,8 +133,12 @@ def test_sizes_that_take_long_to_start_are_skipped_while_memory_is_far():
         device.take(batch_size * MIB)
 
     options = {"device": device, "max_batch": 512, "resolution": 0.5, "confirm_steps": 1}
-    result = find_hastily(Patience(slow_start_s=0.05, look_s=0.1), torch.nn.Linear(1, 1), step, **options)
-    grown = [trial.batch_size for trial in result.trials if trial.phase == "grow" and trial.steps < 50]
+    result = find_hastily(
+        Patience(slow_start_s=0.05, look_s=0.1), torch.nn.Linear(1, 1), step, **options
+    )
+    grown = [
+        trial.batch_size for trial in result.trials if trial.phase == "grow" and trial.steps < 50
+    ]
     assert grown[:7] == [1, 4, 16, 64, 128, 256, 512]
     assert not any("compiling" in note for note in result.notes)
 
@@ -136,7 +146,9 @@ def test_sizes_that_take_long_to_start_are_skipped_while_memory_is_far():
 def test_the_result_says_what_compiling_took():
     device = LedgerDevice(100 * MIB)
     recorder = Recorder()
-    compiled = torch.compile(net(), backend=lambda graph, inputs: time.sleep(0.2) or recorder(graph, inputs))
+    compiled = torch.compile(
+        net(), backend=lambda graph, inputs: time.sleep(0.2) or recorder(graph, inputs)
+    )
 
     def step(model, batch_size):
         model(torch.ones(batch_size, 4))

@@ -39,9 +39,17 @@ def test_a_step_of_training_counts_nothing(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     loss_of = functools.partial(nn.functional.mse_loss, reduction="sum")
-    log, lock, pattern, seen = logging.getLogger(), threading.Lock(), re.compile("a"), {"loss": None, "shape": (2, 4)}
+    log, lock, pattern, seen = (
+        logging.getLogger(),
+        threading.Lock(),
+        re.compile("a"),
+        {"loss": None, "shape": (2, 4)},
+    )
     rows, data = np.zeros(1000), torch.zeros(2000)  # larger ones hold data
-    library, losses = type("Library", (), {"__module__": "torch.a_test", "calls": 0}), (tmp_path / "losses").open("w")
+    library, losses = (
+        type("Library", (), {"__module__": "torch.a_test", "calls": 0}),
+        (tmp_path / "losses").open("w"),
+    )
 
     table = csv.writer(losses)
 

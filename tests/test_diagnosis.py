@@ -20,7 +20,13 @@ from oomprobe.rules.diagnosis import (
 
 OOM, CRASHED, POISONED = Verdict.OOM, Verdict.CRASHED, Verdict.POISONED
 MIB = 2**20
-BRACKET = [a_trial(8, steps=3), a_trial(15, steps=3), a_trial(16, OOM), a_trial(18, OOM), a_trial(1, steps=50)]
+BRACKET = [
+    a_trial(8, steps=3),
+    a_trial(15, steps=3),
+    a_trial(16, OOM),
+    a_trial(18, OOM),
+    a_trial(1, steps=50),
+]
 
 
 @pytest.mark.parametrize(
@@ -49,11 +55,16 @@ def taken(blocks=0, served_bytes=0, starting_s=0.0, call_s=0.0):
 
 def doubled(peaks, **rest):
     """Return trials that grew from size 1, with these peaks."""
-    return [a_trial(2**number, peak_allocated_bytes=peak, **rest) for number, peak in enumerate(peaks)]
+    return [
+        a_trial(2**number, peak_allocated_bytes=peak, **rest) for number, peak in enumerate(peaks)
+    ]
 
 
 def test_what_a_first_call_takes_longer_is_what_starting_takes():
-    taken = [CallRecord(step="step", stepped=1, seconds=seconds, served_bytes=8) for seconds in (2.0, 0.5, 0.5)]
+    taken = [
+        CallRecord(step="step", stepped=1, seconds=seconds, served_bytes=8)
+        for seconds in (2.0, 0.5, 0.5)
+    ]
     assert Calls.of(taken) == Calls(served_bytes=16, blocks=0, starting_s=1.5, call_s=0.5)
 
 
@@ -100,7 +111,10 @@ def test_no_memory_holds_an_endless_batch():
     trials = [a_trial(1, peak_allocated_bytes=1), a_trial(ENDLESS_BATCH, peak_allocated_bytes=2)]
     assert same_memory_smaller(trials, {}, on_host=False) is trials[0]
     assert (
-        same_memory_smaller([trials[0], a_trial(ENDLESS_BATCH - 1, peak_allocated_bytes=2)], {}, on_host=False) is None
+        same_memory_smaller(
+            [trials[0], a_trial(ENDLESS_BATCH - 1, peak_allocated_bytes=2)], {}, on_host=False
+        )
+        is None
     )
 
 
@@ -128,8 +142,16 @@ def test_a_step_that_splits_its_batch(peaks, blocks, first):
         (a_trial(8), a_trial(8, OOM), f"{Verdict.FITS}, then {OOM}"),
         (a_trial(8, OOM), a_trial(8, OOM), None),
         (a_trial(8, peak_allocated_bytes=100), a_trial(8, peak_allocated_bytes=101), None),
-        (a_trial(8, peak_allocated_bytes=100), a_trial(8, peak_allocated_bytes=102), "peaks of 100 B and 102 B"),
-        (a_trial(8, OOM, peak_allocated_bytes=100), a_trial(8, OOM, peak_allocated_bytes=200), None),
+        (
+            a_trial(8, peak_allocated_bytes=100),
+            a_trial(8, peak_allocated_bytes=102),
+            "peaks of 100 B and 102 B",
+        ),
+        (
+            a_trial(8, OOM, peak_allocated_bytes=100),
+            a_trial(8, OOM, peak_allocated_bytes=200),
+            None,
+        ),
     ],
 )
 def test_how_two_trials_of_the_same_calls_differ(before, after, how):
@@ -151,7 +173,8 @@ def test_a_longer_look_tells_a_buffer_from_a_leak(looked, leaked_bytes):
 
 
 @pytest.mark.parametrize(
-    ("retries", "steps", "pressed"), [(3, 6, True), (2, 6, False), (0, 0, False), (1, 1, True), (9, 0, False)]
+    ("retries", "steps", "pressed"),
+    [(3, 6, True), (2, 6, False), (0, 0, False), (1, 1, True), (9, 0, False)],
 )
 def test_an_allocator_that_empties_its_cache_on_half_of_the_calls(retries, steps, pressed):
     assert is_pressed(a_trial(8, alloc_retries=retries, steps=steps)) is pressed
@@ -184,5 +207,9 @@ def test_a_size_at_which_two_processes_had_a_sticky_error(earlier, limit):
     ],
 )
 def test_the_line_through_the_smallest_size_that_ran(trial, wanted_bytes, size):
-    trials = [a_trial(1, OOM), a_trial(4, peak_allocated_bytes=900), a_trial(2, peak_allocated_bytes=100)]
+    trials = [
+        a_trial(1, OOM),
+        a_trial(4, peak_allocated_bytes=900),
+        a_trial(2, peak_allocated_bytes=100),
+    ]
     assert line_through(trials, trial, wanted_bytes) == size

@@ -37,7 +37,9 @@ def test_errors_are_builtins_and_have_one_exit_code(capsys, kind, required):
 
 
 def test_the_docstring_draws_the_real_tree():
-    drawn = [line.split("(") for line in errors.__doc__.splitlines() if line.strip().startswith("+--")]
+    drawn = [
+        line.split("(") for line in errors.__doc__.splitlines() if line.strip().startswith("+--")
+    ]
     pairs = {name.strip(" +-"): rest.split(")")[0] for name, rest in drawn}
     assert pairs == {kind.__name__: base.__name__ for kind, (base, _) in TREE.items()}
     kinds = OomProbeError.__subclasses__()  # adapters, if another test imported them, add their own
@@ -66,7 +68,9 @@ def test_an_internal_error_is_70_with_its_traceback(capsys):
 # --- a failed step ---
 
 
-CALLER = errors.Caller(alone="run train({batch_size})", limit="starting_batch_size", more="It has no logger.")
+CALLER = errors.Caller(
+    alone="run train({batch_size})", limit="starting_batch_size", more="It has no logger."
+)
 UNKNOWN = "To see whether it comes without oomprobe, run step_fn(model, 8) once"
 AT_EVERY_SIZE = (
     "This is not about memory, so no batch size would help: the same error occurs without oomprobe. "
@@ -112,7 +116,9 @@ def test_a_failed_step_says_what_to_do(own, options, said):
     assert str(failed) == f"the step failed at batch size 8 with {said}"
 
 
-@pytest.mark.parametrize("own", [KeyError("x"), errors.InvalidArgumentError("of a probe inside the step")])
+@pytest.mark.parametrize(
+    "own", [KeyError("x"), errors.InvalidArgumentError("of a probe inside the step")]
+)
 def test_a_failed_step_is_3_whatever_its_error(capsys, own):
     failed = step_failed(own, batch_size=4)
     failed.__cause__ = own
@@ -127,24 +133,37 @@ def test_batch_norm_with_one_sample_suggests_min_batch():
 
 def test_the_error_of_a_target_is_not_said_to_occur_elsewhere():
     failed = errors.target_failed(KeyError("config"), "train.py:build")
-    assert str(failed).startswith("the target train.py:build failed with KeyError while it was imported and built: ")
-    assert "To see whether it comes without oomprobe, import the file and call the function by itself." in str(failed)
+    assert str(failed).startswith(
+        "the target train.py:build failed with KeyError while it was imported and built: "
+    )
+    assert (
+        "To see whether it comes without oomprobe, import the file and call the function by itself."
+        in str(failed)
+    )
     assert (failed.trials, failed.batch_size) == ((), 0)
 
 
-@pytest.mark.parametrize("name", ["LOCAL_RANK", "WORLD_SIZE", "env:// rendezvous: environment variable RANK expected"])
+@pytest.mark.parametrize(
+    "name", ["LOCAL_RANK", "WORLD_SIZE", "env:// rendezvous: environment variable RANK expected"]
+)
 def test_a_target_that_expects_ranks_is_told_how_to_get_them(name):
-    text = str(errors.target_failed((ValueError if " " in name else KeyError)(name), "train.py:build"))
+    text = str(
+        errors.target_failed((ValueError if " " in name else KeyError)(name), "train.py:build")
+    )
     assert "add --nproc-per-node N (in Python nproc_per_node=N)" in text
     assert "without oomprobe" not in text
 
 
 def test_only_a_caller_with_a_device_is_told_of_simulated_cards():
-    assert "sim:" not in str(step_failed(RuntimeError("No CUDA GPUs are available"), batch_size=1, caller=CALLER))
+    assert "sim:" not in str(
+        step_failed(RuntimeError("No CUDA GPUs are available"), batch_size=1, caller=CALLER)
+    )
 
 
 def files_of(error):
-    return [Path(frame.f_code.co_filename).name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [
+        Path(frame.f_code.co_filename).name for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
 
 
 @pytest.mark.parametrize("device", [LedgerDevice(), "sim:1GiB"], ids=["real", "simulated"])
@@ -166,7 +185,9 @@ def test_the_traceback_of_a_failed_step_has_only_frames_of_its_own(device):
 def test_other_errors_begin_at_the_call_without_what_led_to_them():
     for options in ({"max_batch": 0}, {"device": "sim:24"}, {"device": LedgerDevice(1)}):
         with pytest.raises(OomProbeError) as caught:
-            oomprobe.find_max_batch(torch.nn.Linear(2, 2), lambda model, n: torch.ones(n), progress="off", **options)
+            oomprobe.find_max_batch(
+                torch.nn.Linear(2, 2), lambda model, n: torch.ones(n), progress="off", **options
+            )
         assert files_of(caught.value) == [Path(__file__).name]
         assert caught.value.__suppress_context__
 
@@ -183,7 +204,10 @@ class OwnText(Exception):
     ("error", "text"),
     [
         (KeyError(torch.zeros(3, 4)), "a tensor of shape (3, 4), torch.float32, on cpu"),
-        (OwnText(torch.zeros(2), 3), "the loss is a tensor of shape (2,), torch.float32, on cpu at 3"),
+        (
+            OwnText(torch.zeros(2), 3),
+            "the loss is a tensor of shape (2,), torch.float32, on cpu at 3",
+        ),
     ],
     ids=["key", "own text"],
 )

@@ -16,12 +16,16 @@ import oomprobe
 
 FILES = sorted(path for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb", ".slurm"))
 NOTEBOOKS = [path for path in FILES if path.suffix == ".ipynb"]
-TESTS = [Path(__file__).parent / folder / "test_examples.py" for folder in ("", "cuda", "integrations")]
+TESTS = [
+    Path(__file__).parent / folder / "test_examples.py" for folder in ("", "cuda", "integrations")
+]
 
 
 def cells(path):
     """Return the code of a notebook's cells, without what installs oomprobe."""
-    code = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    code = [
+        cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
+    ]
     return [re.sub("^%pip .*", "", one, flags=re.MULTILINE) for one in code]
 
 
@@ -32,14 +36,20 @@ def test_each_is_short_and_run_by_a_test(path):
     assert path.suffix == ".ipynb" or len(path.read_text().splitlines()) < 60
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if path.suffix != ".slurm"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.suffix != ".slurm"], ids=lambda path: path.name
+)
 def test_only_public_names_are_used(path):
     code = path.read_text() if path.suffix == ".py" else "\n".join(cells(path))
     for node in ast.walk(ast.parse(re.sub("^[%!].*", "", code, flags=re.MULTILINE))):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "oomprobe":
             assert node.attr in oomprobe._HOMES
         elif isinstance(node, ast.Import):
-            assert all(alias.name == "oomprobe" for alias in node.names if alias.name.startswith("oomprobe"))
+            assert all(
+                alias.name == "oomprobe"
+                for alias in node.names
+                if alias.name.startswith("oomprobe")
+            )
         elif isinstance(node, ast.ImportFrom) and node.module.startswith("oomprobe"):
             assert re.fullmatch(r"oomprobe\.integrations\.\w+", node.module)
             assert {alias.name for alias in node.names} <= {"find_max_batch", "model_and_step"}
@@ -52,7 +62,9 @@ def test_only_public_names_are_used(path):
     "words",
     [
         words
-        for words in commands("plain_loop.py", "length_table.py", "savings.py", "ddp.py", simulated=True)
+        for words in commands(
+            "plain_loop.py", "length_table.py", "savings.py", "ddp.py", simulated=True
+        )
         if "--savings" not in words
     ],
     ids=lambda words: " ".join(words),
@@ -91,7 +103,8 @@ def test_the_job_trains_with_the_number(tmp_path):
     status, out, given = submit(tmp_path, oomprobe="echo 48", srun='exec "$@"', torchrun="exit 0")
     assert (status, out) == (0, "batch size of each GPU: 48\n")
     assert given[1:] == [
-        f"{words}torchrun --nproc-per-node gpu examples/ddp.py --batch-size 48".strip() for words in ("srun ", "")
+        f"{words}torchrun --nproc-per-node gpu examples/ddp.py --batch-size 48".strip()
+        for words in ("srun ", "")
     ]
 
 
@@ -108,9 +121,14 @@ def executed(path, folder):
     from nbclient import NotebookClient
 
     os.environ.update(environment(IPYTHONDIR=str(folder), JUPYTER_RUNTIME_DIR=str(folder)))
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(one) for one in cells(path)])
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(one) for one in cells(path)]
+    )
     NotebookClient(
-        notebook, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(EXAMPLES)}}
+        notebook,
+        timeout=120,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(EXAMPLES)}},
     ).execute()
     return notebook.cells
 
@@ -169,6 +187,10 @@ def test_quickstart_shows_a_report_a_table_and_their_plots(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
 def test_gpu_check_ends_with_its_own_sentence_without_a_card(tmp_path):
-    outputs = outputs_of(start(executed, EXAMPLES / "gpu_check.ipynb", tmp_path).result(limit_s=120))
+    outputs = outputs_of(
+        start(executed, EXAMPLES / "gpu_check.ipynb", tmp_path).result(limit_s=120)
+    )
     said = "".join(output.text for output in outputs)
-    assert re.fullmatch(r"gpu-check: no CUDA device here \(torch .*\); nothing was checked\r?\n", said)
+    assert re.fullmatch(
+        r"gpu-check: no CUDA device here \(torch .*\); nothing was checked\r?\n", said
+    )

@@ -27,7 +27,9 @@ def written(tmp_path):
 
     def write(contents):
         path = tmp_path / "file"
-        path.write_bytes(contents.encode() if isinstance(contents, str) else pickle.dumps(contents, protocol=4))
+        path.write_bytes(
+            contents.encode() if isinstance(contents, str) else pickle.dumps(contents, protocol=4)
+        )
         return path
 
     return write
@@ -52,7 +54,10 @@ def explanation_of(name, protocol=4):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recording_is_replayed_as_the_card_did(name):
     recording, explanation = Recording.named(name), explanation_of(name)
-    assert f"Replayed {recording.blocks:,} requests: after {recording.blocks:,} of them" in explanation.notes[0]
+    assert (
+        f"Replayed {recording.blocks:,} requests: after {recording.blocks:,} of them"
+        in explanation.notes[0]
+    )
     if not recording.refused:
         assert explanation.cause is None
         assert explanation.requested_bytes is None
@@ -64,7 +69,9 @@ def test_a_recording_is_replayed_as_the_card_did(name):
         assert explanation.least_bytes > recording.capacity_bytes
     assert explanation.live_bytes <= explanation.least_bytes_expandable
     assert sum(explanation.held.values()) == explanation.live_bytes
-    assert ("where the segments at the end tell" in str(explanation.notes)) is bool(recording.begins)
+    assert ("where the segments at the end tell" in str(explanation.notes)) is bool(
+        recording.begins
+    )
     if recording.expandable_segments:
         assert explanation.least_bytes == explanation.least_bytes_expandable
 
@@ -119,9 +126,15 @@ def test_lost_events_are_told(name, cause, requested_bytes, explained):
     snapshot["device_traces"] = [[event for event in trace if event["action"] != "free_completed"]]
     explanation = explained(snapshot)
     assert "events are missing" in explanation.notes[0]
-    assert (explanation.cause, explanation.requested_bytes, explanation.least_bytes) == (cause, requested_bytes, None)
+    assert (explanation.cause, explanation.requested_bytes, explanation.least_bytes) == (
+        cause,
+        requested_bytes,
+        None,
+    )
     blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
-    assert explanation.live_bytes == sum(block["size"] for block in blocks if block["state"] != "inactive")
+    assert explanation.live_bytes == sum(
+        block["size"] for block in blocks if block["state"] != "inactive"
+    )
 
 
 # --- expandable segments, names, and files with little in them ---
@@ -141,8 +154,13 @@ def served(address, nbytes):
 def warm(**more):
     """Return a snapshot that was recorded after the allocator had mapped all pages that it needed."""
     start, small = 2**41, 2**42
-    segments = [pages(start, 200 * MIB, (40 * MIB, 60 * MIB), (130 * MIB, 2 * MIB)), pages(small, 4 * MIB, (0, 512))]
-    events = served(start, 30 * MIB) + served(start + 132 * MIB, 50 * MIB) + served(small + 512, MIB)
+    segments = [
+        pages(start, 200 * MIB, (40 * MIB, 60 * MIB), (130 * MIB, 2 * MIB)),
+        pages(small, 4 * MIB, (0, 512)),
+    ]
+    events = (
+        served(start, 30 * MIB) + served(start + 132 * MIB, 50 * MIB) + served(small + 512, MIB)
+    )
     return {"segments": segments, "device_traces": [events], "allocator_settings": {}} | more
 
 
@@ -158,7 +176,13 @@ def test_pages_that_were_mapped_when_recording_began(explained):
 def test_pages_that_were_mapped_while_recording(explained):
     """The replay asks for the blocks anew, which makes fewer gaps."""
     snapshot = warm()
-    mapped = {"action": "segment_map", "addr": 2**41 + 180 * MIB, "size": 20 * MIB, "stream": 0, "frames": []}
+    mapped = {
+        "action": "segment_map",
+        "addr": 2**41 + 180 * MIB,
+        "size": 20 * MIB,
+        "stream": 0,
+        "frames": [],
+    }
     snapshot["device_traces"][0].insert(3, mapped)
     explanation = explained(snapshot)
     assert "with expandable segments they are requested anew" in explanation.notes[1]
@@ -195,7 +219,9 @@ def test_private_pools_streams_and_devices_are_named(explained):
     explanation = explained(snapshot)
     assert explanation.least_bytes is not None
     assert explanation.notes[-1] == "Device 0 held 2.00 MiB at the end: --device 0 explains it."
-    assert "Private pools, as CUDA graphs use them, held 2.00 MiB" in str(explained(snapshot, device=0).notes)
+    assert "Private pools, as CUDA graphs use them, held 2.00 MiB" in str(
+        explained(snapshot, device=0).notes
+    )
     for event in snapshot["device_traces"][1][:3]:
         event["stream"] = 7
     assert "Blocks of 2 streams" in str(explained(snapshot).notes)
@@ -206,7 +232,9 @@ def test_private_pools_streams_and_devices_are_named(explained):
 def test_long_names_leave_room_for_the_numbers(explained):
     snapshot = warm()
     for event in snapshot["device_traces"][0]:
-        event["frames"] = [{"name": "forward", "filename": f"/else/{'deep/' * 40}\x1b[31m\n.py", "line": 7}]
+        event["frames"] = [
+            {"name": "forward", "filename": f"/else/{'deep/' * 40}\x1b[31m\n.py", "line": 7}
+        ]
     explanation = explained(snapshot)
     report = str(explanation)
     assert report.isascii()
@@ -300,7 +328,12 @@ def test_the_text_of_an_error(text, asked, free, processes, live, unused, cause,
             *("unknown", int(292.5 * MIB), int(9.57 * GIB)),
         ),
         ("CUDA error: out of memory", "unknown", None, None),
-        ("cuBLAS: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "unknown", None, None),
+        (
+            "cuBLAS: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+            "unknown",
+            None,
+            None,
+        ),
     ],
 )
 def test_the_text_of_another_allocator(text, cause, requested_bytes, live_bytes, explained):
@@ -324,7 +357,9 @@ def test_every_text_of_a_device_out_of_memory_is_read(texts, explained):
 
 def test_what_other_processes_hold_is_a_figure(explained):
     processes = OWN.format(3.60) + OTHER.format(812, 20.00)
-    held = explained(NEW.format(asked=2.0, free=0.04, processes=processes, live=2.9, unused=0.3)).held
+    held = explained(
+        NEW.format(asked=2.0, free=0.04, processes=processes, live=2.9, unused=0.3)
+    ).held
     assert list(held) == [
         "other processes",
         "tensors of this process",

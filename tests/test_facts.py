@@ -16,7 +16,8 @@ def sentence(result, word):
 
 def timed(**speeds):
     return a_result(
-        batch_size=32, trials=tuple(a_trial(int(size[1:]), samples_per_s=speed) for size, speed in speeds.items())
+        batch_size=32,
+        trials=tuple(a_trial(int(size[1:]), samples_per_s=speed) for size, speed in speeds.items()),
     )
 
 
@@ -28,7 +29,10 @@ def timed(**speeds):
             "; batch 8 is as fast, within the timing noise of 5 %",
         ),
         ({"b4": 2100.0, "b8": 1200.0, "b32": 1000.0}, "Memory may be spilling to the host"),
-        ({"b8": 949.0, "b32": 1000.0}, "; every smaller size that ran is slower by more than the timing noise of 5 %"),
+        (
+            {"b8": 949.0, "b32": 1000.0},
+            "; every smaller size that ran is slower by more than the timing noise of 5 %",
+        ),
         ({"b32": 1000.0}, "1000 samples/s"),
     ],
 )
@@ -41,10 +45,22 @@ def test_rates_are_compared_beyond_the_timing_noise(speeds, words):
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        ((), (a_trial(8, samples_per_s=1272.0),), "is faster, 1272 samples/s, by more than the timing noise of 17 %"),
-        ((a_trial(8, samples_per_s=1272.0),), (), "batch 8 is as fast, within the timing noise of 17 %"),
+        (
+            (),
+            (a_trial(8, samples_per_s=1272.0),),
+            "is faster, 1272 samples/s, by more than the timing noise of 17 %",
+        ),
+        (
+            (a_trial(8, samples_per_s=1272.0),),
+            (),
+            "batch 8 is as fast, within the timing noise of 17 %",
+        ),
         ((), (a_trial(16, Verdict.OOM, samples_per_s=9e3),), "batch 8 is faster, 1060 samples/s"),
-        ((), (a_trial(16, samples_per_s=9e3, accumulation_steps=2),), "batch 8 is faster, 1060 samples/s"),
+        (
+            (),
+            (a_trial(16, samples_per_s=9e3, accumulation_steps=2),),
+            "batch 8 is faster, 1060 samples/s",
+        ),
     ],
     ids=["a faster repetition", "a slower one", "a failure", "accumulation"],
 )
@@ -63,7 +79,11 @@ def test_the_timing_noise_is_the_spread_of_repeated_trials(before, after, words)
         (7, (a_trial(8, Verdict.OOM), a_trial(6, Verdict.OOM)), "too high, batch 6 failed"),
         (5, (a_trial(6, Verdict.OOM),), "above the answer, where nothing failed"),
         # A failure that passed its recheck does not count.
-        (6, (a_trial(5, Verdict.OOM), a_trial(5, phase=Phase.RECHECK)), "above the answer, where nothing failed"),
+        (
+            6,
+            (a_trial(5, Verdict.OOM), a_trial(5, phase=Phase.RECHECK)),
+            "above the answer, where nothing failed",
+        ),
     ],
 )
 def test_the_linear_fit_is_judged_by_the_failures(predicted, tried, words):
@@ -74,8 +94,14 @@ def test_the_linear_fit_is_judged_by_the_failures(predicted, tried, words):
 
 def test_the_error_of_the_linear_fit_is_reported_and_its_size_a_multiple():
     fit = dataclasses.replace(a_result().fit, predicted_max_batch=7)
-    for share, words in ((0.081, "up to 8.1 %"), (10.0, "up to 1000.0 %"), (9.4e6, "more than 1000 %")):
-        result = a_result(fit=dataclasses.replace(fit, max_relative_error=share), options={"multiple_of": 4})
+    for share, words in (
+        (0.081, "up to 8.1 %"),
+        (10.0, "up to 1000.0 %"),
+        (9.4e6, "more than 1000 %"),
+    ):
+        result = a_result(
+            fit=dataclasses.replace(fit, max_relative_error=share), options={"multiple_of": 4}
+        )
         assert sentence(result, "linear fit").endswith(f"; the fit is off by {words}")
         assert "  4, not used: the same" in report(result)
 
@@ -99,7 +125,10 @@ TRIED = (
         ({"limited_by": "max_batch"}, "max_batch, not memory"),
         ({"limiting_step": "eval"}, "memory, in step 'eval'; batch"),
         ({"trials": ()}, "memory; batch 4 ran"),
-        ({"trials": TRIED[:2], "limited_by": "max_batch"}, "nothing larger was tried; batch 4 ran for 50 calls"),
+        (
+            {"trials": TRIED[:2], "limited_by": "max_batch"},
+            "nothing larger was tried; batch 4 ran for 50 calls",
+        ),
         ({"trials": TRIED}, "memory; batch 4 ran for 50 calls; batch 7 failed"),
         (
             {"trials": TRIED, "environment": {"command": "train.py"}},
@@ -115,7 +144,11 @@ TRIED = (
         ),
         (
             {
-                "trials": (a_trial(6, replayed=True), *TRIED, a_trial(5, Verdict.OOM, cap_bytes=90, replayed=True)),
+                "trials": (
+                    a_trial(6, replayed=True),
+                    *TRIED,
+                    a_trial(5, Verdict.OOM, cap_bytes=90, replayed=True),
+                ),
                 "limit_batch_size": 6,
             },
             "batch 5 failed a replay under the budget (90 B); without it, batch 6 passed a replay",
@@ -130,12 +163,17 @@ def test_the_limit_is_described(changes, words):
 
 def checked(**changes):
     trials = (a_trial(8, phase=Phase.CONFIRM), a_trial(8, phase=Phase.RECHECK))
-    return a_result(batch_size=8, limit_batch_size=8, limited_by="max_batch", trials=trials, **changes)
+    return a_result(
+        batch_size=8, limit_batch_size=8, limited_by="max_batch", trials=trials, **changes
+    )
 
 
 def test_a_check_asks_for_one_size_and_says_nothing_of_a_limit():
     text = report(checked(limiting_step="eval"))
-    assert "checked     batch 8 was asked for, and ran; step 'eval' takes the most memory; no other" in text
+    assert (
+        "checked     batch 8 was asked for, and ran; step 'eval' takes the most memory; no other"
+        in text
+    )
     assert "max_batch, not memory" not in text
     assert "limited by" not in text
 
@@ -147,12 +185,20 @@ def test_a_search_that_tried_one_size_was_limited_by_max_batch():
 
 def test_a_plan_says_what_ran():
     trials = (a_trial(48), a_trial(48, accumulation_steps=2))
-    accumulated = a_result(batch_size=48, trials=trials, options={"global_batch": 192, "world_size": 2})
-    assert "192 = 48 x 2 x 2, exact; micro-batch 48: ran, also with accumulation" in report(accumulated)
+    accumulated = a_result(
+        batch_size=48, trials=trials, options={"global_batch": 192, "world_size": 2}
+    )
+    assert "192 = 48 x 2 x 2, exact; micro-batch 48: ran, also with accumulation" in report(
+        accumulated
+    )
 
 
-@pytest.mark.parametrize(("steps", "repeated", "says"), [(2, (), True), (3, (), False), (2, (5,), False)])
+@pytest.mark.parametrize(
+    ("steps", "repeated", "says"), [(2, (), True), (3, (), False), (2, (5,), False)]
+)
 def test_a_rate_that_one_call_gave_is_said_to(steps, repeated, says):
     trials = [a_trial(8, samples_per_s=970.0, steps=calls) for calls in (steps, *repeated)]
     result = a_result(batch_size=32, trials=(*trials, a_trial(32, samples_per_s=1000.0, steps=5)))
-    assert sentence(result, "throughput").endswith("within the timing noise of 5 %" + ", by one call" * says)
+    assert sentence(result, "throughput").endswith(
+        "within the timing noise of 5 %" + ", by one call" * says
+    )

@@ -67,7 +67,10 @@ def test_the_location_is_the_users_line(call, part, raises):
 
 
 def test_folders_of_the_user_may_have_names_of_torch():
-    for path, function in {"/home/me/torch/optim/train.py": "train", "/home/me/net/__init__.py": "backward"}.items():
+    for path, function in {
+        "/home/me/torch/optim/train.py": "train",
+        "/home/me/net/__init__.py": "backward",
+    }.items():
         namespace = {}
         exec(compile(f"def {function}():\n    raise ValueError", path, "exec"), namespace)
         assert failure_in(namespace[function]).where == f"forward, {Path(path).name}:2"
@@ -92,7 +95,9 @@ class Activation:
     """An object in a frame of the failed step that takes weak references."""
 
 
-@pytest.mark.parametrize(("keep", "dies"), [(failure_of, True), (lambda error: error, False)], ids=["failure", "error"])
+@pytest.mark.parametrize(
+    ("keep", "dies"), [(failure_of, True), (lambda error: error, False)], ids=["failure", "error"]
+)
 def test_a_failure_keeps_no_frames(keep, dies):
     watched = []
 

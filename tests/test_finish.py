@@ -9,7 +9,9 @@ from oomprobe.records.breakdown import FRAGMENTATION, KINDS, Breakdown
 from oomprobe.records.trials import Outcome, Phase, Trial, Verdict
 from oomprobe.rules.search import Found
 
-BREAKDOWN = Breakdown(batch_size=8, peak_allocated_bytes=1, peak_reserved_bytes=1, parts={}, peak_in="forward")
+BREAKDOWN = Breakdown(
+    batch_size=8, peak_allocated_bytes=1, peak_reserved_bytes=1, parts={}, peak_in="forward"
+)
 
 
 class Fitting(ARunner):
@@ -67,8 +69,13 @@ CUT_OFF = "the plan for global_batch was not run to completion (time passed)"
 )  # fmt: skip
 def test_the_plan_is_run_and_shrinks_while_it_fails(runner, answer, options, tried, noted):
     session = finished(runner, answer, **options)
-    assert [(request.batch_size, request.accumulation_steps) for request in runner.requests] == tried
-    assert all(request.confirms and request.fresh and request.cap_bytes == 18 * GIB for request in runner.requests)
+    assert [
+        (request.batch_size, request.accumulation_steps) for request in runner.requests
+    ] == tried
+    assert all(
+        request.confirms and request.fresh and request.cap_bytes == 18 * GIB
+        for request in runner.requests
+    )
     assert "".join(texts(session.notes)).startswith(noted)
     assert noted or not texts(session.notes)
 
@@ -108,7 +115,9 @@ def test_another_size_may_be_broken_down():
 
 def test_live_bytes_are_all_but_fragmentation():
     parts = {kind: 10**number for number, kind in enumerate(KINDS)}
-    breakdown = Breakdown(batch_size=1, peak_allocated_bytes=1, peak_reserved_bytes=1, parts=parts, peak_in="forward")
+    breakdown = Breakdown(
+        batch_size=1, peak_allocated_bytes=1, peak_reserved_bytes=1, parts=parts, peak_in="forward"
+    )
     assert breakdown.live_bytes == sum(parts.values()) - parts[FRAGMENTATION]
 
 
@@ -124,7 +133,12 @@ def with_graphs(session):
     ("steps", "replaceable", "told", "refused"),
     [
         (100, False, holding, None),
-        (99, False, holding, "after about 99 more. Something keeps tensors .*probe. The code held a list"),
+        (
+            99,
+            False,
+            holding,
+            "after about 99 more. Something keeps tensors .*probe. The code held a list",
+        ),
         (99, False, with_graphs, "after about 99 more. The gradients hold the graph of every step"),
         (1000, True, holding, None),
         (999, True, holding, "after about 999 more"),
@@ -132,7 +146,9 @@ def with_graphs(session):
 )
 def test_an_answer_that_soon_fills_the_memory_is_refused(steps, replaceable, told, refused):
     """Of 20 GiB the answer leaves 8 free."""
-    leaking = a_trial(8, phase=Phase.CONFIRM, step_leaked_bytes=8 * GIB // steps, peak_reserved_bytes=12 * GIB)
+    leaking = a_trial(
+        8, phase=Phase.CONFIRM, step_leaked_bytes=8 * GIB // steps, peak_reserved_bytes=12 * GIB
+    )
     runner = Fitting(replaceable=replaceable)
     if refused is None:
         finished(runner, 8, trial=leaking, told=told)

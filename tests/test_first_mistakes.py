@@ -80,7 +80,9 @@ MISTAKES = {
     "a bug above a size": lambda: find(MODEL, fails_above_16),
     "an exception with all its data": lambda: find(MODEL, carries_all_its_data),
     "a wrong shape": lambda: find(MODEL, wrong_shape),
-    "a batch on a card that is not there": lambda: find(MODEL, batch_on_the_card, device="cpu:1GiB"),
+    "a batch on a card that is not there": lambda: find(
+        MODEL, batch_on_the_card, device="cpu:1GiB"
+    ),
     "nothing fits": lambda: find(MODEL, step, min_batch=10_000_000),
 }
 

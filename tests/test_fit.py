@@ -12,9 +12,16 @@ peaks = st.integers(0, 2**45)
 def test_an_exact_line_predicts_the_size_at_the_budget(xs, fixed, slope, largest):
     points = [(x, fixed + slope * x) for x in xs]
     line = fit_line(points, budget_bytes=fixed + slope * largest)
-    assert (line.fixed_bytes, line.bytes_per_sample, line.predicted_max_batch) == (fixed, slope, largest)
+    assert (line.fixed_bytes, line.bytes_per_sample, line.predicted_max_batch) == (
+        fixed,
+        slope,
+        largest,
+    )
     assert (line.r_squared, line.max_relative_error) == (1, 0)
-    assert fit_line(points, budget_bytes=fixed + slope * largest - 1).predicted_max_batch == largest - 1
+    assert (
+        fit_line(points, budget_bytes=fixed + slope * largest - 1).predicted_max_batch
+        == largest - 1
+    )
 
 
 @pytest.mark.parametrize("points", [[], [(1, 10), (2, 20)], [(1, 10), (2, 20), (2, 21), (1, 11)]])

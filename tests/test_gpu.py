@@ -15,7 +15,9 @@ from oomprobe.devices.accelerator import AcceleratorDevice
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("default"),  # warnings of drivers and libraries differ from card to card
+    pytest.mark.filterwarnings(
+        "default"
+    ),  # warnings of drivers and libraries differ from card to card
 ]
 
 MIB = 2**20
@@ -64,15 +66,23 @@ def two_mebibytes_per_sample():
 def test_a_step_of_known_memory_is_answered_to_the_segment(card, memory_fraction):
     model, step = two_mebibytes_per_sample()
     result = find_max_batch(model, step, memory_fraction=memory_fraction, progress="off")
-    held_bytes = torch.cuda.memory_reserved(CARD) + 8 * MIB  # small tensors live in segments of 2 MiB
+    held_bytes = (
+        torch.cuda.memory_reserved(CARD) + 8 * MIB
+    )  # small tensors live in segments of 2 MiB
     assert result.budget_bytes == pytest.approx(memory_fraction * SMALL_BYTES, abs=4)
-    assert result.budget_bytes - held_bytes - 64 * MIB <= 2 * MIB * result.batch_size <= result.budget_bytes
+    assert (
+        result.budget_bytes - held_bytes - 64 * MIB
+        <= 2 * MIB * result.batch_size
+        <= result.budget_bytes
+    )
     assert (result.limited_by, result.state_verified) == ("memory", True)
 
 
 def test_the_state_and_the_cards_generator_are_restored(card):
     torch.cuda.manual_seed(7)
-    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 1)).to(CARD)
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 1)
+    ).to(CARD)
     optimizer = torch.optim.AdamW(model.parameters())
     step = training_step(optimizer, lambda n: torch.randn(n, 64, device=CARD))
     model[2].eval()
@@ -90,7 +100,9 @@ def test_the_state_and_the_cards_generator_are_restored(card):
 def test_a_scaler_may_skip_the_first_steps(card):
     model = nn.Linear(64, 64).to(CARD)
     optimizer = torch.optim.AdamW(model.parameters())
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**30)  # so large that several steps overflow and are skipped
+    scaler = torch.amp.GradScaler(
+        "cuda", init_scale=2.0**30
+    )  # so large that several steps overflow and are skipped
 
     def step(model, batch_size):
         optimizer.zero_grad()
@@ -117,7 +129,9 @@ def out_of_bounds():
 
     def step(model, batch_size):
         if batch_size > 10:
-            torch.zeros(4, device="cuda").index_select(0, torch.full((1,), 10**9, device="cuda")).sum().item()
+            torch.zeros(4, device="cuda").index_select(
+                0, torch.full((1,), 10**9, device="cuda")
+            ).sum().item()
         model(torch.randn(batch_size, 64, device="cuda")).square().mean().backward()
 
     return model, step
@@ -140,9 +154,13 @@ print(torch.cuda.is_initialized())
 
 
 def test_poisoned_children_are_replaced():
-    assert run_python(RUN_TARGET, timeout_s=240, warnings="default") == "10 size_limit True\nFalse\n"
+    assert (
+        run_python(RUN_TARGET, timeout_s=240, warnings="default") == "10 size_limit True\nFalse\n"
+    )
 
 
 def test_a_lost_device_ends_the_probe():
     out = run_python(IN_PROCESS, timeout_s=180, warnings="default")
-    assert out.startswith("[1, 2, 4, 8, 16] POISONED after batch 8 ran for 2 steps, a sticky error (batch 16")
+    assert out.startswith(
+        "[1, 2, 4, 8, 16] POISONED after batch 8 ran for 2 steps, a sticky error (batch 16"
+    )

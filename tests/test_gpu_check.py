@@ -81,7 +81,9 @@ FOUND = {"answer": 7, "fraction_restored": True, "outside_steps_s": 0.1, "result
 
 
 def test_an_answer_that_runs_cold(check):
-    status, kept = check({"probe": FOUND, "train": lambda model, size, *_: {} if size <= 8 else {"error": "OOM"}})
+    status, kept = check(
+        {"probe": FOUND, "train": lambda model, size, *_: {} if size <= 8 else {"error": "OOM"}}
+    )
     [part] = kept["parts"]
     assert (status, kept["wrong"]) == (0, [])
     assert (part["cold_frontier"], part["answer_share_of_frontier"]) == (8, 0.875)
@@ -95,8 +97,16 @@ def test_an_answer_that_runs_cold(check):
         (FOUND, 10, "the answer 7 died, cold_runs_capped: OutOfMemoryError: x"),
         (FOUND, 50, "the answer 7 died, cold_runs_whole_card: OutOfMemoryError: x"),
         ({"error": "NothingFitsError: x"}, None, "NothingFitsError: x"),
-        ({**FOUND, "fraction_restored": False}, None, "the user's memory fraction was not restored"),
-        ({**FOUND, "result": {**RESULT, "state_verified": False}}, None, "the state was not verified"),
+        (
+            {**FOUND, "fraction_restored": False},
+            None,
+            "the user's memory fraction was not restored",
+        ),
+        (
+            {**FOUND, "result": {**RESULT, "state_verified": False}},
+            None,
+            "the state was not verified",
+        ),
     ],
     ids=["dies capped", "dies on the whole card", "no answer", "fraction", "state"],
 )

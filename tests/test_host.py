@@ -48,7 +48,10 @@ def linear(then=lambda batch_size: None):
 
 
 def test_names_and_notes():
-    assert (HostDevice().name, HostDevice(GIB).name) == ("host memory", "host memory, 1.00 GiB of it")
+    assert (HostDevice().name, HostDevice(GIB).name) == (
+        "host memory",
+        "host memory, 1.00 GiB of it",
+    )
     assert HostDevice(GIB).notes == (APPROXIMATE,)
     [note] = other_malloc("7f0 r-xp 0 00:00 1  /usr/lib/libjemalloc.so.2\n")
     assert "jemalloc" in note
@@ -68,13 +71,17 @@ def test_a_budget_above_free_memory_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"device": "cpu:1GiB"}, {"time_limit_s": 600}], ids=["no option", "device", "limit"]
+    "asked",
+    [{}, {"device": "cpu:1GiB"}, {"time_limit_s": 600}],
+    ids=["no option", "device", "limit"],
 )
 def test_host_memory_that_nobody_asked_for_is_said_at_once_and_ends_soon(asked, caplog):
     told = []  # before each trial
     slow = linear(then=lambda batch_size: time.sleep(0.1))
     options = {"device": None, "max_batch": 8, **asked}
-    options["progress"] = lambda trial: told.append([record.getMessage() for record in caplog.records])
+    options["progress"] = lambda trial: told.append(
+        [record.getMessage() for record in caplog.records]
+    )
     result = find_hastily(Patience(unasked_host_s=1.5), *slow, **options)
     hint = "no accelerator is here and no device was named, so host memory is probed, which is slow; such a probe ends after 1.5"
     is_unasked = "device" not in asked
@@ -100,13 +107,21 @@ def test_one_mebibyte_per_sample_gives_the_budget_in_mebibytes():
         found.append(oomprobe.find_max_batch(*linear(), device="cpu:1GiB", resolution=0.02, progress="off"))
         print(json.dumps([result.to_dict() for result in found]))
     """
-    result, in_blocks, limited = [oomprobe.ProbeResult.from_dict(result) for result in json.loads(run_python(code))]
+    result, in_blocks, limited = [
+        oomprobe.ProbeResult.from_dict(result) for result in json.loads(run_python(code))
+    ]
     assert 115 - 14 <= result.batch_size <= 115
     assert result.budget_bytes == int(0.9 * 128 * MIB)
-    assert (result.state_verified, result.environment["isolated"], result.environment["threads"]) == (True, True, 1)
+    assert (
+        result.state_verified,
+        result.environment["isolated"],
+        result.environment["threads"],
+    ) == (True, True, 1)
     answered = result.trials[-1]
     assert answered.peak_allocated_bytes <= answered.peak_reserved_bytes <= result.budget_bytes
-    assert answered.peak_allocated_bytes >= (result.batch_size - 4) * MIB  # the heap had a little free
+    assert (
+        answered.peak_allocated_bytes >= (result.batch_size - 4) * MIB
+    )  # the heap had a little free
     assert 85 <= in_blocks.batch_size <= 120
     available_mib = limited.available_bytes // MIB
     assert 100 <= available_mib <= 250
@@ -174,8 +189,12 @@ def test_the_cause_of_a_bug_is_the_steps_exception():
 
 
 def test_a_child_that_hangs_is_reported_with_a_remedy():
-    with pytest.raises(oomprobe.UnreliableError, match=r"hangs at test_host\.py:\d+.*set_num_threads.*oomprobe run"):
-        find_hastily(Patience(stuck_in_step_s=2.0), *linear(lambda batch_size: time.sleep(60)), **QUIET)
+    with pytest.raises(
+        oomprobe.UnreliableError, match=r"hangs at test_host\.py:\d+.*set_num_threads.*oomprobe run"
+    ):
+        find_hastily(
+            Patience(stuck_in_step_s=2.0), *linear(lambda batch_size: time.sleep(60)), **QUIET
+        )
 
 
 def test_a_child_that_has_just_started_can_be_ended(monkeypatch):
@@ -191,7 +210,9 @@ def test_a_failed_fork_is_reported(monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "fork", full)
-    with pytest.raises(oomprobe.UnreliableError, match=r"no process could be started .*state a smaller budget"):
+    with pytest.raises(
+        oomprobe.UnreliableError, match=r"no process could be started .*state a smaller budget"
+    ):
         oomprobe.find_max_batch(*linear(), **QUIET)
 
 
@@ -199,7 +220,9 @@ def test_live_children_are_refused():
     worker = Process(target=time.sleep, args=(60,), name="worker 1")
     worker.start()
     try:
-        with pytest.raises(oomprobe.InvalidArgumentError, match=r"live child processes \(worker 1\).*oomprobe run"):
+        with pytest.raises(
+            oomprobe.InvalidArgumentError, match=r"live child processes \(worker 1\).*oomprobe run"
+        ):
             oomprobe.find_max_batch(*linear(), **QUIET)
     finally:
         worker.kill()

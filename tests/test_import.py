@@ -15,7 +15,11 @@ def imported_by(statement):
     """Return the modules that a fresh process has imported after a statement."""
     code = f"import sys\n{statement}\nprint(*sorted(sys.modules))"
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -23,7 +27,16 @@ def imported_by(statement):
 
 
 def test_the_pure_modules_import_no_torch():
-    pure = ["rules.search", "results.result", "ground.units", "verdicts", "errors", "report", "records.fit", "cli"]
+    pure = [
+        "rules.search",
+        "results.result",
+        "ground.units",
+        "verdicts",
+        "errors",
+        "report",
+        "records.fit",
+        "cli",
+    ]
     modules = imported_by("\n".join(f"import oomprobe.{name}" for name in pure))
     assert {f"oomprobe.{name}" for name in pure} <= modules
     assert "torch" not in modules
@@ -31,11 +44,15 @@ def test_the_pure_modules_import_no_torch():
 
 def test_importing_the_package_imports_nothing_heavy():
     ours = {"oomprobe", "oomprobe.ground", "oomprobe.ground.version"}
-    assert {name for name in imported_by("import oomprobe") if name.startswith(("oomprobe", "torch"))} == ours
+    assert {
+        name for name in imported_by("import oomprobe") if name.startswith(("oomprobe", "torch"))
+    } == ours
     adapters = ("accelerate", "lightning", "transformers", "ultralytics")
     modules = ["probe", "runners.targets", *(f"integrations.{name}" for name in adapters)]
     probing = imported_by("\n".join(f"import oomprobe.{name}" for name in modules))
-    assert probing.isdisjoint({"rich", "matplotlib", "pytorch_lightning", *adapters})  # optional dependencies
+    assert probing.isdisjoint(
+        {"rich", "matplotlib", "pytorch_lightning", *adapters}
+    )  # optional dependencies
 
 
 @pytest.mark.parametrize("name", oomprobe._HOMES)

@@ -93,7 +93,9 @@ class Started:
 
     def __init__(self, act, prepare=lambda say: None):
         reading, writing = os.pipe()
-        self.child = start(self._probe, act, prepare, lambda text: os.write(writing, f"{text}\n".encode()))
+        self.child = start(
+            self._probe, act, prepare, lambda text: os.write(writing, f"{text}\n".encode())
+        )
         os.close(writing)
         self._lines, self.heard = os.fdopen(reading), []
         self._watchdog = threading.Timer(PATIENCE_S, self.child.kill)
@@ -148,7 +150,12 @@ CTRL_C, SIGTERM = ["KeyboardInterrupt()"], ["SystemExit(143)"]
     [
         (sleeps, {"in step": INT, "cleaning": INT}, [], CTRL_C),
         (sleeps, {"in step": TERM}, [], SIGTERM),
-        (cleans_up, {"in step": INT, "step cleaning": INT}, ["step cleaning", "step clean"], CTRL_C),
+        (
+            cleans_up,
+            {"in step": INT, "step cleaning": INT},
+            ["step cleaning", "step clean"],
+            CTRL_C,
+        ),
         (works, {"cleaning": INT}, ["step over"], CTRL_C),
     ],
     ids=["twice", "SIGTERM", "in the step's own clean-up", "while state is restored"],
@@ -157,7 +164,10 @@ def test_a_signal_interrupts_the_step_but_not_restoring(act, sent, cleaned, ende
     process = Started(act)
     for when, number in sent.items():
         process.hear(when).send(number)
-    assert process.end() == (["in step", *cleaned, *RESTORED, *ended], TERMINATED if ended is SIGTERM else 1)
+    assert process.end() == (
+        ["in step", *cleaned, *RESTORED, *ended],
+        TERMINATED if ended is SIGTERM else 1,
+    )
 
 
 def own_handler(say):

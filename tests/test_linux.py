@@ -19,7 +19,11 @@ HugePages_Total:       0
 def test_the_figures_of_this_machine_are_plausible():
     assert MIB < linux.machine_bytes("MemAvailable") <= linux.machine_bytes("MemTotal")
     assert MIB < linux.process_bytes("VmRSS") <= linux.process_bytes("VmHWM")
-    assert linux.process_bytes("VmRSS") < linux.process_bytes("VmSize") <= linux.process_bytes("VmPeak")
+    assert (
+        linux.process_bytes("VmRSS")
+        < linux.process_bytes("VmSize")
+        <= linux.process_bytes("VmPeak")
+    )
 
 
 MACHINE_FREE = 20_000_000 * 1024
@@ -47,7 +51,11 @@ def limited(limit, used, **stat):
     return {"max": limit, "current": used, **stat}
 
 
-TIGHTER = {"slice": limited(2 * GIB, GIB), "slice/job": limited("max", 1), "slice/job/step": limited(8 * GIB, GIB)}
+TIGHTER = {
+    "slice": limited(2 * GIB, GIB),
+    "slice/job": limited("max", 1),
+    "slice/job/step": limited(8 * GIB, GIB),
+}
 HALF_CACHE = f"anon 7\ninactive_file {2 * GIB}\nactive_file 5"
 VERSION_1 = {
     "limit_in_bytes": 4 * GIB,
@@ -72,7 +80,13 @@ OTHER = {"memory/docker/abc": VERSION_1, "memory/fast": {"limit_in_bytes": 1, "u
         ("7:memory:/job\n", {"memory/job": NO_LIMIT}, MACHINE_FREE),
     ],
     ids=[
-        *("no such folder", "limit minus use", "cache is free", "a tighter parent", "the root of a container"),
+        *(
+            "no such folder",
+            "limit minus use",
+            "cache is free",
+            "a tighter parent",
+            "the root of a container",
+        ),
         *("nothing above the root", "more used than allowed", "version 1"),
         "version 1 without a limit",
     ],
@@ -82,7 +96,11 @@ def test_the_tightest_cgroup_decides(system, table, folders, expected):
 
 
 def test_other_systems_have_no_figures(tmp_path):
-    assert (linux.free_bytes(tmp_path), linux.oom_kills(tmp_path), int(linux.OomKills(tmp_path))) == (None, None, 0)
+    assert (
+        linux.free_bytes(tmp_path),
+        linux.oom_kills(tmp_path),
+        int(linux.OomKills(tmp_path)),
+    ) == (None, None, 0)
 
 
 def test_kills_of_machine_and_cgroup_are_added(system):

@@ -21,7 +21,11 @@ def forward(model, batch_size, length=8):
 
 
 def levels(caplog):
-    return [(record.levelno, record.getMessage()) for record in caplog.records if record.name == "oomprobe"]
+    return [
+        (record.levelno, record.getMessage())
+        for record in caplog.records
+        if record.name == "oomprobe"
+    ]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +39,8 @@ def test_each_note_of_a_result_is_logged_once_at_the_end(caplog):
     assert any(weak)
     assert not all(weak)
     assert levels(caplog) == [
-        (logging.WARNING if one else logging.INFO, note) for one, note in zip(weak, result.notes, strict=True)
+        (logging.WARNING if one else logging.INFO, note)
+        for one, note in zip(weak, result.notes, strict=True)
     ]
     caplog.clear()
     checked = oomprobe.check(torch.nn.Linear(8, 8), forward, 4, device="sim:1GiB", progress="off")
@@ -52,14 +57,19 @@ def test_a_table_logs_what_its_rows_share_once(caplog):
 
 @pytest.mark.parametrize("contaminated", [True, False])
 def test_a_contaminated_answer_is_a_warning(caplog, contaminated):
-    for found in (result := a_result(contaminated=contaminated), ProbeTable(axis="n", rows={1: result})):
+    for found in (
+        result := a_result(contaminated=contaminated),
+        ProbeTable(axis="n", rows={1: result}),
+    ):
         caplog.clear()
         assert logged(found) is found
         assert ((logging.WARNING, WARNING) in levels(caplog)) == contaminated
 
 
 def test_without_logging_configured_nothing_is_printed():
-    imports = "from oomprobe.records.notes import warning; from oomprobe.results.log import log_notes"
+    imports = (
+        "from oomprobe.records.notes import warning; from oomprobe.results.log import log_notes"
+    )
     code = f"{imports}; log_notes([warning('no optimizer stepped')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")

@@ -50,7 +50,10 @@ NEEDED = {  # bytes handed out, peaks so far, live bytes, and the calls needed i
 @pytest.mark.parametrize("loop", NEEDED)
 def test_trials_reach_the_call_that_needs_the_most(loop):
     *rows, exact, inexact = NEEDED[loop]
-    found = [calls_needed(*rows, first_calls=1, ordinary_calls=3, is_exact=is_exact) for is_exact in (True, False)]
+    found = [
+        calls_needed(*rows, first_calls=1, ordinary_calls=3, is_exact=is_exact)
+        for is_exact in (True, False)
+    ]
     assert found == [exact, inexact]
 
 
@@ -60,13 +63,18 @@ def test_without_an_optimizer_no_call_is_of_a_first_step():
 
 def test_a_period_within_an_ordinary_trial_asks_for_no_more():
     served = row(lambda call: call % 4 == 0)  # the optimizer steps at every fourth call
-    assert calls_needed(served, STEADY, STEADY, first_calls=4, ordinary_calls=12, is_exact=True) == 12
+    assert (
+        calls_needed(served, STEADY, STEADY, first_calls=4, ordinary_calls=12, is_exact=True) == 12
+    )
 
 
 GROWN = {  # live bytes after each call, and the leak of each call
     "a leak at every call": ([call * 64 * KIB for call in CALLS], 64 * KIB),
     "a leak at every 10th": ([call // 10 * 640 * KIB for call in CALLS], 64 * KIB),
-    "a leak beside varying lengths": ([call * 64 * KIB + held for call, held in enumerate(drawn(1))], 64 * KIB),
+    "a leak beside varying lengths": (
+        [call * 64 * KIB + held for call, held in enumerate(drawn(1))],
+        64 * KIB,
+    ),
     "a deque of 40": ([min(call, 40) * 64 * KIB for call in CALLS], 0),
     "a list cleared at 10": ([call % 10 * 64 * KIB for call in CALLS], 0),
 }
@@ -92,8 +100,14 @@ def test_keeping_the_last_of_varying_batches_is_rarely_a_leak():
         ([64 * KIB, 80 * KIB, 96 * KIB], 16 * KIB),
         ([0, 16 * KIB - 1, 32 * KIB - 2], 0),  # a list of losses as numbers
         ([0, 64 * KIB, 128 * KIB, 128 * KIB], 0),  # it does not rise at the end
-        ([number * KIB for number in (0, 64, 64, 192, 192, 320, 320, 448)], 64 * KIB),  # at every second call
-        ([number * KIB for number in (0, 64, 128, 192, 256, 256, 320, 320)], 320 * KIB // 7),  # more and more rarely
+        (
+            [number * KIB for number in (0, 64, 64, 192, 192, 320, 320, 448)],
+            64 * KIB,
+        ),  # at every second call
+        (
+            [number * KIB for number in (0, 64, 128, 192, 256, 256, 320, 320)],
+            320 * KIB // 7,
+        ),  # more and more rarely
         # The rest is longer than any before.
         ([number * KIB for number in (0, 64, 64, 192, 192, 320, 320, 320, 320)], 0),
     ],
@@ -121,12 +135,19 @@ def test_growth_is_that_of_the_last_turn_of_each_step_from_its_first_full_step_o
         ([9, 1, 1, 1, 1], [9, 9, 9, 9, 9], [1, 1, 1, 1, 1], 2),
         ([9, 1, 1, 2, 1, 1, 1, 2], 8 * [9], 8 * [1], 5),  # every fourth call, and the one after
         ([9, 1, 1, 1, 1], [9, 9, 9, 10, 10], [1, 1, 1, 1, 1], 4),  # the peak of the fourth
-        ([9, 1, 1, 1, 1], [9, 9, 9, 9, 9], [1, 1, 2, 2, 2], 4),  # the fourth runs beside what the third left
+        (
+            [9, 1, 1, 1, 1],
+            [9, 9, 9, 9, 9],
+            [1, 1, 2, 2, 2],
+            4,
+        ),  # the fourth runs beside what the third left
         ([9, 1, 1, 1, 1], [9, 9, 9, 9, 9], [1, 1, 1, 1, 2], 5),  # no more than were seen
     ],
 )
 def test_calls_that_are_needed(served, peaks, live, needed):
-    assert calls_needed(served, peaks, live, first_calls=1, ordinary_calls=2, is_exact=True) == needed
+    assert (
+        calls_needed(served, peaks, live, first_calls=1, ordinary_calls=2, is_exact=True) == needed
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +160,14 @@ def test_peaks_that_differ_by_more_than_blocks_are_rounded(before, after, differ
 
 @pytest.mark.parametrize(
     ("served", "varying"),
-    [([], False), ([5], False), ([5, 1], False), ([5, 100, 101], False), ([5, 100, 102], True), ([5, 102, 100], True)],
+    [
+        ([], False),
+        ([5], False),
+        ([5, 1], False),
+        ([5, 100, 101], False),
+        ([5, 100, 102], True),
+        ([5, 102, 100], True),
+    ],
 )
 def test_steps_that_allocate_different_amounts(served, varying):
     assert varies(served) is varying
@@ -156,7 +184,9 @@ def test_steps_that_allocate_different_amounts(served, varying):
 )
 def test_only_whole_steps_are_compared(served, accumulated, varying):
     calls = [
-        CallRecord(step="step", served_bytes=amount, stepped=None if number % accumulated else accumulated)
+        CallRecord(
+            step="step", served_bytes=amount, stepped=None if number % accumulated else accumulated
+        )
         for number, amount in enumerate(served, 1)
     ]
     assert is_varying(calls) is varying
@@ -180,5 +210,8 @@ def test_ranks_complete_a_step_when_the_last_of_them_does():
     assert merged([slow]) == [*slow]
     assert [record.stepped for record in merged([quick, slow])] == [None, None, 3, 1]
     assert len(merged([quick, slow[:2]])) == 2
-    taking_turns = [[CallRecord(step="step", stepped=1 if n % 2 == odd else None) for n in range(6)] for odd in (0, 1)]
+    taking_turns = [
+        [CallRecord(step="step", stepped=1 if n % 2 == odd else None) for n in range(6)]
+        for odd in (0, 1)
+    ]
     assert [record.stepped for record in merged(taking_turns)] == [None, 1, None, 1, None, 1]

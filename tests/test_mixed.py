@@ -46,7 +46,9 @@ def no_settings(monkeypatch):
 def test_answers_that_run_in_two_orders_need_no_note():
     runner = Turns(1)
     assert mixed(runner) == (ANSWERS, [])
-    orders = [[(call.row, call.batch_size) for call in request.calls] for request in runner.requests]
+    orders = [
+        [(call.row, call.batch_size) for call in request.calls] for request in runner.requests
+    ]
     assert len(orders) == 2
     assert orders[0] != orders[1]
     for order in orders:  # 50 calls, each value as often
@@ -64,7 +66,9 @@ def test_turns_are_longer_for_a_long_step_and_for_many_values(values, needed, ro
 
 
 @pytest.mark.parametrize(
-    ("fails_from", "orders"), [(1, [1, 1, 1, 2]), (2, [2, 1, 1, 2])], ids=["in the first order", "in the second"]
+    ("fails_from", "orders"),
+    [(1, [1, 1, 1, 2]), (2, [2, 1, 1, 2])],
+    ids=["in the first order", "in the second"],
 )
 def test_a_smaller_share_is_found_and_noted(fails_from, orders):
     runner = Turns(0.85, fails_from=fails_from)
@@ -73,7 +77,10 @@ def test_a_smaller_share_is_found_and_noted(fails_from, orders):
     assert len(runner.requests) == sum(orders)
     failed = runner.requests[fails_from - 1].calls[7]
     assert f"(at {LENGTHS.label(failed.row)}, in call 8)" in note
-    assert "The mixed sizes, at most 81 % of them, ran 51 calls in random order, 2 times. PYTORCH_" in note
+    assert (
+        "The mixed sizes, at most 81 % of them, ran 51 calls in random order, 2 times. PYTORCH_"
+        in note
+    )
     assert note.endswith("loses less")
 
 
@@ -94,4 +101,7 @@ def test_where_the_allocator_is_set_no_setting_is_named(monkeypatch):
 
 def test_without_time_the_rows_stand():
     sizes, [note] = mixed(Turns(0, Verdict.TIMED_OUT))
-    assert (sizes, note) == ({}, "training that meets all values in one process was not tried: the time limit passed")
+    assert (sizes, note) == (
+        {},
+        "training that meets all values in one process was not tried: the time limit passed",
+    )

@@ -22,7 +22,11 @@ class Card:
     """What `torch.cuda` reports of the probe's card: each block is freed at once, and stays in the cache."""
 
     def __init__(self):
-        self.properties, self.peak_bytes, self.is_poisoned = SimpleNamespace(name=PROBE.device), 0, False
+        self.properties, self.peak_bytes, self.is_poisoned = (
+            SimpleNamespace(name=PROBE.device),
+            0,
+            False,
+        )
 
     def alloc(self, size_bytes):
         self.peak_bytes = max(self.peak_bytes, size_bytes)
@@ -45,7 +49,10 @@ class Card:
     def memory_stats_as_nested_dict(self, index=0):
         if self.is_poisoned:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return {name: {"all": {"peak": self.peak_bytes}} for name in ("allocated_bytes", "reserved_bytes")}
+        return {
+            name: {"all": {"peak": self.peak_bytes}}
+            for name in ("allocated_bytes", "reserved_bytes")
+        }
 
 
 @pytest.fixture
@@ -80,7 +87,10 @@ def peak(size):
 
 def ran(*sizes_and_peaks, **last):
     """Return a result with trials of those sizes and peaks; `last` is about the last of them."""
-    trials = [a_trial(size, peak_allocated_bytes=one, peak_reserved_bytes=2 * one) for size, one in sizes_and_peaks]
+    trials = [
+        a_trial(size, peak_allocated_bytes=one, peak_reserved_bytes=2 * one)
+        for size, one in sizes_and_peaks
+    ]
     return replace(PROBE, trials=(*trials[:-1], replace(trials[-1], **last)))
 
 
@@ -93,7 +103,12 @@ def ran(*sizes_and_peaks, **last):
         (PROBE, 97, peak(97), "96 and 98"),
         (PROBE, 99, None, ""),
         (ran((8, 100), (16, 260), (64, 270)), 10, 140, "8 and 16"),  # the nearest of those that ran
-        (ran((8, 100), (8, 110), phase=Phase.CONFIRM, accumulation_steps=4), 8, 110, ""),  # the last
+        (
+            ran((8, 100), (8, 110), phase=Phase.CONFIRM, accumulation_steps=4),
+            8,
+            110,
+            "",
+        ),  # the last
     ],
 )
 def test_the_probed_peak_of_a_size(probe, size, expected, between):
@@ -111,7 +126,10 @@ def test_a_command_that_reported_no_memory_has_no_peak(card, capsys):
     train(card, monitor, 60)
     assert (monitor.probed_bytes, monitor.ok, monitor.peak_bytes) == (None, True, PROBED)
     [line] = lines(capsys)
-    assert line == "oomprobe: peak 20.14 GiB; the probe has no peak at batch 98; it has those of batch none"
+    assert (
+        line
+        == "oomprobe: peak 20.14 GiB; the probe has no peak at batch 98; it has those of batch none"
+    )
 
 
 def test_a_file_and_a_result_are_the_same(tmp_path):
@@ -127,7 +145,10 @@ def test_a_file_and_a_result_are_the_same(tmp_path):
         (None, "cannot be read as a result"),
         ("[1]", "schema_version None"),
         ('{"schema_version": 1}', "not a result that oomprobe wrote"),
-        (ProbeTable(axis="length", rows={8: PROBE}).to_json(), "not with a ProbeTable: of a table pass"),
+        (
+            ProbeTable(axis="length", rows={8: PROBE}).to_json(),
+            "not with a ProbeTable: of a table pass",
+        ),
     ],
 )
 def test_what_is_no_result_is_refused(tmp_path, text, said):
@@ -139,7 +160,15 @@ def test_what_is_no_result_is_refused(tmp_path, text, said):
 
 
 @pytest.mark.parametrize(
-    "arguments", [(None,), (3,), (ProbeTable(axis="length", rows={}),), (PROBE, 0), (PROBE, "98"), (PROBE, True)]
+    "arguments",
+    [
+        (None,),
+        (3,),
+        (ProbeTable(axis="length", rows={}),),
+        (PROBE, 0),
+        (PROBE, "98"),
+        (PROBE, True),
+    ],
 )
 def test_arguments_of_another_kind_are_refused(arguments):
     with pytest.raises(InvalidArgumentError):
@@ -157,7 +186,9 @@ def test_a_line_at_the_50th_step_and_no_other(card, capsys):
     train(card, monitor)
     monitor.seen("evaluation")
     train(card, monitor, 100)
-    assert lines(capsys) == ["oomprobe: peak 20.14 GiB, probed 20.14 GiB (+0.0 %), reserved 1.46 GiB below the cap"]
+    assert lines(capsys) == [
+        "oomprobe: peak 20.14 GiB, probed 20.14 GiB (+0.0 %), reserved 1.46 GiB below the cap"
+    ]
     assert (monitor.peak_bytes, monitor.ok, monitor.steps) == (PROBED, True, 150)
 
 
@@ -201,14 +232,17 @@ def test_reserved_memory_above_the_cap_is_told_as_such(card, capsys):
 
 
 @pytest.mark.parametrize(
-    ("rank", "expected"), [("0", ["rank 0: peak 20.14", "rank 0: peak 22.00"]), ("3", ["rank 3: peak 22.00"])]
+    ("rank", "expected"),
+    [("0", ["rank 0: peak 20.14", "rank 0: peak 22.00"]), ("3", ["rank 3: peak 22.00"])],
 )
 def test_rank_0_speaks_for_all_until_one_exceeds(card, capsys, monkeypatch, rank, expected):
     monkeypatch.setenv("RANK", rank)
     monitor = PeakMonitor(PROBE)
     train(card, monitor, 55)
     train(card, monitor, 1, 22 * GIB)
-    assert [line.partition(" GiB")[0] for line in lines(capsys)] == [f"oomprobe: {said}" for said in expected]
+    assert [line.partition(" GiB")[0] for line in lines(capsys)] == [
+        f"oomprobe: {said}" for said in expected
+    ]
     assert monitor.to_dict()["rank"] == int(rank)
 
 
@@ -234,7 +268,9 @@ def test_a_peak_from_before_the_run_is_not_the_runs(card, capsys):
     monitor = PeakMonitor(PROBE)
     train(card, monitor, 50)
     assert (monitor.peak_bytes, monitor.ok) == (23 * GIB, True)
-    assert lines(capsys)[0].startswith("oomprobe: peak at most 23.00 GiB, probed 20.14 GiB (+14.2 %)")
+    assert lines(capsys)[0].startswith(
+        "oomprobe: peak at most 23.00 GiB, probed 20.14 GiB (+14.2 %)"
+    )
     assert "from before the run" in monitor.to_dict()["notes"][0]
     card.reset_peak_memory_stats()
     train(card, monitor)
@@ -250,7 +286,9 @@ def test_its_data_are_json_and_name_what_differs(card):
     train(card, monitor, 7)
     said = monitor.to_dict()
     assert json.loads(json.dumps(said)) == said
-    assert card.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == PROBED  # it resets nothing
+    assert (
+        card.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["peak"] == PROBED
+    )  # it resets nothing
     assert said["notes"] == [
         "the probe was of NVIDIA GeForce RTX 4090, and this run is on NVIDIA L40",
         f"the probe ran with torch 2.6.0, and this run has {HERE}",
@@ -293,10 +331,22 @@ def no_such(*_, **__):
     ("fault", "said"),
     [
         (lambda fake, patch: fake.poison(), "an illegal memory access"),
-        (lambda fake, patch: patch.setattr(torch, "get_device_module", no_such), "driver version is insufficient"),
-        (lambda fake, patch: patch.setattr(torch, "get_device_module", lambda device: torch.mps), "no peaks on cuda"),
-        (lambda fake, patch: patch.setattr(fake, "is_initialized", lambda: False), "has not used its accelerator"),
-        (lambda fake, patch: patch.setattr(torch.distributed, "is_initialized", no_such), "insufficient"),
+        (
+            lambda fake, patch: patch.setattr(torch, "get_device_module", no_such),
+            "driver version is insufficient",
+        ),
+        (
+            lambda fake, patch: patch.setattr(torch, "get_device_module", lambda device: torch.mps),
+            "no peaks on cuda",
+        ),
+        (
+            lambda fake, patch: patch.setattr(fake, "is_initialized", lambda: False),
+            "has not used its accelerator",
+        ),
+        (
+            lambda fake, patch: patch.setattr(torch.distributed, "is_initialized", no_such),
+            "insufficient",
+        ),
         (lambda fake, patch: patch.setattr(sys, "stderr", None), ""),
     ],
 )

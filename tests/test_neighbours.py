@@ -97,7 +97,9 @@ def test_of_a_large_device_a_fiftieth_may_move(grown_mib, calls):
 
 
 def test_other_processes_are_named_on_cuda_only(monkeypatch):
-    monkeypatch.setattr("oomprobe.probing.neighbours.processes_on", lambda device: f"pid 7 on {device}")
+    monkeypatch.setattr(
+        "oomprobe.probing.neighbours.processes_on", lambda device: f"pid 7 on {device}"
+    )
     runner = ARunner()
     assert Neighbours(runner).names_in_brackets() == " (pid 7 on cuda:0)"
     runner.facts = replace(runner.facts, device=replace(runner.facts.device, torch_device="xpu:0"))
@@ -141,7 +143,9 @@ def test_the_end_of_a_process_is_not_blamed_on_others(verdict):
     assert (run.calls, slept, watch.contaminated, texts(watch.notes)) == (1, [], False, [])
 
 
-@pytest.mark.parametrize("held", [(0, 5 * GIB), (None, None)], ids=["no kernel loaded yet", "unknown to the device"])
+@pytest.mark.parametrize(
+    "held", [(0, 5 * GIB), (None, None)], ids=["no kernel loaded yet", "unknown to the device"]
+)
 def test_without_a_normal_level_no_trial_is_run_again(held):
     watch, _ = watching(None)
     run = Schedule(ran(*held), look=pytest.fail)

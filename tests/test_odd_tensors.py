@@ -52,7 +52,9 @@ PLAIN = {
 ODD = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "quantised": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2), torch.ones(3)], layout=torch.jagged
+    ),
     "inside vmap": inside_vmap,
     "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
     "negative": lambda: torch.ones(2, dtype=torch.complex64).conj().imag,
@@ -63,7 +65,9 @@ ODD = {
 
 
 PLACES = ("held", "attribute", "buffer")
-DEVICES = pytest.mark.parametrize("device", [LedgerDevice, lambda: "sim:1GiB"], ids=["ledger", "simulated"])
+DEVICES = pytest.mark.parametrize(
+    "device", [LedgerDevice, lambda: "sim:1GiB"], ids=["ledger", "simulated"]
+)
 
 
 def check(tensors, place, device):
@@ -77,7 +81,11 @@ def check(tensors, place, device):
         elif place == "buffer":
             model.register_buffer(f"extra{number}", tensor, persistent=False)
         else:
-            held |= {number: tensor, "list": [*held.get("list", []), tensor], "tuple": (held.get("tuple"), tensor)}
+            held |= {
+                number: tensor,
+                "list": [*held.get("list", []), tensor],
+                "tuple": (held.get("tuple"), tensor),
+            }
 
     def step(model, batch_size):
         held["itself"] = in_closure
@@ -97,11 +105,18 @@ def test_dense_tensors_may_be_anywhere(place, device):
 @DEVICES
 def test_others_may_be_held(device):
     tensors = [make() for make in ODD.values()]
-    assert check([tensor for tensor in tensors if not tensor.requires_grad], "held", device).batch_size == 2
+    assert (
+        check([tensor for tensor in tensors if not tensor.requires_grad], "held", device).batch_size
+        == 2
+    )
 
 
 @pytest.mark.parametrize("kind", ODD)
 def test_others_may_be_put_back_or_are_refused(kind):
-    for place, device in (("attribute", LedgerDevice), ("buffer", LedgerDevice), ("buffer", lambda: "sim:1GiB")):
+    for place, device in (
+        ("attribute", LedgerDevice),
+        ("buffer", LedgerDevice),
+        ("buffer", lambda: "sim:1GiB"),
+    ):
         with contextlib.suppress(oomprobe.OomProbeError):
             check([ODD[kind]()], place, device)

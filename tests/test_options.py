@@ -21,7 +21,17 @@ from oomprobe.runners.ranks_here import check_process_group
 
 SIZES = ["min_batch", "multiple_of", "steps", "confirm_steps", "max_batch", "global_batch"]
 TIMES = ["time_limit_s", "trial_time_limit_s"]
-NOT_NUMBERS = [math.nan, -math.inf, math.inf, True, "0.9", [0.9], 1j, np.float32(0.9), torch.tensor(0.9)]
+NOT_NUMBERS = [
+    math.nan,
+    -math.inf,
+    math.inf,
+    True,
+    "0.9",
+    [0.9],
+    1j,
+    np.float32(0.9),
+    torch.tensor(0.9),
+]
 RANGES = {
     **dict.fromkeys(SIZES, "an integer of at least 1"),
     **dict.fromkeys(TIMES, "a positive number of seconds"),
@@ -49,7 +59,10 @@ def refused(call, *arguments):
 )
 def test_a_number_out_of_its_range_is_refused(names, values):
     for name, value in itertools.product(names, values):
-        assert refused(functools.partial(Options, **{name: value})) == f"{name} must be {RANGES[name]}, not {value!r}"
+        assert (
+            refused(functools.partial(Options, **{name: value}))
+            == f"{name} must be {RANGES[name]}, not {value!r}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -68,13 +81,20 @@ def test_a_number_in_its_range_is_accepted(names, values):
 
 def test_reading_data_may_take_no_time():
     assert check_seconds("scan_s", 0) is None
-    assert refused(check_seconds, "scan_s", -1) == "scan_s must be a number of seconds, at least 0, not -1"
+    assert (
+        refused(check_seconds, "scan_s", -1)
+        == "scan_s must be a number of seconds, at least 0, not -1"
+    )
 
 
-@pytest.mark.parametrize(("value", "kind"), [(np.int64(8), "numpy.int64"), (torch.tensor(8), "torch.Tensor")])
+@pytest.mark.parametrize(
+    ("value", "kind"), [(np.int64(8), "numpy.int64"), (torch.tensor(8), "torch.Tensor")]
+)
 def test_a_foreign_integer_is_refused_with_advice(value, kind):
     said = refused(check_size, "batch_size", value)
-    assert re.match(rf"batch_size must be an integer of at least 1, not .* of type {kind}: pass int\(", said)
+    assert re.match(
+        rf"batch_size must be an integer of at least 1, not .* of type {kind}: pass int\(", said
+    )
 
 
 def test_options_are_stated_once():
@@ -85,7 +105,9 @@ def test_options_are_stated_once():
     checks = {name for name, option in fields.items() if option.metadata["in_checks"]} | riders
     signature = inspect.signature(oomprobe.find_max_batch).parameters
     assert set(signature) == {"model", "step_fn", "misspelt"} | searches
-    assert {name: signature[name].default for name in fields} == {name: one.default for name, one in fields.items()}
+    assert {name: signature[name].default for name in fields} == {
+        name: one.default for name, one in fields.items()
+    }
     assert order.SearchOptions.__optional_keys__ == searches
     assert order.CheckOptions.__optional_keys__ == checks
     assert {name: order.SearchOptions.__annotations__[name].__forward_arg__ for name in fields} == {
@@ -96,8 +118,18 @@ def test_options_are_stated_once():
 @pytest.mark.parametrize(
     ("options", "batch_size", "error", "said"),
     [
-        ({"mutliple_of": 8}, None, TypeError, "there is no option 'mutliple_of'; did you mean multiple_of?"),
-        ({"max_bach": 8}, 8, InvalidArgumentError, "there is no option 'max_bach'; did you mean max_batch?"),
+        (
+            {"mutliple_of": 8},
+            None,
+            TypeError,
+            "there is no option 'mutliple_of'; did you mean multiple_of?",
+        ),
+        (
+            {"max_bach": 8},
+            8,
+            InvalidArgumentError,
+            "there is no option 'max_bach'; did you mean max_batch?",
+        ),
         ({"qqq": 8}, None, InvalidArgumentError, "there is no option 'qqq'$"),
         ({"max_batch": 8, "steps": 3}, 8, InvalidArgumentError, "would ignore max_batch, steps"),
         ({}, 0, InvalidArgumentError, "batch_size must be an integer of at least 1"),
@@ -108,7 +140,9 @@ def test_options_that_a_function_does_not_take_are_named(options, batch_size, er
         order.Order.of(options, batch_size=batch_size)
 
 
-@pytest.mark.parametrize("name", ["mutliple_of", "patience"])  # the tests pass the second one to other functions
+@pytest.mark.parametrize(
+    "name", ["mutliple_of", "patience"]
+)  # the tests pass the second one to other functions
 def test_the_main_function_refuses_what_is_no_option(name):
     with pytest.raises(TypeError, match=f"there is no option '{name}'"):
         oomprobe.find_max_batch(torch.nn.Linear(1, 1), print, **{name: 8})
@@ -118,8 +152,14 @@ def test_the_main_function_refuses_what_is_no_option(name):
     ("limits", "said"),
     [
         ({"min_batch": 9, "max_batch": 8}, "min_batch=9 is larger than max_batch=8: swap them"),
-        ({"min_batch": 3, "start_batch": 2}, "start_batch=2 is not between min_batch=3 and max_batch=None"),
-        ({"max_batch": 8, "start_batch": 9}, "start_batch=9 is not between min_batch=1 and max_batch=8"),
+        (
+            {"min_batch": 3, "start_batch": 2},
+            "start_batch=2 is not between min_batch=3 and max_batch=None",
+        ),
+        (
+            {"max_batch": 8, "start_batch": 9},
+            "start_batch=9 is not between min_batch=1 and max_batch=8",
+        ),
         (
             {"min_batch": 9, "max_batch": 15, "multiple_of": 8},
             "no multiple of 8 lies between min_batch=9 and max_batch=15: lower multiple_of or raise max_batch",
@@ -137,7 +177,11 @@ def test_limits_without_a_size_between_them(limits, said):
         ({"max_batch": 8}, 5, 5),
         ({"max_batch": 8}, 9, 8),
         ({"min_batch": 5}, 5, 5),
-        ({"min_batch": 4, "multiple_of": 3, "start_batch": 5}, 5, "min_batch=4, start_batch=5, multiple_of=3"),
+        (
+            {"min_batch": 4, "multiple_of": 3, "start_batch": 5},
+            5,
+            "min_batch=4, start_batch=5, multiple_of=3",
+        ),
     ],
 )
 def test_the_data_set_limits_the_sizes(options, examples, expected):
@@ -150,7 +194,9 @@ def test_the_data_set_limits_the_sizes(options, examples, expected):
 
 
 def test_sizes_follow_the_options():
-    assert Options(min_batch=5, max_batch=100, multiple_of=8).sizes == Sizes(first=8, last=96, step=8)
+    assert Options(min_batch=5, max_batch=100, multiple_of=8).sizes == Sizes(
+        first=8, last=96, step=8
+    )
     assert Options().sizes == Sizes(first=1, last=None, step=1)
     assert Options(min_batch=8, max_batch=8, start_batch=8, multiple_of=8).start_batch == 8
 
@@ -191,9 +237,15 @@ def test_anything_callable_with_a_model_and_a_size_is_a_step(step):
     [
         (lambda model: None, "step(model) cannot be called with (model, batch_size): too many"),
         (Trainer.step, "step(self, model, batch_size) cannot be called"),
-        (lambda batch_size, model: None, "is called with (model, batch_size): swap its first two parameters"),
+        (
+            lambda batch_size, model: None,
+            "is called with (model, batch_size): swap its first two parameters",
+        ),
         (lambda n, net, length=8: None, "step(n, net, length=8) is called with"),
-        (None, "step must be a function (model, batch_size) that runs one full optimisation step, not NoneType"),
+        (
+            None,
+            "step must be a function (model, batch_size) that runs one full optimisation step, not NoneType",
+        ),
         ({}, "step_fn is an empty mapping: give at least one step, {'train': step_fn}"),
         ({1: max}, "names of steps must be strings, not 1"),
         ({"train": generator}, "train is a generator or async, so calling it runs nothing"),
@@ -208,9 +260,15 @@ def test_what_is_no_step_is_refused_before_it_runs(step, said):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (torch.nn.Linear, "model must be a torch.nn.Module, not the class Linear: make an instance"),
+        (
+            torch.nn.Linear,
+            "model must be a torch.nn.Module, not the class Linear: make an instance",
+        ),
         (None, "model must be a torch.nn.Module, not NoneType"),
-        (check_model, "the first argument is a function, and model must be a torch.nn.Module: swap the two"),
+        (
+            check_model,
+            "the first argument is a function, and model must be a torch.nn.Module: swap the two",
+        ),
         (torch.nn.Sequential(torch.nn.LazyLinear(2)), "the parameter 0.weight of a lazy module"),
     ],
     ids=["a class", "none", "a function", "a lazy module"],
@@ -257,7 +315,11 @@ def test_a_group_may_be_made_by_the_step():
     ],
 )  # fmt: skip
 def test_what_no_process_can_run_is_refused_before_one_starts(options, around, said, monkeypatch):
-    monkeypatch.setattr(opening, "sys", types.SimpleNamespace(platform=around.get("platform", "linux")))
+    monkeypatch.setattr(
+        opening, "sys", types.SimpleNamespace(platform=around.get("platform", "linux"))
+    )
     if "mark" in around:
         monkeypatch.setenv(MARK, "1")
-    assert said in refused(functools.partial(oomprobe.check_target, "oomprobe.demo:wide_mlp", 8, **options))
+    assert said in refused(
+        functools.partial(oomprobe.check_target, "oomprobe.demo:wide_mlp", 8, **options)
+    )

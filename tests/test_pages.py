@@ -28,10 +28,16 @@ BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def blocks(page, *languages):
-    return [body for language, body in BLOCK.findall(page.read_text(encoding="utf-8")) if language in languages]
+    return [
+        body
+        for language, body in BLOCK.findall(page.read_text(encoding="utf-8"))
+        if language in languages
+    ]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem
+)
 def test_its_code_runs_and_prints_what_it_shows(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks(page, "python")))
@@ -46,7 +52,9 @@ def test_its_code_runs_and_prints_what_it_shows(page, tmp_path):
 def test_code_for_frameworks_compiles_and_files_exist(page):
     for block in blocks(page, "py"):
         compile(block, page.name, "exec")
-    for name in re.findall(r"`((?:scripts|tests|oomprobe|examples)/[\w/.]+)`", page.read_text(encoding="utf-8")):
+    for name in re.findall(
+        r"`((?:scripts|tests|oomprobe|examples)/[\w/.]+)`", page.read_text(encoding="utf-8")
+    ):
         assert (ROOT / name).exists(), name
 
 
@@ -65,7 +73,9 @@ def test_its_commands_and_options_exist():
     text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     for command in re.findall(r"^(scripts/\w+) ", text, re.MULTILINE):
         assert (ROOT / command).stat().st_mode & 0o111, command
-    known = parser().format_help() + parser()._subparsers._group_actions[0].choices["run"].format_help()
+    known = (
+        parser().format_help() + parser()._subparsers._group_actions[0].choices["run"].format_help()
+    )
     for options in re.findall(r"oomprobe run ([^`#\n)]*)", text):
         own = f" {options}".partition(" -- ")[0]  # a command follows the two dashes
         for option in re.findall(r"--[a-z-]+", own):
@@ -82,7 +92,9 @@ def test_the_exit_statuses_are_those_of_the_errors():
 
 
 def examples_of(thing):
-    return "".join(example.source for example in doctest.DocTestParser().get_examples(thing.__doc__ or ""))
+    return "".join(
+        example.source for example in doctest.DocTestParser().get_examples(thing.__doc__ or "")
+    )
 
 
 def test_every_public_name_has_a_docstring_and_an_example():
@@ -91,7 +103,9 @@ def test_every_public_name_has_a_docstring_and_an_example():
     for name, text in examples.items():
         kind, _, method = name.partition(".")
         is_called = method and re.search(rf"\.{method}\b", examples.get(kind, ""))
-        assert text or is_called or name.startswith("Device."), name  # a probe calls the methods of a device
+        assert text or is_called or name.startswith("Device."), (
+            name
+        )  # a probe calls the methods of a device
 
 
 def test_the_release_files_name_this_version():
@@ -117,7 +131,11 @@ def rows_of(page):
 
 def paths_in(text):
     """Return the names in code that are paths from the root; options and arguments may follow."""
-    return [name for name in re.findall(r"`([\w./-]+)[^`]*`", text) if "/" in name or name == README.name]
+    return [
+        name
+        for name in re.findall(r"`([\w./-]+)[^`]*`", text)
+        if "/" in name or name == README.name
+    ]
 
 
 def test_the_table_of_evidence_is_complete():
@@ -127,26 +145,38 @@ def test_the_table_of_evidence_is_complete():
     for name in named:
         assert (ROOT / name).exists(), name
     for page, command, data, last_run in rows:
-        assert page.startswith(("the same", "none")) or all(name.endswith(".md") for name in paths_in(page)), page
+        assert page.startswith(("the same", "none")) or all(
+            name.endswith(".md") for name in paths_in(page)
+        ), page
         assert paths_in(data) or data.startswith(("the page", "none")), data
         assert paths_in(command) or "by hand" in command or "commit" in command, command
         assert re.fullmatch(r"\d{4}-\d\d-\d\d", last_run), last_run
-    below = (room / "README.md").read_text(encoding="utf-8").rpartition("|\n")[2]  # it names the folders
+    below = (
+        (room / "README.md").read_text(encoding="utf-8").rpartition("|\n")[2]
+    )  # it names the folders
     scripts = [path for path in room.iterdir() if path.name not in ("README.md", "__pycache__")]
     kept = (ROOT / "tests" / "evidence").rglob("*.json")
-    assert {path.relative_to(ROOT).as_posix() for path in (*scripts, *kept)} <= named | {*paths_in(below)}
+    assert {path.relative_to(ROOT).as_posix() for path in (*scripts, *kept)} <= named | {
+        *paths_in(below)
+    }
 
 
 def test_the_table_of_scripts_is_complete():
     named = {name for row in rows_of(ROOT / "scripts" / "README.md") for name in paths_in(row[0])}
-    commands = {path for path in (ROOT / "scripts").iterdir() if path.is_file() and path.stat().st_mode & 0o111}
+    commands = {
+        path
+        for path in (ROOT / "scripts").iterdir()
+        if path.is_file() and path.stat().st_mode & 0o111
+    }
     assert named == {path.relative_to(ROOT).as_posix() for path in commands}
 
 
 def test_no_cuda_claim_without_evidence():
     files = (ROOT / "tests" / "evidence").glob("*.json")
     of_a_card = [file for file in files if not file.stem.endswith(("_host", "_bed"))]
-    assert bool(of_a_card) != ("oomprobe has not run on a physical GPU yet" in README.read_text(encoding="utf-8"))
+    assert bool(of_a_card) != (
+        "oomprobe has not run on a physical GPU yet" in README.read_text(encoding="utf-8")
+    )
 
 
 def test_the_peers_tables_match_the_evidence(tmp_path):
@@ -154,15 +184,23 @@ def test_the_peers_tables_match_the_evidence(tmp_path):
     copy = tmp_path / page.name
     copy.write_text(page.read_text())
     table.into_page(copy, benchmark_peers.EVIDENCE)
-    assert copy.read_text() == page.read_text(), "run python scripts/evidence/benchmark_peers.py --docs"
+    assert copy.read_text() == page.read_text(), (
+        "run python scripts/evidence/benchmark_peers.py --docs"
+    )
     peaks = json.loads(benchmark_peaks.EVIDENCE.read_text())
-    table.write_sections(copy, {"peaks": table.peaks_table(peaks), "brackets": table.brackets_table(peaks)})
-    assert copy.read_text() == page.read_text(), "run python scripts/evidence/benchmark_peaks.py --docs"
+    table.write_sections(
+        copy, {"peaks": table.peaks_table(peaks), "brackets": table.brackets_table(peaks)}
+    )
+    assert copy.read_text() == page.read_text(), (
+        "run python scripts/evidence/benchmark_peaks.py --docs"
+    )
 
 
 def test_the_short_peers_table_matches_the_evidence():
     rows = json.loads(benchmark_peers.EVIDENCE["cuda_bed"].read_text())["rows"]
-    told = re.findall(r"^\| ([^|]+) \| (\d+ / \d+) \| (\d+) \| ([\d.]+) \|$", README.read_text(), re.MULTILINE)
+    told = re.findall(
+        r"^\| ([^|]+) \| (\d+ / \d+) \| (\d+) \| ([\d.]+) \|$", README.read_text(), re.MULTILINE
+    )
     assert len(told) >= 4
     for name, dies, never_run, share in told:
         tool = name.partition(" (")[0]

@@ -34,7 +34,11 @@ def a_breakdown(**changes):
         ),
     } | changes
     total = sum(given["parts"].values())
-    return Breakdown(peak_allocated_bytes=total - given["parts"][FRAGMENTATION], peak_reserved_bytes=total, **given)
+    return Breakdown(
+        peak_allocated_bytes=total - given["parts"][FRAGMENTATION],
+        peak_reserved_bytes=total,
+        **given,
+    )
 
 
 # --- plots ---
@@ -49,10 +53,20 @@ def test_a_plot_shows_peaks_lines_and_throughput(tmp_path):
     figure = result.plot(tmp_path / "probe.png")
     memory, throughput = figure.axes
     failed = "failed, at its limit"
-    assert {"peak reserved", "peak allocated", failed, "available 24.00 GiB", "budget 21.60 GiB"} < labels(memory)
-    crosses = next(line for line in memory.lines if line.get_label() == failed).get_xydata().tolist()
+    assert {
+        "peak reserved",
+        "peak allocated",
+        failed,
+        "available 24.00 GiB",
+        "budget 21.60 GiB",
+    } < labels(memory)
+    crosses = (
+        next(line for line in memory.lines if line.get_label() == failed).get_xydata().tolist()
+    )
     assert crosses
-    assert crosses == [[t.batch_size, (t.cap_bytes or 24 * GIB) / GIB] for t in result.trials if not t.passed]
+    assert crosses == [
+        [t.batch_size, (t.cap_bytes or 24 * GIB) / GIB] for t in result.trials if not t.passed
+    ]
     allocated = next(line for line in memory.lines if line.get_label() == "peak allocated")
     assert allocated.get_xydata().tolist() == sorted(
         [t.batch_size, t.peak_allocated_bytes / GIB] for t in result.trials if t.passed
@@ -77,7 +91,10 @@ def test_a_plot_says_model_card_and_answer(model):
     table = a_table(rows={512: result, 1024: result}, mixed={}, unfit={})
     titles = [" ".join(one.plot().get_suptitle().split()) for one in (result, table)]
     card = "fits in 21.60 GiB (90 % of 24.00 GiB on NVIDIA GeForce RTX 4090)"
-    assert titles == [f"GPT: batch 98 {card}", f"GPT: 2 of 2 values of length {card.replace('fits', 'fit')}"]
+    assert titles == [
+        f"GPT: batch 98 {card}",
+        f"GPT: 2 of 2 values of length {card.replace('fits', 'fit')}",
+    ]
     assert replace(gpu(), environment={}).plot().get_suptitle().startswith("batch 98")
 
 
@@ -98,13 +115,23 @@ def test_a_page_has_everything_and_loads_nothing():
     assert text.count("<svg") == 2
     assert len(re.findall(r'<tr class="(?:failed|passed|answer)"', text)) == len(result.trials)
     remark = "backward, model.py:142: CUDA out of memory. Tried to allocate 2.00 GiB"
-    for words in ("Batch 98 fits in 21.60 GiB", remark, *result.notes, *result.not_covered, "Options"):
+    for words in (
+        "Batch 98 fits in 21.60 GiB",
+        remark,
+        *result.notes,
+        *result.not_covered,
+        "Options",
+    ):
         assert words in html.unescape(text)
     kinds = re.findall(r'<tr class="(\w+)"><td>(\d+)</td><td class="text">(\w+)</td>', text)
-    assert {("passed", "64", "grow"), ("failed", "128", "grow"), ("answer", "98", "confirm")} < set(kinds)
+    assert {("passed", "64", "grow"), ("failed", "128", "grow"), ("answer", "98", "confirm")} < set(
+        kinds
+    )
     assert not re.search(r"<script|<link|<img|@import|url\(\s*['\"]?http", text)
     addresses = set(re.findall(r"https?://[^\"'<> ]+", text))
-    assert all(address.startswith("http://www.w3.org/") for address in addresses)  # XML namespaces, not links
+    assert all(
+        address.startswith("http://www.w3.org/") for address in addresses
+    )  # XML namespaces, not links
 
 
 def test_text_from_outside_is_escaped():
@@ -124,11 +151,25 @@ def test_text_from_outside_is_escaped():
 
 
 def test_a_notebook_shows_every_note_and_what_limits():
-    result = replace(gpu(), notes=("weak: no optimizer stepped", "a < b"), breakdown=a_breakdown(), contaminated=True)
+    result = replace(
+        gpu(),
+        notes=("weak: no optimizer stepped", "a < b"),
+        breakdown=a_breakdown(),
+        contaminated=True,
+    )
     text = html.unescape(result._repr_html_())
-    for words in (*result.notes, "memory; batch 98 ran for 5 calls; batch 99 failed", "WARNING: memory outside"):
+    for words in (
+        *result.notes,
+        "memory; batch 98 ran for 5 calls; batch 99 failed",
+        "WARNING: memory outside",
+    ):
         assert words in text
-    for words in ("the longest sequence of your data", "Where the memory went", "12 = ", "... 4 of 16 trials left out"):
+    for words in (
+        "the longest sequence of your data",
+        "Where the memory went",
+        "12 = ",
+        "... 4 of 16 trials left out",
+    ):
         assert words in text
     assert text.index("weak: no optimizer") < text.index("<table>")
 
@@ -145,7 +186,9 @@ def test_the_picture_of_a_report_shows_what_the_first_example_prints():
     drawn = (REPOSITORY / "docs/report.svg").read_text(encoding="utf-8")
     assert re.findall(r"https?://[^\"')]*", drawn) == ["http://www.w3.org/2000/svg"]
     text = html.unescape("".join(re.findall(r"<text[^>]*>([^<]*)<", drawn)))
-    printed = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("```text\n")[1].split("```")[0]
+    printed = (
+        (REPOSITORY / "README.md").read_text(encoding="utf-8").split("```text\n")[1].split("```")[0]
+    )
     shown = ["".join(line.split()) in "".join(text.split()) for line in printed.splitlines()]
     assert shown == [line != "..." for line in printed.splitlines()]
 
@@ -157,7 +200,8 @@ def test_a_breakdown_equals_its_golden_file_and_survives_json():
     result = a_result(breakdown=a_breakdown())
     assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
     same_as_golden(
-        "\n\n".join("\n".join(block_lines(block)) for block in breakdown_blocks(a_breakdown())) + "\n",
+        "\n\n".join("\n".join(block_lines(block)) for block in breakdown_blocks(a_breakdown()))
+        + "\n",
         "breakdown.txt",
     )
 
@@ -168,9 +212,15 @@ def test_a_breakdown_equals_its_golden_file_and_survives_json():
 def test_a_comparison_equals_its_golden_file():
     trials = tuple(t for t in gpu().trials if t.batch_size <= 64)
     other = a_result(
-        trials=trials, batch_size=64, device="H100", environment={"torch": "2.14.1"}, breakdown=a_breakdown()
+        trials=trials,
+        batch_size=64,
+        device="H100",
+        environment={"torch": "2.14.1"},
+        breakdown=a_breakdown(),
     )
-    same_as_golden(comparison(gpu(), other, ("before.json", f"{'x' * 30}/after.json")), "comparison.txt")
+    same_as_golden(
+        comparison(gpu(), other, ("before.json", f"{'x' * 30}/after.json")), "comparison.txt"
+    )
 
 
 def test_the_command_line_compares_and_writes_a_page(tmp_path, capsys):

@@ -10,7 +10,13 @@ shapes = st.tuples(st.integers(1, 5000), st.integers(1, 16), st.integers(1, 300)
 
 def entries(shape, **options):
     global_batch, world_size, largest, multiple_of = shape
-    return plan(global_batch, world_size=world_size, max_micro_batch=largest, multiple_of=multiple_of, **options)
+    return plan(
+        global_batch,
+        world_size=world_size,
+        max_micro_batch=largest,
+        multiple_of=multiple_of,
+        **options,
+    )
 
 
 @given(shapes, st.just(1) | st.integers(1, 300))
@@ -18,7 +24,9 @@ def test_entries_are_possible_correct_and_unique(shape, smallest):
     global_batch, world_size, max_micro_batch, multiple_of = shape
     listed = entries(shape, min_micro_batch=smallest)
     assert len(set(listed)) == len(listed)
-    assert bool(listed) == any(micro % multiple_of == 0 for micro in range(smallest, max_micro_batch + 1))
+    assert bool(listed) == any(
+        micro % multiple_of == 0 for micro in range(smallest, max_micro_batch + 1)
+    )
     for entry in listed:
         assert entry.micro_batch * entry.accumulation_steps * entry.world_size == entry.global_batch
         assert entry.world_size == world_size
@@ -40,5 +48,7 @@ def test_the_exact_entry_has_the_largest_possible_micro_batch(shape):
 @pytest.mark.parametrize("name", ["global_batch", "world_size"])
 def test_a_size_that_is_not_a_positive_integer_is_named(name):
     sizes = {"global_batch": 8, "world_size": 1, "max_micro_batch": 4, name: 0}
-    with pytest.raises(InvalidArgumentError, match=f"{name} must be an integer of at least 1, not 0"):
+    with pytest.raises(
+        InvalidArgumentError, match=f"{name} must be an integer of at least 1, not 0"
+    ):
         plan(sizes.pop("global_batch"), **sizes)

@@ -24,7 +24,9 @@ def probe(device, step, **options):
 
 
 def check(device, step, batch_size, **options):
-    return oomprobe.check(nn.Linear(1, 1), step, batch_size, device=device, progress="off", **options)
+    return oomprobe.check(
+        nn.Linear(1, 1), step, batch_size, device=device, progress="off", **options
+    )
 
 
 def accumulating(device, gradient_bytes, per_sample=MIB):
@@ -33,7 +35,9 @@ def accumulating(device, gradient_bytes, per_sample=MIB):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def take_and_draw(batch_size):
-        device.take(batch_size * per_sample + (gradient_bytes if model.weight.grad is not None else 0))
+        device.take(
+            batch_size * per_sample + (gradient_bytes if model.weight.grad is not None else 0)
+        )
         return torch.ones(batch_size, 4)
 
     return model, training_step(optimizer, take_and_draw, torch.sum), optimizer
@@ -50,7 +54,9 @@ def accumulating(device, gradient_bytes, per_sample=MIB):
     fraction=st.floats(0.3, 1.0),
     multiple=st.integers(1, 9),
 )
-def test_the_answer_is_the_exact_limit_under_the_cap(measures_reserved, total, fixed_share, fraction, multiple):
+def test_the_answer_is_the_exact_limit_under_the_cap(
+    measures_reserved, total, fixed_share, fraction, multiple
+):
     device = LedgerDevice(total * MIB, measures_reserved=measures_reserved)
     fixed = int(total * fixed_share) * MIB
     budget = int(fraction * total * MIB)
@@ -80,11 +86,15 @@ def test_answer_and_bracket_with_and_without_a_margin(memory_fraction, bracket):
 
 
 @pytest.mark.parametrize(
-    ("on_host", "said"), [(False, "the step varies: batch 96"), (True, "transient failure: batch 96")]
+    ("on_host", "said"),
+    [(False, "the step varies: batch 96"), (True, "transient failure: batch 96")],
 )
 def test_a_size_that_fails_once_is_noted(on_host, said):
     """On the host, other processes come and go; elsewhere the step must have caused it, so the failure stands."""
-    device, failures = LedgerDevice(100 * MIB), Log([torch.OutOfMemoryError("CUDA out of memory (a neighbour)")])
+    device, failures = (
+        LedgerDevice(100 * MIB),
+        Log([torch.OutOfMemoryError("CUDA out of memory (a neighbour)")]),
+    )
     device.on_host = on_host
 
     def fail_once(batch_size):
@@ -118,7 +128,9 @@ def test_global_batch_runs_the_planned_split():
     accumulated = [t for t in result.trials if t.accumulation_steps > 1]
     assert not accumulated[0].passed
     assert accumulated[-1].passed
-    assert accumulated[-1].steps == 1 + accumulated[-1].accumulation_steps  # the first creates the optimizer's state
+    assert (
+        accumulated[-1].steps == 1 + accumulated[-1].accumulation_steps
+    )  # the first creates the optimizer's state
     best = result.plan(400)[0]
     assert best.micro_batch * best.accumulation_steps == best.global_batch
     assert (best.micro_batch, best.ran_accumulated) == (accumulated[-1].batch_size, True)
@@ -146,7 +158,9 @@ def test_a_progress_callable_gets_each_trial():
 ILLEGAL_ADDRESS = RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-@pytest.mark.parametrize("error", [ILLEGAL_ADDRESS, torch.OutOfMemoryError("x"), ValueError("x")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ILLEGAL_ADDRESS, torch.OutOfMemoryError("x"), ValueError("x")], ids=repr
+)
 def test_a_poisoned_process_gives_no_further_verdict(error):
     """Whether the error says so, or any other error leaves the device unhealthy; what is on the host comes back."""
     device, calls, seen = LedgerDevice(10 * MIB), Log(), []
@@ -160,12 +174,17 @@ def test_a_poisoned_process_gives_no_further_verdict(error):
         device.take(batch_size * MIB)
 
     generator = random.getstate()
-    with pytest.raises(oomprobe.DeviceLostError, match=f"{type(error).__name__}.*save it before you probe") as caught:
+    with pytest.raises(
+        oomprobe.DeviceLostError, match=f"{type(error).__name__}.*save it before you probe"
+    ) as caught:
         probe(device, step)
     assert seen == []
     assert random.getstate() == generator
     assert (calls[-1], list(calls)) == (8, sorted(calls))
-    assert (caught.value.trials[-1].batch_size, caught.value.trials[-1].verdict) == (8, Verdict.POISONED)
+    assert (caught.value.trials[-1].batch_size, caught.value.trials[-1].verdict) == (
+        8,
+        Verdict.POISONED,
+    )
 
 
 # --- time and signals ---
@@ -204,7 +223,9 @@ def test_ranks_that_the_step_starts_are_refused():
         model(torch.randn(batch_size, 2)).sum().backward()
 
     try:
-        with pytest.raises(oomprobe.InvalidArgumentError, match=r"torch\.distributed has 2 ranks") as refused:
+        with pytest.raises(
+            oomprobe.InvalidArgumentError, match=r"torch\.distributed has 2 ranks"
+        ) as refused:
             probe_model(nn.Linear(2, 2), step)
     finally:
         torch.distributed.destroy_process_group()
@@ -226,11 +247,21 @@ def test_a_step_that_varies_says_so_where_no_look_has_shown_it():
     def step(model, batch_size):
         model(torch.ones(batch_size, random.randrange(10, 1000), 2, device="cuda")).sum().backward()
 
-    result = oomprobe.check(nn.Linear(2, 2), step, 8, device="sim:1GiB", confirm_steps=5, progress="off")
-    assert any(note.startswith("the step allocates different amounts from call to call") for note in result.notes)
+    result = oomprobe.check(
+        nn.Linear(2, 2), step, 8, device="sim:1GiB", confirm_steps=5, progress="off"
+    )
+    assert any(
+        note.startswith("the step allocates different amounts from call to call")
+        for note in result.notes
+    )
 
 
 def test_a_gradient_beside_the_model_is_no_mere_forward_pass():
     scale = torch.ones(4, requires_grad=True)
-    result = probe(LedgerDevice(), lambda model, n: (scale * torch.ones(n, 4)).sum().backward(), max_batch=4)
-    assert any("no optimizer stepped" in note and "though gradients were computed" in note for note in result.notes)
+    result = probe(
+        LedgerDevice(), lambda model, n: (scale * torch.ones(n, 4)).sum().backward(), max_batch=4
+    )
+    assert any(
+        "no optimizer stepped" in note and "though gradients were computed" in note
+        for note in result.notes
+    )

@@ -62,7 +62,9 @@ def alternates():
 
 def a_table(**changes):
     short = gpu()
-    other = replace(short, batch_size=32, notes=("the answer ran for 25 calls; rarer events were not measured",))
+    other = replace(
+        short, batch_size=32, notes=("the answer ran for 25 calls; rarer events were not measured",)
+    )
     given = {
         "axis": "length",
         "rows": {512: short, 1024: other, 8192: None, 16384: None},
@@ -71,7 +73,9 @@ def a_table(**changes):
             8192: "batch 1, the smallest allowed, does not fit",
             16384: "not tried, since length 8192 does not fit",
         },
-        "notes": ("training that meets all values in one process runs out of memory with the batch sizes of the rows",),
+        "notes": (
+            "training that meets all values in one process runs out of memory with the batch sizes of the rows",
+        ),
         "elapsed_s": 83.0,
     }
     return ProbeTable(**given | changes)
@@ -83,20 +87,28 @@ def a_table(**changes):
 @pytest.mark.parametrize(
     ("over", "said"),
     [
-        ({}, 'over must map an argument of the step to its values, over={"length": [512, 1024, 2048]}, not {}'),
+        (
+            {},
+            'over must map an argument of the step to its values, over={"length": [512, 1024, 2048]}, not {}',
+        ),
         ({"length": [1], "width": [2]}, "over has 2 axes, length, width, and a table has one"),
         ({"batch_size": [1]}, "'batch_size' in over is not an extra argument of the step"),
         ({"a-b": [1]}, "'a-b' in over is not"),
         ({"length": "512"}, "the values of length must be a list, not '512'"),
         ({"length": []}, "length must have at least one value"),
         ({"length": [512, 512.0]}, "and each only once"),
-        ({"size": [[640, 480]]}, "a value of size cannot be a key of the table: write [640, 480] as a tuple"),
+        (
+            {"size": [[640, 480]]},
+            "a value of size cannot be a key of the table: write [640, 480] as a tuple",
+        ),
         ({"size": [1]}, "Write it as def step_fn(model, batch_size, size): ..."),
     ],
 )
 def test_an_axis_that_makes_no_table_is_refused(over, said):
     with pytest.raises(InvalidArgumentError) as caught:
-        oomprobe.find_max_batches(torch.nn.Linear(1, 1), lambda model, batch_size: None, over, **QUIET)
+        oomprobe.find_max_batches(
+            torch.nn.Linear(1, 1), lambda model, batch_size: None, over, **QUIET
+        )
     assert said in str(caught.value)
 
 
@@ -107,8 +119,13 @@ def test_values_are_plain_numbers_and_name_their_row():
 
 
 def test_a_value_that_other_processes_cannot_get_is_refused():
-    with pytest.raises(InvalidArgumentError, match="a value of length cannot be sent to the processes that run trials"):
-        oomprobe.probe_target(linear, over={"length": [lambda: 8]}, device="cpu:64MiB", progress="off")
+    with pytest.raises(
+        InvalidArgumentError,
+        match="a value of length cannot be sent to the processes that run trials",
+    ):
+        oomprobe.probe_target(
+            linear, over={"length": [lambda: 8]}, device="cpu:64MiB", progress="off"
+        )
 
 
 # --- on simulated cards and host memory ---
@@ -116,7 +133,9 @@ def test_a_value_that_other_processes_cannot_get_is_refused():
 
 def test_rows_on_a_simulated_card_equal_probes_of_their_own():
     model, step = linear()
-    table = oomprobe.find_max_batches(model, step, {"length": [1024, 4096]}, start_batch=2, mixed=False, **QUIET)
+    table = oomprobe.find_max_batches(
+        model, step, {"length": [1024, 4096]}, start_batch=2, mixed=False, **QUIET
+    )
     assert [result.trials[0].batch_size for result in table.rows.values()] == [2, 1]
     alone = oomprobe.find_max_batch(model, lambda model, n: step(model, n, length=4096), **QUIET)
     assert table.rows[4096].batch_size == alone.batch_size
@@ -202,11 +221,21 @@ def test_the_page_folds_the_report_of_each_row():
 
 
 def test_rows_with_the_largest_product_are_starred_alike():
-    table = a_table(rows={512: replace(gpu(), batch_size=64), 1024: replace(gpu(), batch_size=32), 8: gpu(), 9: None})
+    table = a_table(
+        rows={
+            512: replace(gpu(), batch_size=64),
+            1024: replace(gpu(), batch_size=32),
+            8: gpu(),
+            9: None,
+        }
+    )
     assert re.findall(r"^\* +(\d+) ", report(table), re.MULTILINE) == ["512", "1024"]
     assert re.findall(r"<td>\* (\d+)</td>", page_of(table)) == ["512", "1024"]
     assert "* largest batch x length: 32768" in page_of(table)
-    for without in (replace(table, rows={"a": gpu()}, unfit={}, mixed={}), replace(table, rows={9: None})):
+    for without in (
+        replace(table, rows={"a": gpu()}, unfit={}, mixed={}),
+        replace(table, rows={9: None}),
+    ):
         assert "*" not in report(without)
 
 
@@ -225,7 +254,9 @@ def test_a_table_is_one_line_or_a_flat_summary():
 
 
 def run(target, *arguments):
-    return cli.main(["run", f"{__file__}:{target}", *arguments, "--device", "sim:64MiB", "--progress", "off"])
+    return cli.main(
+        ["run", f"{__file__}:{target}", *arguments, "--device", "sim:64MiB", "--progress", "off"]
+    )
 
 
 @pytest.mark.parametrize("more", [["--over", "length=8,16"], ["--require", "2"], []])
@@ -242,7 +273,9 @@ def test_what_is_printed_and_saved(capsys, tmp_path, more):
     age = datetime.now(UTC) - datetime.fromisoformat(environment["date"])
     assert 0 <= age.total_seconds() < 100
     assert cli.main(["show", str(saved)]) == 0
-    assert capsys.readouterr().out.startswith(f"verdict: {'2 of 2 values of length fit' if is_table else 'batch 2 '}")
+    assert capsys.readouterr().out.startswith(
+        f"verdict: {'2 of 2 values of length fit' if is_table else 'batch 2 '}"
+    )
     assert cli.main(["compare", str(saved), str(saved)]) == (2 if is_table else 0)
 
 

@@ -17,7 +17,17 @@ NAMES = ("train", "eval")
 
 
 def program(
-    *, first=1, full=1, names=("step",), period=0, call_s=0.0, needed=0, row=0, replays=False, ranks=1, **options
+    *,
+    first=1,
+    full=1,
+    names=("step",),
+    period=0,
+    call_s=0.0,
+    needed=0,
+    row=0,
+    replays=False,
+    ranks=1,
+    **options,
 ):
     """Return the program of a probe whose trials have shown how many calls a full step takes."""
     options = Options(**{"steps": 2, "confirm_steps": 5, **options})
@@ -25,7 +35,9 @@ def program(
     facts = replace(facts, device=replace(facts.device, replays=replays))
     made = Program(facts, options, Clock(options), row)
     stepped = [*[None] * (first - 1), first, *[None] * (full - 1), full]
-    shown = [CallRecord(step=name, stepped=calls, seconds=call_s) for name in names for calls in stepped]
+    shown = [
+        CallRecord(step=name, stepped=calls, seconds=call_s) for name in names for calls in stepped
+    ]
     passed = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.GROW, steps=len(shown))
     assert [*made.learn(made.growing(8), Outcome(trial=passed, records=tuple(shown)))] == []
     made.needed = needed
@@ -36,7 +48,10 @@ def program(
 
 def steps_of(request):
     """Return the calls of a trial as pairs of a step and how often it is called in a row."""
-    return [(name, len([*calls])) for name, calls in itertools.groupby(request.calls, lambda call: call.step)]
+    return [
+        (name, len([*calls]))
+        for name, calls in itertools.groupby(request.calls, lambda call: call.step)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -50,9 +65,17 @@ def steps_of(request):
         ({"needed": 7}, 7, 50),
         ({"call_s": 0.5, "trial_time_limit_s": 8.0}, 3, 8),  # half of the time that a trial has
         ({"call_s": 0.5, "time_limit_s": 8.9}, 3, 8),  # half of the time that is left
-        ({"replays": True}, 6, 50),  # calls are repeated, which takes no time: every trial makes the most
+        (
+            {"replays": True},
+            6,
+            50,
+        ),  # calls are repeated, which takes no time: every trial makes the most
         ({"replays": True, "names": NAMES}, 12, 24),
-        ({"replays": True, "names": NAMES, "steps": 1}, 12, 24),  # the last two full steps are compared
+        (
+            {"replays": True, "names": NAMES, "steps": 1},
+            12,
+            24,
+        ),  # the last two full steps are compared
         ({"steps": 1, "confirm_steps": 1, "call_s": 9.0}, 2, 2),
     ],
 )
@@ -68,7 +91,12 @@ def test_several_steps_take_turns_twice():
 
 @pytest.mark.parametrize(
     ("shown", "steady"),
-    [({"period": 1}, True), ({}, False), ({"period": 1, "needed": 9}, False), ({"period": 1, "ranks": 2}, False)],
+    [
+        ({"period": 1}, True),
+        ({}, False),
+        ({"period": 1, "needed": 9}, False),
+        ({"period": 1, "ranks": 2}, False),
+    ],
 )
 def test_calls_are_steady_where_a_look_of_one_rank_has_seen_them_repeat(shown, steady):
     assert program(**shown).is_steady is steady
@@ -80,7 +108,9 @@ def test_the_time_of_a_call_is_that_of_the_nearest_size(replays, calls):
     larger = Trial(batch_size=64, verdict=Verdict.FITS, phase=Phase.GROW, steps=6)
     shown = tuple(CallRecord(step=name, stepped=1, seconds=0.5) for name in NAMES for _ in range(3))
     assert [*made.learn(made.growing(64), Outcome(trial=larger, records=shown))] == []
-    assert [made.affordable(size) for size in (8, 60, 80, 640)] == calls  # a simulated call takes as long at any size
+    assert [
+        made.affordable(size) for size in (8, 60, 80, 640)
+    ] == calls  # a simulated call takes as long at any size
 
 
 def test_calls_of_a_confirmation_are_those_of_each_step():
@@ -131,7 +161,8 @@ def ran(phase, verdict, steps):
 def test_a_look_that_failed_tells_nothing():
     made = program()
     failed = replace(
-        ran(Phase.GROW, Verdict.OOM, 40), records=tuple(CallRecord(step="step", served_bytes=n) for n in range(40))
+        ran(Phase.GROW, Verdict.OOM, 40),
+        records=tuple(CallRecord(step="step", served_bytes=n) for n in range(40)),
     )
     assert [*made.learn(made.looking(8, 50), failed)] == []
     assert (made.needed, made.looked) == (0, failed.trial)
@@ -171,13 +202,21 @@ def test_trials_that_make_all_calls_are_made_no_longer():
 
 
 @pytest.mark.parametrize(
-    ("options", "phase", "notes"), [({}, "confirming", 1), ({}, "growing", 0), ({"needed": 9}, "confirming", 0)]
+    ("options", "phase", "notes"),
+    [({}, "confirming", 1), ({}, "growing", 0), ({"needed": 9}, "confirming", 0)],
 )
-def test_a_confirmation_whose_calls_vary_is_noted_unless_trials_are_long_anyway(options, phase, notes):
+def test_a_confirmation_whose_calls_vary_is_noted_unless_trials_are_long_anyway(
+    options, phase, notes
+):
     made = program(**options)
-    shown = tuple(CallRecord(step="step", stepped=1, served_bytes=2**20 * call) for call in (1, 1, 2, 1))
+    shown = tuple(
+        CallRecord(step="step", stepped=1, served_bytes=2**20 * call) for call in (1, 1, 2, 1)
+    )
     request = getattr(made, phase)(8)
-    assert len([*made.learn(request, replace(ran(request.phase, Verdict.FITS, 4), records=shown))]) == notes
+    assert (
+        len([*made.learn(request, replace(ran(request.phase, Verdict.FITS, 4), records=shown))])
+        == notes
+    )
 
 
 # --- trials that go on ---
@@ -220,14 +259,24 @@ def test_each_step_in_turn_makes_its_full_steps():
 
 @pytest.mark.parametrize(
     ("names", "seconds", "calls"),
-    [(("step",), None, 50), (("step",), 0.5, 26), (("step",), 60.0, 6), (NAMES, None, 100), (NAMES, 0.5, 64)],
+    [
+        (("step",), None, 50),
+        (("step",), 0.5, 26),
+        (("step",), 60.0, 6),
+        (NAMES, None, 100),
+        (NAMES, 0.5, 64),
+    ],
 )
 def test_a_check_goes_on_while_there_is_time(names, seconds, calls):
     options = Options(steps=2)
     request = Program(ARunner(step_names=names).facts, options, Clock(options)).confirming(8)
     assert len(made(request, stepping(1), seconds)) == calls
     assert most_calls(request) == 50
-    shown = [CallRecord(step=name, stepped=1, seconds=0.5) for name in names * (len(names)) for _ in range(6)]
+    shown = [
+        CallRecord(step=name, stepped=1, seconds=0.5)
+        for name in names * (len(names))
+        for _ in range(6)
+    ]
     until_deadline = further(replace(request, deadline_s=104.9), shown, 100.0)
     assert len(until_deadline) == 4 * len(names)  # half of the time that is left
 
@@ -235,7 +284,9 @@ def test_a_check_goes_on_while_there_is_time(names, seconds, calls):
 def test_a_plan_does_not_tell_how_many_calls_a_full_step_takes():
     options = Options(steps=2)
     made = Program(ARunner().facts, options, Clock(options))
-    planned = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.CONFIRM, steps=3, accumulation_steps=2)
+    planned = Trial(
+        batch_size=8, verdict=Verdict.FITS, phase=Phase.CONFIRM, steps=3, accumulation_steps=2
+    )
     shown = tuple(CallRecord(step="step", stepped=1) for _ in range(3))
     assert [*made.learn(made.accumulating(8, 2), Outcome(trial=planned, records=shown))] == []
     assert made.growing(8).until is not None
@@ -251,7 +302,9 @@ def repeating(after, length):
     return loop
 
 
-@pytest.mark.parametrize(("after", "period", "calls"), [(1, 1, 6), (9, 1, 12), (1, 3, 8), (1, 7, 16), (60, 1, 50)])
+@pytest.mark.parametrize(
+    ("after", "period", "calls"), [(1, 1, 6), (9, 1, 12), (1, 3, 8), (1, 7, 16), (60, 1, 50)]
+)
 def test_a_confirmation_ends_once_its_calls_have_repeated(after, period, calls):
     request = program(period=period, call_s=0.01).confirming(8)
     assert len(made(request, repeating(after, period))) == calls
@@ -260,18 +313,25 @@ def test_a_confirmation_ends_once_its_calls_have_repeated(after, period, calls):
 @pytest.mark.parametrize("change", [{"counted": None}, {"mark": None}])
 def test_what_cannot_be_seen_makes_all_calls(change):
     request = program(period=1, call_s=0.01).confirming(8)
-    assert len(made(request, lambda number, step: {**repeating(1, 1)(number, step), **change})) == 50
+    assert (
+        len(made(request, lambda number, step: {**repeating(1, 1)(number, step), **change})) == 50
+    )
 
 
 def test_what_the_user_counts_makes_all_calls_and_is_checked_rarely():
     request = program(period=1, call_s=0.01).confirming(8)
-    shown = trial(request, lambda number, step: {**repeating(1, 1)(number, step), "counted": number})
+    shown = trial(
+        request, lambda number, step: {**repeating(1, 1)(number, step), "counted": number}
+    )
     assert len(shown) == 50
     assert len(checks_of(shown)) <= 11
 
 
 def test_ranks_settle_together():
-    early, late = ([CallRecord(step="step", **repeating(after, 1)(n, "step")) for n in range(1, 9)] for after in (1, 6))
+    early, late = (
+        [CallRecord(step="step", **repeating(after, 1)(n, "step")) for n in range(1, 9)]
+        for after in (1, 6)
+    )
     assert have_settled(early, 1)
     assert not have_settled(merged([early, late]), 1)
     assert have_settled(merged([early, early]), 1)

@@ -61,7 +61,10 @@ GOOD, BAD = a_trial(64), a_trial(128, Verdict.OOM)
 
 
 def lines(trial):
-    return trial_line(trial).replace(f"batch {trial.batch_size}  ", f"batch {trial.batch_size} ... ") + "\n"
+    return (
+        trial_line(trial).replace(f"batch {trial.batch_size}  ", f"batch {trial.batch_size} ... ")
+        + "\n"
+    )
 
 
 def test_the_status_line_says_trial_bracket_and_time_and_leaves_the_last_column_free(monkeypatch):
@@ -76,7 +79,10 @@ def test_the_status_line_says_trial_bracket_and_time_and_leaves_the_last_column_
     assert terminal.screen == "oomprobe: grow  batch 128 ... | last good 64, first failing"[:39]
     monkeypatch.setenv("COLUMNS", "100")
     status.finished(BAD)
-    assert terminal.screen == "oomprobe: grow  batch 128 out of memory | last good 64, first failing 128 | 14 s"
+    assert (
+        terminal.screen
+        == "oomprobe: grow  batch 128 out of memory | last good 64, first failing 128 | 14 s"
+    )
     status.close()
     assert terminal.screen == ""
 
@@ -88,7 +94,11 @@ def test_the_status_line_says_trial_bracket_and_time_and_leaves_the_last_column_
         ([a_trial(4), a_trial(8), a_trial(16, Verdict.OOM), a_trial(8, Verdict.OOM)], ["4", "8"]),
         ([a_trial(16, Verdict.OOM), a_trial(9, Verdict.OOM), a_trial(9)], ["9", "16"]),
     ],
-    ids=["a failure below a size that ran", "a size fails under the cap", "a size passes its recheck"],
+    ids=[
+        "a failure below a size that ran",
+        "a size fails under the cap",
+        "a size passes its recheck",
+    ],
 )
 def test_the_bracket_follows_the_latest_verdict(monkeypatch, trials, bracket):
     terminal = write_to(monkeypatch, Terminal())
@@ -101,7 +111,12 @@ def test_the_bracket_follows_the_latest_verdict(monkeypatch, trials, bracket):
 
 @pytest.mark.parametrize(
     ("good", "bad", "options", "left"),
-    [(64, 128, {}, 8), (64, 65, {}, 2), (64, 128, {"multiple_of": 8}, 5), (64, 128, {"resolution": 0.25}, 4)],
+    [
+        (64, 128, {}, 8),
+        (64, 65, {}, 2),
+        (64, 128, {"multiple_of": 8}, 5),
+        (64, 128, {"resolution": 0.25}, 4),
+    ],
 )
 def test_bisecting_says_how_many_trials_are_left(monkeypatch, good, bad, options, left):
     terminal = write_to(monkeypatch, Terminal())
@@ -175,7 +190,11 @@ def test_in_a_notebook_one_output_is_updated_and_cleared(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as ipykernel does
     play(reporter("auto"), GOOD, BAD)
     words = ["64 ...", "64 fits", "128 ...", "128 out of memory"]
-    assert [text.split(" | ")[0] for text in shown] == ["", *(f"oomprobe: grow  batch {one}" for one in words), ""]
+    assert [text.split(" | ")[0] for text in shown] == [
+        "",
+        *(f"oomprobe: grow  batch {one}" for one in words),
+        "",
+    ]
     assert cell.getvalue() == ""
 
 
@@ -201,7 +220,9 @@ def test_a_broken_stderr_does_not_end_a_probe(monkeypatch, stream):
 
 
 def test_an_unknown_value_is_refused():
-    with pytest.raises(InvalidArgumentError, match="must be 'auto', 'plain', 'off' or a callable, not 'AUTO'"):
+    with pytest.raises(
+        InvalidArgumentError, match="must be 'auto', 'plain', 'off' or a callable, not 'AUTO'"
+    ):
         reporter("AUTO")
 
 
@@ -213,7 +234,9 @@ def test_the_log_names_the_size_before_its_step_runs(monkeypatch):
 
     raw, device = io.BytesIO(), LedgerDevice(8 * MIB)
     write_to(monkeypatch, io.TextIOWrapper(raw))
-    result = oomprobe.find_max_batch(torch.nn.Linear(1, 1), step, device=device, memory_fraction=1.0, progress="plain")
+    result = oomprobe.find_max_batch(
+        torch.nn.Linear(1, 1), step, device=device, memory_fraction=1.0, progress="plain"
+    )
     assert raw.getvalue().decode() == "probing ledger\n" + "".join(map(lines, result.trials))
 
 

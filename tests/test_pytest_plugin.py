@@ -54,10 +54,26 @@ def run(tmp_path):
 
     def run(*arguments, wider):
         (tmp_path / "test_memory.py").write_text(TESTS.replace("WIDER", str(wider)))
-        command = [sys.executable, "-m", "pytest", "-p", "oomprobe.integrations.pytest", "-p", "no:cacheprovider"]
-        environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.getcwd()}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "oomprobe.integrations.pytest",
+            "-p",
+            "no:cacheprovider",
+        ]
+        environment = {
+            **os.environ,
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+            "PYTHONPATH": os.getcwd(),
+        }
         ended = subprocess.run(
-            [*command, *arguments, "test_memory.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+            [*command, *arguments, "test_memory.py"],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         _, *failed = ended.stdout.partition("short test summary")[0].split("\n____")
         return {text.split()[1]: text for text in failed}
@@ -73,7 +89,9 @@ def test_baselines_are_written_and_guard_the_memory(run, tmp_path):
     (folder / "test_new.json").unlink()
     for path in folder.glob("test_torch*"):
         data = json.loads(path.read_text())
-        path.write_text(json.dumps({**data, "environment": {**data["environment"], "torch": "1.0"}}))
+        path.write_text(
+            json.dumps({**data, "environment": {**data["environment"], "torch": "1.0"}})
+        )
 
     failed = run(wider=1200)
     assert [*failed] == ["test_grown", "test_torch[None]", "test_new", "test_large"]
@@ -83,7 +101,10 @@ def test_baselines_are_written_and_guard_the_memory(run, tmp_path):
     assert "run pytest --oomprobe-update" in failed["test_new"]
     assert "not less than 10.00 MiB" in failed["test_large"]
     assert "where the memory went: batch 64" in failed["test_large"]
-    assert not any("oomprobe/" in text.replace("--oomprobe", "").replace(".oomprobe/", "") for text in failed.values())
+    assert not any(
+        "oomprobe/" in text.replace("--oomprobe", "").replace(".oomprobe/", "")
+        for text in failed.values()
+    )
 
 
 def test_loading_the_plugin_does_not_import_torch():

@@ -79,11 +79,15 @@ REACHED = {
     "closure": closure,
     "default": default,
     "partial": lambda held: functools.partial(lambda model, batch_size, it: None, it=held),
-    "bound method": lambda held: types.MethodType(lambda self, model, batch_size: None, holding(held)),
+    "bound method": lambda held: types.MethodType(
+        lambda self, model, batch_size: None, holding(held)
+    ),
     "containers": lambda held: default({"a": [(held,)]}),
     "frozenset": lambda held: default(frozenset([held])),
     "object of a library": lambda held: default(holding([*range(999), {"it": held}], OfLibrary)),
-    "bound method in an object of a library": lambda held: default(holding(holding(held).act, OfLibrary)),
+    "bound method in an object of a library": lambda held: default(
+        holding(holding(held).act, OfLibrary)
+    ),
     "private attribute of a module": lambda held: nn.Sequential(OwnModule(held)),
     "object on a module": lambda held: OwnModule(holding(held)),
     "patched method of a module": lambda held: OwnModule(closure(held)),
@@ -112,7 +116,9 @@ def test_data_sets_and_library_code_are_not_searched(scheduler, monkeypatch):
         assert scheduler not in reachable([hold([*range(1_000), scheduler])])
     many = [[[] for _ in range(900)] for _ in range(30)]
     assert len([*visit([(many, "")])]) == 20_000
-    monkeypatch.setattr(sys.modules[__name__], "__file__", "/usr/lib/python3/site-packages/users_train.py")
+    monkeypatch.setattr(
+        sys.modules[__name__], "__file__", "/usr/lib/python3/site-packages/users_train.py"
+    )
     assert scheduler not in reachable([Calls(), type("Own", (Calls,), {})()])
 
 

@@ -30,12 +30,21 @@ from oomprobe.records.trials import (
 def plans():
     """Yield the entries for batches, ranks and limits; ``!`` marks an exact one, ``ran`` and ``+`` what ran without and with accumulation."""
     limits = [(1, 64, 1), (1, 40, 1), (1, 2, 1), (1, 1, 1), (5, 20, 4), (48, 50, 1)]
-    for batch, ranks, (low, high, step) in itertools.product([1, 8, 51, 99, 1009, 1024, 2077, 2144], [1, 3], limits):
-        options = {"world_size": ranks, "max_micro_batch": high, "min_micro_batch": low, "multiple_of": step}
+    for batch, ranks, (low, high, step) in itertools.product(
+        [1, 8, 51, 99, 1009, 1024, 2077, 2144], [1, 3], limits
+    ):
+        options = {
+            "world_size": ranks,
+            "max_micro_batch": high,
+            "min_micro_batch": low,
+            "multiple_of": step,
+        }
         told = []
         for entry in plan(batch, **options, ran={(64, 1), (50, 2)}):
             marks = "!" * entry.exact + " ran" * entry.ran + "+" * entry.ran_accumulated
-            told.append(f"{entry.micro_batch}x{entry.accumulation_steps}={entry.global_batch}{marks}")
+            told.append(
+                f"{entry.micro_batch}x{entry.accumulation_steps}={entry.global_batch}{marks}"
+            )
         yield f"plan {batch} on {ranks}, {low} to {high} by {step}: {', '.join(told) or 'none'}"
 
 
@@ -44,15 +53,45 @@ def sizes():
         some = Sizes.between_limits(low, high, step)
         yield f"sizes {low} to {high} by {step}: {some.first} to {some.last}"
         for size in (8, 24, 48):
-            others = some.up(size, 4 * step), some.up(size, 20 * step), some.down(size, 2), some.down(size, 5)
+            others = (
+                some.up(size, 4 * step),
+                some.up(size, 20 * step),
+                some.down(size, 2),
+                some.down(size, 5),
+            )
             yield f"from {size} up {others[:2]}, down {others[2:]}, nearest {[some.nearest(size + more) for more in (-21, -3, 0, 5, 60)]}"
-        for good, bad in [(None, 8), (None, 48), (1, 8), (8, 16), (8, 24), (16, 33), (16, 32), (8, 96), (24, 96)]:
+        for good, bad in [
+            (None, 8),
+            (None, 48),
+            (1, 8),
+            (8, 16),
+            (8, 24),
+            (16, 33),
+            (16, 32),
+            (8, 96),
+            (24, 96),
+        ]:
             ways = {}, {"geometric": True}, {"place": 0.1}, {"place": 0.8}
             yield f"middle of {good} and {bad}: {[some.middle(good, bad, **way) for way in ways]}"
 
 
 def values():
-    every = [512, 1024, 0, -2, 2.5, True, "short", (), (640, 480), (640, 960), (320, 960), (640,), (640, "x"), (0, 4)]
+    every = [
+        512,
+        1024,
+        0,
+        -2,
+        2.5,
+        True,
+        "short",
+        (),
+        (640, 480),
+        (640, 960),
+        (320, 960),
+        (640,),
+        (640, "x"),
+        (0, 4),
+    ]
     for value in every:
         larger = [other for other in every if is_larger(value, other)]
         yield f"value {value!r}: {text_of_value(value)}, {magnitude(value)}, larger than {larger}"
@@ -65,7 +104,13 @@ def combinations_of_savings():
         yield f"pair {savings.label(pair)}: {savings.cost(pair)}, {savings.numbers_of(pair)}"
     for given in (singles, singles[::-1], singles[1:3], singles[:1], []):
         yield f"best pair of {[name for (name,) in given]}: {savings.best_pair(given)}"
-    for given in ("all", "as is", "checkpoint,as is", "no_foreach+checkpoint,bf16_autocast", ["fp16_autocast"] * 2):
+    for given in (
+        "all",
+        "as is",
+        "checkpoint,as is",
+        "no_foreach+checkpoint,bf16_autocast",
+        ["fp16_autocast"] * 2,
+    ):
         yield f"chosen {given!r}: {savings.chosen(given)}"
 
 
@@ -77,11 +122,20 @@ def lines():
         ([(8, 30), (2, 40), (4, 10), (4, 30)], 100),
         ([(10, 7), (20, 5), (30, 3)], 100),
         ([(1, 10), (2, 20), (3, 30)], 0),
-        ([(1, 100), (2, 100), (3, 100), (4, 200)], 1000),  # slope 30, fixed 50: 140 at size 3, where 100 was measured
+        (
+            [(1, 100), (2, 100), (3, 100), (4, 200)],
+            1000,
+        ),  # slope 30, fixed 50: 140 at size 3, where 100 was measured
     ]:
         line = fit_line(points, budget)
         numbers = (
-            f"{n:.4g}" for n in (line.fixed_bytes, line.bytes_per_sample, line.r_squared, line.max_relative_error)
+            f"{n:.4g}"
+            for n in (
+                line.fixed_bytes,
+                line.bytes_per_sample,
+                line.r_squared,
+                line.max_relative_error,
+            )
         )
         yield f"line {points}: {', '.join(numbers)}, {line.predicted_max_batch} in {budget}"
 
@@ -134,20 +188,29 @@ def test_a_request_says_what_its_calls_have_in_common(calls, fields, said):
 
 
 def test_the_last_trial_of_a_size_is_no_plans():
-    trials = [a_trial(4), a_trial(4, steps=2), a_trial(4, accumulation_steps=2), a_trial(4, Verdict.OOM), a_trial(5)]
+    trials = [
+        a_trial(4),
+        a_trial(4, steps=2),
+        a_trial(4, accumulation_steps=2),
+        a_trial(4, Verdict.OOM),
+        a_trial(5),
+    ]
     assert last_of(trials, 4) is trials[1]
     assert last_of(trials, 4, passed=False) is trials[3]
 
 
 @pytest.mark.parametrize(
-    ("device", "replays", "typed"), [("cuda:1", False, "cuda"), ("xpu", False, "xpu"), ("cpu", True, "cuda")]
+    ("device", "replays", "typed"),
+    [("cuda:1", False, "cuda"), ("xpu", False, "xpu"), ("cpu", True, "cuda")],
 )
 def test_emptying_is_named_by_the_kind_of_the_device(device, replays, typed):
     info = DeviceInfo(name="a", torch_device=device, total_bytes=1, on_host=False, replays=replays)
     assert info.emptying == f"torch.{typed}.empty_cache()"
 
 
-@pytest.mark.parametrize(("available", "peak", "left"), [(9, 4, 5), (None, 4, -4), (9, None, 9), (None, None, 0)])
+@pytest.mark.parametrize(
+    ("available", "peak", "left"), [(9, 4, 5), (None, 4, -4), (9, None, 9), (None, None, 0)]
+)
 def test_a_rank_leaves_what_its_peak_did_not_take(available, peak, left):
     rank = RankTrial(rank=0, verdict=None, available_bytes=available, peak_reserved_bytes=peak)
     assert rank.left_bytes == left

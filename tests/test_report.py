@@ -47,7 +47,9 @@ def test_any_result_has_a_report_with_one_verdict(result):
 
 
 def test_a_brief_report_has_the_trials_that_it_mentions():
-    result = gpu()._with_notes([warning("leak: 5.00 MiB was not freed after batch 96, even by garbage collection", 96)])
+    result = gpu()._with_notes(
+        [warning("leak: 5.00 MiB was not freed after batch 96, even by garbage collection", 96)]
+    )
     assert "\n     96  bisect   fits " not in report(gpu())
     assert "\n     96  bisect   fits " in report(result)
     assert "\n  ... 4 of 16 trials left out; all are in result.trials" in report(gpu())

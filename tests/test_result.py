@@ -36,11 +36,16 @@ def test_a_result_of_version_1_is_read():
     later = {"ranks": [], "limiting_rank": None, "settled_after": None}
     assert all({name: trial.pop(name) for name in later} == later for trial in read["trials"])
     for values, kept in [(read, written), *zip(read["trials"], written["trials"], strict=True)]:
-        assert {key: value for key, value in values.items() if key != "trials"}.items() <= kept.items()
+        assert {
+            key: value for key, value in values.items() if key != "trials"
+        }.items() <= kept.items()
 
 
 def test_a_summary_is_flat_and_has_what_was_measured():
-    trials = (a_trial(4, samples_per_s=9.0), a_trial(4, phase=Phase.CONFIRM, step_s=0.5, samples_per_s=8.0))
+    trials = (
+        a_trial(4, samples_per_s=9.0),
+        a_trial(4, phase=Phase.CONFIRM, step_s=0.5, samples_per_s=8.0),
+    )
     plan = a_trial(4, accumulation_steps=2, samples_per_s=1.0)
     told = a_result(
         trials=(*trials, plan),
@@ -57,7 +62,10 @@ def test_a_summary_is_flat_and_has_what_was_measured():
 
 @given(results)
 def test_any_result_has_a_summary_and_a_repr_in_one_line(result):
-    assert all(value is None or isinstance(value, bool | int | float | str) for value in result.summary().values())
+    assert all(
+        value is None or isinstance(value, bool | int | float | str)
+        for value in result.summary().values()
+    )
     assert repr(result).startswith(f"<ProbeResult: batch {result.batch_size} ")
     assert "\n" not in repr(result)
 
@@ -73,11 +81,16 @@ def test_to_json_writes_what_it_returns(tmp_path):
 @pytest.mark.parametrize("version", [0, 2, None])
 def test_another_schema_version_is_refused_by_number(version):
     data = {**a_result().to_dict(), "schema_version": version}
-    with pytest.raises(InvalidArgumentError, match=f"schema_version {version!r}; this oomprobe reads {SCHEMA_VERSION}"):
+    with pytest.raises(
+        InvalidArgumentError,
+        match=f"schema_version {version!r}; this oomprobe reads {SCHEMA_VERSION}",
+    ):
         ProbeResult.from_dict(data)
 
 
-@pytest.mark.parametrize("data", [None, 3, "text", [1], {}, {"schema_version": 1, "batch_size": 4, "trials": 3}])
+@pytest.mark.parametrize(
+    "data", [None, 3, "text", [1], {}, {"schema_version": 1, "batch_size": 4, "trials": 3}]
+)
 def test_arbitrary_json_is_an_invalid_argument(data):
     with pytest.raises(InvalidArgumentError):
         ProbeResult.from_dict(data)
@@ -102,8 +115,17 @@ def test_a_plan_says_what_ran_and_stays_below_what_failed():
     failed = a_trial(6, Verdict.OOM, accumulation_steps=2)
     trials = (a_trial(6), a_trial(5, Verdict.OOM), a_trial(4, accumulation_steps=3))
     ran = {n: a_result(batch_size=6, trials=trials).plan(n)[0] for n in (6, 5, 4)}
-    assert [(e.ran, e.ran_accumulated) for e in ran.values()] == [(True, False), (False, False), (True, True)]
-    assert max(entry.micro_batch for entry in a_result(batch_size=6, trials=(failed, *trials)).plan(12)) == 4
+    assert [(e.ran, e.ran_accumulated) for e in ran.values()] == [
+        (True, False),
+        (False, False),
+        (True, True),
+    ]
+    assert (
+        max(
+            entry.micro_batch for entry in a_result(batch_size=6, trials=(failed, *trials)).plan(12)
+        )
+        == 4
+    )
 
 
 def test_a_plan_respects_the_answer_and_the_options():

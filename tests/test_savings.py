@@ -22,7 +22,13 @@ from oomprobe.report.blocks import as_text
 from oomprobe.runners.savings import Savings, repeated_blocks
 
 QUICK = Patience(look_calls=8)
-QUIET = {"progress": "off", "multiple_of": 64, "resolution": 0.1, "confirm_steps": 2, "patience": QUICK}
+QUIET = {
+    "progress": "off",
+    "multiple_of": 64,
+    "resolution": 0.1,
+    "confirm_steps": 2,
+    "patience": QUICK,
+}
 WIDTH = 192
 
 
@@ -35,7 +41,9 @@ def step_of(optimizer):
 
 
 def found(model, step, savings="all", batch_size=None, **options):
-    return oomprobe.find_savings(model, step, batch_size, savings, **{"device": "sim:1GiB", **QUIET, **options})
+    return oomprobe.find_savings(
+        model, step, batch_size, savings, **{"device": "sim:1GiB", **QUIET, **options}
+    )
 
 
 def adamw(model, **options):
@@ -97,11 +105,23 @@ class Own(torch.optim.SGD):
     ("model", "optimizer", "around", "saving", "reason"),
     [
         (Mixer, {}, lambda: torch.autocast("cuda", torch.bfloat16), "bf16_autocast", "already on"),
-        (lambda hand: Mixer(hand).bfloat16(), {}, None, "bf16_autocast", "its parameters are bfloat16 already"),
+        (
+            lambda hand: Mixer(hand).bfloat16(),
+            {},
+            None,
+            "bf16_autocast",
+            "its parameters are bfloat16 already",
+        ),
         (Mixer, {}, torch.autograd.graph.save_on_cpu, "offload_activations", "already on"),
         (lambda _: Mixer(ByHand("checkpoint")), {}, None, "checkpoint", "already on"),
         (Flagged, {}, None, "checkpoint", "already on"),
-        (lambda hand: nn.Sequential(nn.Linear(WIDTH, 8)), {}, None, "checkpoint", "no repeated blocks"),
+        (
+            lambda hand: nn.Sequential(nn.Linear(WIDTH, 8)),
+            {},
+            None,
+            "checkpoint",
+            "no repeated blocks",
+        ),
         (Mixer, {"fused": True}, None, "fused_optimizer", "already on"),
         (Mixer, {"fused": True}, None, "no_foreach", "a fused AdamW makes no lists of tensors"),
         (Mixer, {"foreach": False}, None, "no_foreach", "already on"),
@@ -208,12 +228,20 @@ def test_a_model_that_has_trained_comes_back_bit_for_bit(saving):
 
     def state():
         groups = [
-            {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
         ]
         values = [bits(value) for held in optimizer.state.values() for value in held.values()]
         devices = [value.device for held in optimizer.state.values() for value in held.values()]
         attributes = [sorted(vars(module)) for module in model.modules()]
-        return [bits(p) for p in model.parameters()], values, devices, groups, attributes, sorted(vars(optimizer))
+        return (
+            [bits(p) for p in model.parameters()],
+            values,
+            devices,
+            groups,
+            attributes,
+            sorted(vars(optimizer)),
+        )
 
     before = state()
     table = found(model, step, saving, max_batch=128)
@@ -240,8 +268,12 @@ def test_flags_hold_for_the_call_alone(saving, fused):
 
 
 def test_blocks_of_stages_are_the_blocks_that_are_recomputed():
-    assert [type(block).__name__ for block in repeated_blocks(Pyramid(ByHand("")))] == ["Bottleneck"] * 4
-    stages = nn.Sequential(*(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))) for _ in range(2)))
+    assert [type(block).__name__ for block in repeated_blocks(Pyramid(ByHand("")))] == [
+        "Bottleneck"
+    ] * 4
+    stages = nn.Sequential(
+        *(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))) for _ in range(2))
+    )
     assert len(repeated_blocks(stages)) == 6
     assert not repeated_blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
 
@@ -258,13 +290,18 @@ def test_blocks_of_stages_are_the_blocks_that_are_recomputed():
     ],
 )
 def test_names_are_checked_before_anything_runs(savings, said):
-    with pytest.raises(oomprobe.InvalidArgumentError, match=said.replace("+", r"\+").replace("?", r"\?")):
+    with pytest.raises(
+        oomprobe.InvalidArgumentError, match=said.replace("+", r"\+").replace("?", r"\?")
+    ):
         found(nn.Linear(2, 2), print, savings)
 
 
 def test_pairs_may_be_named():
     assert chosen("expandable_segments") == [("expandable_segments",)]
-    assert chosen("checkpoint+bf16_autocast,no_foreach") == [("no_foreach",), ("bf16_autocast", "checkpoint")]
+    assert chosen("checkpoint+bf16_autocast,no_foreach") == [
+        ("no_foreach",),
+        ("bf16_autocast", "checkpoint"),
+    ]
     model = mixer()
     table = found(model, step_of(adamw(model)), "checkpoint+bf16_autocast", max_batch=64)
     assert [*table.rows] == ["as is", "bf16_autocast+checkpoint"]
@@ -273,10 +310,18 @@ def test_pairs_may_be_named():
 def a_table():
     def result(answer):
         sizes = sorted({answer, 64})
-        trials = [gpu_trial(size, Phase.CONFIRM) if size <= answer else gpu_oom(size) for size in sizes]
+        trials = [
+            gpu_trial(size, Phase.CONFIRM) if size <= answer else gpu_oom(size) for size in sizes
+        ]
         return a_result(batch_size=answer, limit_batch_size=answer, trials=tuple(trials))
 
-    rows = {"as is": 48, "bf16_autocast": 64, "checkpoint": 96, "no_foreach": 40, "bf16_autocast+checkpoint": 128}
+    rows = {
+        "as is": 48,
+        "bf16_autocast": 64,
+        "checkpoint": 96,
+        "no_foreach": 40,
+        "bf16_autocast+checkpoint": 128,
+    }
     return oomprobe.ProbeTable(
         axis="saving",
         rows={name: result(answer) for name, answer in rows.items()},
@@ -314,12 +359,23 @@ def build():
     ],
 )
 def test_the_command_line(capsys, options, status, said):
-    words = ["run", f"{__file__}:build", "--savings", "checkpoint", "--multiple-of", "64", "--device", "sim:256MiB"]
+    words = [
+        "run",
+        f"{__file__}:build",
+        "--savings",
+        "checkpoint",
+        "--multiple-of",
+        "64",
+        "--device",
+        "sim:256MiB",
+    ]
     assert main([*words, "--progress", "off", "--resolution", "0.1", *options]) == status
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
     if status == 5:
-        assert "global_batch=999936 (--global-batch 999936) plans and runs it" in " ".join(printed.out.split())
+        assert "global_batch=999936 (--global-batch 999936) plans and runs it" in " ".join(
+            printed.out.split()
+        )
 
 
 def test_a_compiled_model_is_compiled_once():

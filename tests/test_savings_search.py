@@ -19,7 +19,15 @@ from oomprobe.results.table import ProbeTable
 BF16, CHECKPOINT, OFFLOAD = "bf16_autocast", "checkpoint", "offload_activations"
 SINGLE = ["as is", BF16, CHECKPOINT, "fused_optimizer", "no_foreach", OFFLOAD]
 BEST, CHEAPEST, OTHER = f"{CHECKPOINT}+{OFFLOAD}", f"{BF16}+{CHECKPOINT}", f"{BF16}+{OFFLOAD}"
-LIMITS = {"as is": 64, BF16: 96, CHECKPOINT: 128, OFFLOAD: 112, BEST: 150, CHEAPEST: 256, OTHER: 130}
+LIMITS = {
+    "as is": 64,
+    BF16: 96,
+    CHECKPOINT: 128,
+    OFFLOAD: 112,
+    BEST: 150,
+    CHEAPEST: 256,
+    OTHER: 130,
+}
 
 TOO_LARGE = NothingFitsError("the model alone")
 
@@ -37,7 +45,9 @@ class Limited(ARunner):
             raise self.limit
         verdict = Verdict.FITS if request.batch_size <= self.limit else Verdict.OOM
         trial = a_trial(request.batch_size, verdict, request.phase, steps=len(request.calls))
-        return Outcome(trial=trial, records=records(trial.steps), typed=self.typed if trial.passed else {})
+        return Outcome(
+            trial=trial, records=records(trial.steps), typed=self.typed if trial.passed else {}
+        )
 
 
 def search(wanted="all", required=None, limits=LIMITS, acts=True, **options):
@@ -50,7 +60,9 @@ def search(wanted="all", required=None, limits=LIMITS, acts=True, **options):
         assert name not in sessions
         if limits["as is"] is TOO_LARGE:
             raise TOO_LARGE
-        runner = Limited(limits.get(name, limits["as is"]), dict.fromkeys(order.savings, "typed") if acts else {})
+        runner = Limited(
+            limits.get(name, limits["as is"]), dict.fromkeys(order.savings, "typed") if acts else {}
+        )
         sessions[name] = Session(runner, order.options, Reporter(), Clock(order.options), [])
         yield sessions[name]
 
@@ -70,9 +82,14 @@ def search(wanted="all", required=None, limits=LIMITS, acts=True, **options):
 def test_pairs_run_where_they_may_reach_the_required_size(required, pairs, missing, note):
     table, sessions = search(required=required)
     assert [*sessions] == SINGLE + pairs
-    assert table.batch_sizes() == {name: LIMITS.get(name, 64) for name in sessions if name not in missing}
+    assert table.batch_sizes() == {
+        name: LIMITS.get(name, 64) for name in sessions if name not in missing
+    }
     assert [*table.notes] == note
-    assert (table.savings.batch_size, table.savings.required) == (required or 64, required is not None)
+    assert (table.savings.batch_size, table.savings.required) == (
+        required or 64,
+        required is not None,
+    )
     assert all((required or 64) in session.runner.sizes for session in sessions.values())
     assert {*table.savings.not_run} == {"expandable_segments"}  # a process must start with them
     for name in missing:
@@ -87,7 +104,9 @@ def test_memory_is_broken_down_at_the_size_that_is_compared_or_at_the_answer():
 def test_a_saving_that_has_nothing_to_act_on_or_fails_is_no_row():
     table, _ = search("checkpoint", acts=False)
     assert table.savings.not_run[CHECKPOINT].startswith("it had nothing to act on")
-    table, _ = search("checkpoint", limits={"as is": 64, CHECKPOINT: StepFailedError("a bug\nat its line")})
+    table, _ = search(
+        "checkpoint", limits={"as is": 64, CHECKPOINT: StepFailedError("a bug\nat its line")}
+    )
     assert ([*table.rows], table.savings.not_run) == (["as is"], {CHECKPOINT: "a bug"})
     table, _ = search("checkpoint", limits={"as is": 64, CHECKPOINT: 0})
     assert table.rows[CHECKPOINT] is None

@@ -17,7 +17,9 @@ MANY = 2_000  # calls; no search over the sizes of these tests needs nearly as m
 EVERY_SIZE = Sizes(first=1, last=None, step=1)
 
 
-def search(ask, sizes=EVERY_SIZE, *, capped=True, late=lambda good, bad: False, look=None, **options):
+def search(
+    ask, sizes=EVERY_SIZE, *, capped=True, late=lambda good, bad: False, look=None, **options
+):
     return find(ask, sizes, capped=capped, out_of_time=late, look=look, **options)
 
 
@@ -42,8 +44,16 @@ class Memory:
     ):
         self.limit = limit
         self.capped_limit = limit if capped_limit is None else capped_limit
-        self.shows_peak, self.fails_at, self.fails_confirming = shows_peak, fails_at, fails_confirming
-        self.late_limit, self.tolerance, self.more = late_limit, tolerance, more or (lambda size, phase: {})
+        self.shows_peak, self.fails_at, self.fails_confirming = (
+            shows_peak,
+            fails_at,
+            fails_confirming,
+        )
+        self.late_limit, self.tolerance, self.more = (
+            late_limit,
+            tolerance,
+            more or (lambda size, phase: {}),
+        )
         self.calls, self.looked = [], []
 
     def __call__(self, size, phase, *, capped):
@@ -51,7 +61,9 @@ class Memory:
         if self.late_limit is not None and phase is Phase.CONFIRM:
             self.capped_limit = self.late_limit
         passed = size <= (self.capped_limit if capped else self.limit)
-        if len(self.calls) in self.fails_at or (phase is Phase.CONFIRM and size in self.fails_confirming):
+        if len(self.calls) in self.fails_at or (
+            phase is Phase.CONFIRM and size in self.fails_confirming
+        ):
             passed = False
         self.calls.append((size, phase, capped, passed))
         within_cap = passed and self.shows_peak and size <= self.capped_limit
@@ -90,7 +102,9 @@ def allowed_sizes(draw, most):
 @st.composite
 def memories(draw, most):
     limit = draw(st.integers(0, most))
-    capped_limit = draw(st.just(limit) | st.integers(0, limit) | st.integers(max(0, limit - 3), limit))
+    capped_limit = draw(
+        st.just(limit) | st.integers(0, limit) | st.integers(max(0, limit - 3), limit)
+    )
     return Memory(limit, capped_limit, shows_peak=draw(st.booleans()))
 
 
@@ -111,7 +125,9 @@ def test_limits_are_rounded_inwards_to_multiples(low, high, step):
 
 # --- how a command is searched: growing under the cap from a guess, certain failures, two confirmations ---
 
-CERTAIN = {"more": lambda size, phase: {"is_certain": True}}  # an allocator's out-of-memory errors in fresh processes
+CERTAIN = {
+    "more": lambda size, phase: {"is_certain": True}
+}  # an allocator's out-of-memory errors in fresh processes
 COMMAND = {"grows_capped": True, "confirmations": 2, "resolution": 1 / 64}
 
 
@@ -135,11 +151,15 @@ def test_the_expected_size_changes_the_cost_but_not_the_answer():
         sizes = Sizes(first=step, last=None, step=step)
         alone, from_a_row = Memory(limit * step), Memory(limit * step)
         search(alone, sizes)
-        found = search(from_a_row, sizes, start=round(expected * limit * step), known=Reply(passed=True))
+        found = search(
+            from_a_row, sizes, start=round(expected * limit * step), known=Reply(passed=True)
+        )
         assert found.batch_size == limit * step
         assert all(capped for _, _, capped, _ in from_a_row.calls)
         if 0.9 <= expected <= 1.1 and limit > 10:
-            assert len(from_a_row.calls) <= 0.65 * len(alone.calls)  # 0.69 if the strides were as long as the size
+            assert len(from_a_row.calls) <= 0.65 * len(
+                alone.calls
+            )  # 0.69 if the strides were as long as the size
 
 
 # --- exact on every monotone limit ---
@@ -149,15 +169,36 @@ STARTS = st.none() | st.integers(1, 2 * BILLION)
 
 
 @settings(max_examples=300)
-@given(memories(BILLION), allowed_sizes(BILLION), st.booleans(), STARTS, st.booleans(), st.integers(1, 2))
-def test_answer_and_bracket_are_exact_from_any_start(memory, sizes, capped, start, grows_capped, confirmations):
-    found = search(memory, sizes, capped=capped, start=start, grows_capped=grows_capped, confirmations=confirmations)
+@given(
+    memories(BILLION),
+    allowed_sizes(BILLION),
+    st.booleans(),
+    STARTS,
+    st.booleans(),
+    st.integers(1, 2),
+)
+def test_answer_and_bracket_are_exact_from_any_start(
+    memory, sizes, capped, start, grows_capped, confirmations
+):
+    found = search(
+        memory,
+        sizes,
+        capped=capped,
+        start=start,
+        grows_capped=grows_capped,
+        confirmations=confirmations,
+    )
     assert found.batch_size == largest_up_to(memory.capped_limit if capped else memory.limit, sizes)
     assert found.transient == ()
-    assert found.unconfirmed in ((), (sizes.first,))  # the first, when it is the only choice, is left to confirmation
+    assert found.unconfirmed in (
+        (),
+        (sizes.first,),
+    )  # the first, when it is the only choice, is left to confirmation
     uncapped = {size: passed for size, _, under_cap, passed in memory.calls if not under_cap}
     assert found.limit == max((size for size, *_, passed in memory.calls if passed), default=None)
-    assert found.first_failing == min((size for size, passed in uncapped.items() if not passed), default=None)
+    assert found.first_failing == min(
+        (size for size, passed in uncapped.items() if not passed), default=None
+    )
     if found.limit is not None and found.first_failing is not None:
         assert found.limit < found.first_failing
     if not grows_capped:
@@ -177,7 +218,10 @@ def test_answer_and_bracket_are_exact_from_any_start(memory, sizes, capped, star
 def test_a_billion_takes_few_trials(memory, last, capped):
     found = search(memory, Sizes(first=1, last=last, step=1), capped=capped)
     if found.limit is not None:  # the last of the four looks past holes
-        assert len(memory.trials(Phase.GROW, Phase.BISECT)) <= 2 * math.ceil(math.log2(found.limit)) + 4
+        assert (
+            len(memory.trials(Phase.GROW, Phase.BISECT))
+            <= 2 * math.ceil(math.log2(found.limit)) + 4
+        )
 
 
 # --- transient failures ---
@@ -189,8 +233,12 @@ def test_one_transient_failure_changes_no_answer(memory, sizes, capped):
     search(memory, sizes, capped=capped)
     before_confirmation = len([1 for call in memory.calls if call[1] is not Phase.CONFIRM])
     for call in range(before_confirmation):
-        shaken = Memory(memory.limit, memory.capped_limit, shows_peak=memory.shows_peak, fails_at=[call])
-        assert search(shaken, sizes, capped=capped).batch_size == largest_up_to(capped_limit, sizes), call
+        shaken = Memory(
+            memory.limit, memory.capped_limit, shows_peak=memory.shows_peak, fails_at=[call]
+        )
+        assert search(shaken, sizes, capped=capped).batch_size == largest_up_to(
+            capped_limit, sizes
+        ), call
 
 
 # --- confirmation ---
@@ -209,7 +257,9 @@ def test_a_failed_confirmation_moves_down(memory, sizes, data):
         assert (found.deciding, largest_up_to(sound, sizes)) == (sizes.first, None)
     else:
         assert found.batch_size <= largest_up_to(sound, sizes) < found.deciding
-        assert found.deciding - found.batch_size <= max(sizes.step, found.batch_size / 128 + sizes.step / 2)
+        assert found.deciding - found.batch_size <= max(
+            sizes.step, found.batch_size / 128 + sizes.step / 2
+        )
         assert memory.confirmed(found.batch_size)
 
 
@@ -228,12 +278,16 @@ class Lengthening(Memory):
 
 
 @given(st.integers(2, BILLION), allowed_sizes(BILLION), st.data(), st.integers(1, 2), st.booleans())
-def test_a_late_failure_is_followed_by_longer_trials(limit, sizes, data, confirmations, failures_cost):
+def test_a_late_failure_is_followed_by_longer_trials(
+    limit, sizes, data, confirmations, failures_cost
+):
     late = data.draw(st.integers(0, limit - 1), label="late limit")
     tolerance = data.draw(st.sampled_from([0.0, 1 / 32]), label="tolerance")
     memory = Lengthening(limit, late_limit=late, tolerance=tolerance)
     found = search(memory, sizes, confirmations=confirmations, failures_cost=failures_cost)
-    if largest_up_to(limit, sizes) is None or largest_up_to(late, sizes) == largest_up_to(limit, sizes):
+    if largest_up_to(limit, sizes) is None or largest_up_to(late, sizes) == largest_up_to(
+        limit, sizes
+    ):
         assert found.unconfirmed in ((), (sizes.first,))
         return
     exact = largest_up_to(late, sizes)
@@ -245,7 +299,9 @@ def test_a_late_failure_is_followed_by_longer_trials(limit, sizes, data, confirm
     assert len(found.unconfirmed) == 1
     assert len(memory.trials(Phase.CONFIRM)) == 1 + confirmations
     assert found.batch_size == found.limit <= exact < found.deciding
-    assert found.deciding - found.batch_size <= max(sizes.step, found.batch_size / (32 if tolerance else 128))
+    assert found.deciding - found.batch_size <= max(
+        sizes.step, found.batch_size / (32 if tolerance else 128)
+    )
 
 
 # --- the look ---
@@ -301,7 +357,11 @@ class Arbitrary:
 
 
 def assert_the_answer_was_run(oracle, found, sizes, capped):
-    passed = [(size, under_cap) for size, phase, under_cap, passed in oracle.calls if phase is Phase.CONFIRM and passed]
+    passed = [
+        (size, under_cap)
+        for size, phase, under_cap, passed in oracle.calls
+        if phase is Phase.CONFIRM and passed
+    ]
     if found.batch_size is None:
         assert passed == []
     else:
@@ -336,7 +396,9 @@ replies = st.builds(
     STARTS,
     st.booleans(),
 )
-def test_any_sequence_of_replies(sequence, late_after, sizes, end, capped, looks, start, grows_capped):
+def test_any_sequence_of_replies(
+    sequence, late_after, sizes, end, capped, looks, start, grows_capped
+):
     oracle = Arbitrary(lambda call, *_: sequence[call % len(sequence)], end)
     found = search(
         oracle,
@@ -353,17 +415,27 @@ def test_any_sequence_of_replies(sequence, late_after, sizes, end, capped, looks
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize(  # growing ends at the hole of the first
     ("holes", "limit"),
-    [({1024}, 1100), ({1000, 1040}, 1500), ({1536}, 2047), (set(range(995, 1001)), 2047), ({512, 700, 990}, 1000)],
+    [
+        ({1024}, 1100),
+        ({1000, 1040}, 1500),
+        ({1536}, 2047),
+        (set(range(995, 1001)), 2047),
+        ({512, 700, 990}, 1000),
+    ],
 )
 def test_the_search_looks_past_holes(holes, limit, capped):
     """Holes are sizes that fail below the limit."""
-    oracle = Arbitrary(lambda call, size, phase, under_cap: Reply(passed=size <= limit and size not in holes), 4096)
+    oracle = Arbitrary(
+        lambda call, size, phase, under_cap: Reply(passed=size <= limit and size not in holes), 4096
+    )
     found = search(oracle, capped=capped)
     assert 0.99 * limit <= found.batch_size <= limit
     assert found.batch_size < found.deciding
     assert not found.transient
     assert len(oracle.calls) <= 2 * 11 + 3 + 8  # grow and bisect, rechecks and confirmation, holes
-    assert max(size for size, *_ in oracle.calls) <= 2048 * 65 // 64  # little above what failed with all the memory
+    assert (
+        max(size for size, *_ in oracle.calls) <= 2048 * 65 // 64
+    )  # little above what failed with all the memory
 
 
 # --- holes at a coarse resolution ---
@@ -382,7 +454,9 @@ class Porous(Memory):
     def __call__(self, size, phase, *, capped):
         reply = super().__call__(size, phase, capped=capped)
         is_hole = any(low <= size <= high for low, high in self.failing)
-        return replace(reply, passed=reply.passed and not is_hole, within_cap=reply.within_cap and not is_hole)
+        return replace(
+            reply, passed=reply.passed and not is_hole, within_cap=reply.within_cap and not is_hole
+        )
 
 
 def answer_of(memory, resolution, start=None):
@@ -409,17 +483,22 @@ def runs_of_failing_sizes(draw):
     st.none() | st.floats(0.25, 1.5),
 )
 def test_no_resolution_stops_below_a_narrow_hole(resolution, limit, runs, guess):
-    answer = answer_of(Porous(limit, runs), resolution, start=None if guess is None else round(guess * limit))
+    answer = answer_of(
+        Porous(limit, runs), resolution, start=None if guess is None else round(guess * limit)
+    )
     assert limit * (1 - resolution - 1 / 64) - 1 <= answer <= limit
 
 
-@pytest.mark.parametrize(("largest", "size"), [(1, 1), (8, 1), (64, 4), (256, 16), (512, 16), (1024, 32), (4096, 128)])
+@pytest.mark.parametrize(
+    ("largest", "size"), [(1, 1), (8, 1), (64, 4), (256, 16), (512, 16), (1024, 32), (4096, 128)]
+)
 def test_the_look_is_at_a_thirty_second_of_at_least_16_samples(largest, size):
     assert look_size(EVERY_SIZE, largest) == size
 
 
 @pytest.mark.parametrize(
-    ("expected", "answer", "near"), [(100, 100, 1 / 64), (100, 95, 1 / 10), (100, 300, 1 / 4), (100, 10, 1 / 4)]
+    ("expected", "answer", "near"),
+    [(100, 100, 1 / 64), (100, 95, 1 / 10), (100, 300, 1 / 4), (100, 10, 1 / 4)],
 )
 def test_the_first_stride_is_twice_as_far_as_the_last_size_was_off(expected, answer, near):
     assert nearness(expected, answer) == pytest.approx(near)
@@ -499,7 +578,9 @@ def test_which_size_comes_next():
     """Each trial: the phase's letter, the size, whether it ran, and ' under the cap."""
     lines = []
     for name, (limit, capped_limit, options) in SEARCHES.items():
-        memory = Memory(limit, capped_limit, **{key: options[key] for key in OF_MEMORY if key in options})
+        memory = Memory(
+            limit, capped_limit, **{key: options[key] for key in OF_MEMORY if key in options}
+        )
         options = {key: value for key, value in options.items() if key not in OF_MEMORY}
         if memory.late_limit is not None:
             options["look"] = memory.look

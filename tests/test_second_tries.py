@@ -20,7 +20,11 @@ class Dying(ARunner):
     def run(self, request):
         self.asked.append((request.phase, request.fresh, request.exact))
         verdict = self.verdicts.pop(0) if self.verdicts else FITS
-        return Outcome(trial=a_trial(request.batch_size, verdict, request.phase, error="as told", ranks=self.ranks))
+        return Outcome(
+            trial=a_trial(
+                request.batch_size, verdict, request.phase, error="as told", ranks=self.ranks
+            )
+        )
 
 
 def ran(runner, **options):

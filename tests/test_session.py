@@ -34,7 +34,12 @@ class Told(ARunner):
         for name in [*made]:
             if name in a_trial().__slots__:
                 of_trial[name] = made.pop(name)
-        trial = a_trial(request.batch_size, phase=request.phase, cap_bytes=request.cap_bytes, steps=len(request.calls))
+        trial = a_trial(
+            request.batch_size,
+            phase=request.phase,
+            cap_bytes=request.cap_bytes,
+            steps=len(request.calls),
+        )
         made.setdefault("records", records(trial.steps))
         return Outcome(trial=replace(trial, **of_trial), **made)
 
@@ -50,11 +55,19 @@ PASSED, FAILED, FULL = {}, {"verdict": OOM}, {"peak_reserved_bytes": 17 * GIB}
         (Told(PASSED, FAILED, confirmations=2), Found(batch_size=None), 2),
         (Told(FAILED), Found(batch_size=None), 2),
         (Told(FAILED, PASSED), Found(batch_size=8, limit=8), 2),  # which varies
-        (Told(FAILED, PASSED, device={"on_host": True}), Found(batch_size=8, limit=8, transient=(8,)), 2),
+        (
+            Told(FAILED, PASSED, device={"on_host": True}),
+            Found(batch_size=8, limit=8, transient=(8,)),
+            2,
+        ),
         (Told(FULL, available=(20, 19)), Found(batch_size=8, limit=8), 1),
         (Told(FULL, available=(20, 18)), Found(batch_size=8, limit=8), 2),  # 16.2 GiB are left
         (Told(FULL, available=(20, 20)), Found(batch_size=8, limit=8), 1),
-        (Told({"peak_reserved_bytes": 19 * GIB}, available=(20, 20)), Found(batch_size=8, limit=8), 1),
+        (
+            Told({"peak_reserved_bytes": 19 * GIB}, available=(20, 20)),
+            Found(batch_size=8, limit=8),
+            1,
+        ),
     ],
 )
 def test_a_check_runs_again_what_failed_and_what_no_longer_fits_the_budget(runner, found, runs):
@@ -86,7 +99,12 @@ def test_a_request_of_the_search_depends_on_its_phase(phase, known, predicts, ca
     if known:
         session._known = Reply(passed=True)
     request = session.requested(8, phase, 7)
-    assert (len(request.calls), request.fresh, request.exact, request.cap_bytes) == (calls, fresh, exact, 7)
+    assert (len(request.calls), request.fresh, request.exact, request.cap_bytes) == (
+        calls,
+        fresh,
+        exact,
+        7,
+    )
 
 
 def test_each_request_carries_what_has_passed_and_what_was_learned():
@@ -148,13 +166,23 @@ LONGER = {"records": records(50, served=[1000 * number for number in range(50)])
 
 @pytest.mark.parametrize(
     ("end", "replays", "predicts"),
-    [(PASSED, True, True), (LONGER, True, False), (FAILED, True, False), (LONGER, False, True), (FAILED, False, True)],
+    [
+        (PASSED, True, True),
+        (LONGER, True, False),
+        (FAILED, True, False),
+        (LONGER, False, True),
+        (FAILED, False, True),
+    ],
 )
 def test_a_look_that_varies_or_fails_ends_predictions(end, replays, predicts):
     session = Told({"counts": True}, end, device={"replays": replays}).session()
     session.run(session.requested(2, Phase.GROW, None))
     reply = session.look(1)
-    assert (reply.passed, reply.varies, session.predicts) == (end is not FAILED, end is LONGER, predicts)
+    assert (reply.passed, reply.varies, session.predicts) == (
+        end is not FAILED,
+        end is LONGER,
+        predicts,
+    )
 
 
 def test_without_time_nothing_is_looked_at():
@@ -185,7 +213,10 @@ def test_the_same_memory_at_every_size_is_no_answer():
 @pytest.mark.parametrize(("options", "splits"), [({}, True), ({"max_batch": 64}, False)])
 def test_a_step_that_splits_its_batch_is_not_limited(options, splits):
     ends = [
-        {"peak_allocated_bytes": GIB, "records": tuple(replace(one, blocks=10 * 2**n) for one in records(2))}
+        {
+            "peak_allocated_bytes": GIB,
+            "records": tuple(replace(one, blocks=10 * 2**n) for one in records(2)),
+        }
         for n in range(4)
     ]
     session, reply = grow(Told(*ends), 4, **options)
@@ -209,7 +240,10 @@ def test_a_contradiction_drops_what_was_predicted():
 @pytest.mark.parametrize(
     ("ends", "said"),
     [
-        ([PASSED, FAILED, UnreliableError("no")], "after batch 1 ran for 2 steps and batch 2 failed, no"),
+        (
+            [PASSED, FAILED, UnreliableError("no")],
+            "after batch 1 ran for 2 steps and batch 2 failed, no",
+        ),
         ([PASSED, StepFailedError("no", batch_size=2)], "after batch 1 ran for 2 steps, no"),
     ],
 )

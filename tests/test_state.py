@@ -40,7 +40,11 @@ def probe(model, step, **options):
 # --- what a probe checks at its end ---
 
 
-SKIPPED = [(snapshot.Snapshot, "restore"), (snapshot.Surroundings, "restore"), (StorageCopy, "write")]
+SKIPPED = [
+    (snapshot.Snapshot, "restore"),
+    (snapshot.Surroundings, "restore"),
+    (StorageCopy, "write"),
+]
 
 
 @pytest.mark.parametrize(("owner", "name"), SKIPPED)
@@ -101,7 +105,11 @@ class OnlyRead(Hidden):
 
 @pytest.mark.parametrize(
     ("given", "text"),
-    [(OnlyRead(), "preserve is a OnlyRead"), (3, "preserve is a int"), ({"a": 1}, "preserve holds a str")],
+    [
+        (OnlyRead(), "preserve is a OnlyRead"),
+        (3, "preserve is a int"),
+        ({"a": 1}, "preserve holds a str"),
+    ],
 )
 def test_preserving_an_object_without_state_is_refused(given, text):
     with pytest.raises(InvalidArgumentError, match=text):
@@ -134,7 +142,9 @@ def test_objects_created_in_each_call_are_not_kept_alive():
         optimizer = torch.optim.Adam(other.parameters())
         other(torch.ones(1, 3)).sum().backward()
         optimizer.step()
-        created.extend(map(weakref.ref, (other.weight, optimizer, optimizer.state[other.weight]["exp_avg"])))
+        created.extend(
+            map(weakref.ref, (other.weight, optimizer, optimizer.state[other.weight]["exp_avg"]))
+        )
         model(torch.ones(1, 3))
 
     probe(nn.Linear(3, 3), step)
@@ -158,7 +168,9 @@ def test_one_failed_restore_does_not_stop_the_others():
         training.step(model, max(2, batch_size))
 
     before = training.picture()
-    with pytest.raises(UnreliableError, match=r"state of Stubborn \(ValueError: another version\)\. Do not train"):
+    with pytest.raises(
+        UnreliableError, match=r"state of Stubborn \(ValueError: another version\)\. Do not train"
+    ):
         probe(training.model, step)
     assert training.picture() == before
 
@@ -180,7 +192,9 @@ def test_unreadable_state_is_noted():
 
     result = probe(linear(), step)
     assert wants.count == 0
-    assert "state of WantsArgument: its state_dict() could not be read (TypeError: " in " ".join(result.notes)
+    assert "state of WantsArgument: its state_dict() could not be read (TypeError: " in " ".join(
+        result.notes
+    )
 
 
 def test_a_snapshot_larger_than_host_memory_is_refused(monkeypatch):
@@ -188,7 +202,9 @@ def test_a_snapshot_larger_than_host_memory_is_refused(monkeypatch):
     flat = torch.ones(10_000)
     model = nn.ParameterList(nn.Parameter(flat[place:]) for place in range(100))
     monkeypatch.setattr(linux, "free_bytes", lambda: 1000)
-    with pytest.raises(UnreliableError, match=r"a copy of 39\.06 KiB .* but only 1000 B is free: nothing was run"):
+    with pytest.raises(
+        UnreliableError, match=r"a copy of 39\.06 KiB .* but only 1000 B is free: nothing was run"
+    ):
         probe(model, lambda model, batch_size: pytest.fail("it ran"))
 
 
@@ -200,7 +216,9 @@ def test_memory_that_was_never_written_takes_none():
         with open("/proc/self/statm") as numbers:
             return int(numbers.read().split()[1]) * mmap.PAGESIZE // 2**20
 
-    pages = mmap.mmap(-1, 2**28, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # malloc's may have been written to
+    pages = mmap.mmap(
+        -1, 2**28, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # malloc's may have been written to
     model = nn.Linear(1, 1, bias=False, device="meta")
     model.weight = nn.Parameter(torch.frombuffer(pages, dtype=torch.float32).view(2**13, 2**13))
     before = resident_mib()
@@ -305,19 +323,26 @@ def with_sparse_gradient():
 
 
 @pytest.mark.parametrize(
-    ("make", "told"), [(with_sparse_parameter, "model.adjacency"), (with_sparse_gradient, "model.weight.grad")]
+    ("make", "told"),
+    [(with_sparse_parameter, "model.adjacency"), (with_sparse_gradient, "model.weight.grad")],
 )
 def test_tensors_that_cannot_be_copied_are_refused(make, told):
     with pytest.raises(
-        InvalidArgumentError, match=f"^{told} is a sparse_coo tensor, .* oomprobe run path/to/train.py:build"
+        InvalidArgumentError,
+        match=f"^{told} is a sparse_coo tensor, .* oomprobe run path/to/train.py:build",
     ):
         probe(make(), lambda model, batch_size: None)
 
 
 def test_a_lazy_module_beside_the_model_is_refused():
     head = nn.LazyLinear(2)
-    with pytest.raises(InvalidArgumentError, match=r"^the parameter head\.weight of a lazy module has no shape yet"):
-        probe(linear(), lambda model, batch_size: head(model(torch.ones(batch_size, 2))).sum().backward())
+    with pytest.raises(
+        InvalidArgumentError, match=r"^the parameter head\.weight of a lazy module has no shape yet"
+    ):
+        probe(
+            linear(),
+            lambda model, batch_size: head(model(torch.ones(batch_size, 2))).sum().backward(),
+        )
 
 
 def test_workers_keep_track_of_tensors_that_cannot_be_copied():
@@ -341,7 +366,10 @@ class Plain:
 COMPARED = {  # a value, and another that differs
     "object": (lambda: Plain(3), lambda: Plain(4)),
     "array of objects": (lambda: np.array([Plain(1)]), lambda: np.array([Plain(2)])),
-    "deque of tensors": (lambda: collections.deque([torch.zeros(2)]), lambda: collections.deque([torch.ones(2)])),
+    "deque of tensors": (
+        lambda: collections.deque([torch.zeros(2)]),
+        lambda: collections.deque([torch.ones(2)]),
+    ),
     "set": (lambda: {"a", 2}, lambda: {"a", 3}),
     "zero": (lambda: 0.0, lambda: -0.0),
     "zero in a tensor": (lambda: torch.tensor([0.0]), lambda: torch.tensor([-0.0])),
@@ -384,6 +412,8 @@ def test_a_model_sharded_over_a_mesh_of_one_rank_comes_back():
         step = training_step(torch.optim.AdamW(model.parameters()), lambda n: torch.randn(n, 4))
         before = [parameter.to_local().clone() for parameter in model.parameters()]
         verified = probe(model, step).state_verified
-        return verified and all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
+        return verified and all(
+            map(torch.equal, before, (p.to_local() for p in model.parameters()))
+        )
 
     assert start(restored).result()

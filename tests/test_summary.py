@@ -32,22 +32,38 @@ def bench(*trials, on_host=True, step_names=("step",), **options):
     runner = types.SimpleNamespace(facts=facts)
     clock = types.SimpleNamespace(elapsed_s=1.0, patience=Patience())
     session = Session(runner, Options(**options), Reporter(), clock, list(trials))
-    session.budget.total_bytes, session.budget.available_bytes, session.state_verified = 90 * MIB, 100 * MIB, True
+    session.budget.total_bytes, session.budget.available_bytes, session.state_verified = (
+        90 * MIB,
+        100 * MIB,
+        True,
+    )
     return session
 
 
 def not_covered(*step_names):
-    return summary.result_of(bench(trial(1), step_names=step_names), Found(batch_size=1)).not_covered
+    return summary.result_of(
+        bench(trial(1), step_names=step_names), Found(batch_size=1)
+    ).not_covered
 
 
 @pytest.mark.parametrize(
     ("names", "covered"),
-    [("eval eval_step Val2 val-epoch validation my_test", True), ("interval retrieval latest contest valley", False)],
+    [
+        ("eval eval_step Val2 val-epoch validation my_test", True),
+        ("interval retrieval latest contest valley", False),
+    ],
 )
 def test_a_step_covers_evaluation_if_its_name_says_so(names, covered):
     for name in names.split():
         listed = [line.split()[0] for line in not_covered("train", name)]
-        assert listed == ["evaluation"] * (not covered) + ["saving", "longest", "smaller", "other", "data", "state"]
+        assert listed == ["evaluation"] * (not covered) + [
+            "saving",
+            "longest",
+            "smaller",
+            "other",
+            "data",
+            "state",
+        ]
 
 
 def test_what_comes_late_is_not_covered_unless_a_step_is_named_so():
@@ -90,7 +106,11 @@ def leaking(**fields):
     return trial(8, phase=Phase.CONFIRM, step_leaked_bytes=MIB, **fields)
 
 
-GAPS = {"trials": [trial(8, **took_mib(60, 70)), failed(**took_mib(62, 80))], "device": ON_CUDA, "found": AT_NINE}
+GAPS = {
+    "trials": [trial(8, **took_mib(60, 70)), failed(**took_mib(62, 80))],
+    "device": ON_CUDA,
+    "found": AT_NINE,
+}
 SCENARIOS = {
     "nothing told": {},
     "a size limit": {"trials": [trial(8), failed(Verdict.SIZE_LIMIT)], "found": AT_NINE},
@@ -232,5 +252,8 @@ def test_what_is_said_equals_its_golden_file(monkeypatch):
         lines += [f"{name}:", *(line for line in said(**told) if line not in usual)]
         usual = usual or [*said(**told)]
     for name, scenario in UNFIT.items():
-        lines += [f"nothing fits, {name}:", *f"{summary.nothing_fits(session_of(**scenario))}".split("\n")]
+        lines += [
+            f"nothing fits, {name}:",
+            *f"{summary.nothing_fits(session_of(**scenario))}".split("\n"),
+        ]
     same_as_golden("\n".join(lines) + "\n", "summaries.txt")

@@ -60,4 +60,6 @@ def set_and_restore(before, step):
 
 @pytest.mark.parametrize(("before", "step"), MIXED)
 def test_mixed_precision_interfaces_are_restored(before, step):
-    start(set_and_restore, before, step).result()  # in a new process, because a precision cannot be unset
+    start(
+        set_and_restore, before, step
+    ).result()  # in a new process, because a precision cannot be unset

@@ -28,7 +28,11 @@ class Limited(ARunner):
             limit = 10**9
         verdict = Verdict.FITS if request.batch_size <= limit else Verdict.OOM
         trial = a_trial(
-            request.batch_size, verdict, request.phase, steps=len(request.calls), cap_bytes=request.cap_bytes
+            request.batch_size,
+            verdict,
+            request.phase,
+            steps=len(request.calls),
+            cap_bytes=request.cap_bytes,
         )
         return Outcome(trial=trial, records=records(trial.steps))
 
@@ -59,9 +63,13 @@ def first_of_each_row(runner):
 def test_a_row_begins_where_the_last_answer_leads(limits, values, starts):
     runner = Limited(*limits)
     table = table_of(runner, values, try_larger=True)
-    assert table.batch_sizes() == {value: limit for value, limit in zip(values, limits, strict=True) if limit}
+    assert table.batch_sizes() == {
+        value: limit for value, limit in zip(values, limits, strict=True) if limit
+    }
     assert first_of_each_row(runner) == starts
-    assert {result.environment["target"] for result in table.rows.values() if result} == {"a target"}
+    assert {result.environment["target"] for result in table.rows.values() if result} == {
+        "a target"
+    }
 
 
 @pytest.mark.parametrize(("try_larger", "rows"), [(False, [0, 1]), (True, [0, 1, 2])])
@@ -73,7 +81,10 @@ def test_above_a_value_that_does_not_fit_nothing_is_tried(try_larger, rows):
     assert [*table.rows] == [*LENGTHS]
     assert "batch 1, the smallest allowed, does not fit" in table.unfit[1024]
     if not try_larger:
-        assert table.unfit[2048] == "not tried, since length 1024 does not fit (try_larger=True, --try-larger)"
+        assert (
+            table.unfit[2048]
+            == "not tried, since length 1024 does not fit (try_larger=True, --try-larger)"
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +98,10 @@ def test_above_a_value_that_does_not_fit_nothing_is_tried(try_larger, rows):
 )
 def test_answers_that_are_alike_are_noted(limits, options, noted):
     notes = table_of(Limited(*limits), resolution=0, **options).notes
-    assert notes == ("all values of length have the same batch size: does the step use length?",) * noted
+    assert (
+        notes
+        == ("all values of length have the same batch size: does the step use length?",) * noted
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,6 +134,8 @@ def test_an_error_of_a_later_row_carries_the_table():
 def test_time_that_is_over_leaves_the_rows_before():
     table = table_of(Limited(64, TimeLimitError("over"), 16))
     assert table.batch_sizes() == {512: 64}
-    assert table.notes[0].startswith("time limit: there are no rows for length 1024, 2048. Allow more time")
+    assert table.notes[0].startswith(
+        "time limit: there are no rows for length 1024, 2048. Allow more time"
+    )
     with pytest.raises(TimeLimitError, match=r"^length=512: .*over"):
         table_of(Limited(TimeLimitError("over"), 32, 16))

@@ -16,7 +16,8 @@ from oomprobe.state.tracker import Tracker
 
 
 @pytest.mark.parametrize(
-    ("state", "count"), [(None, 0), ({"w": torch.ones(2)}, 1), ({"w": 3, "v": [torch.ones(2)]}, 0), ([], 0)]
+    ("state", "count"),
+    [(None, 0), ({"w": torch.ones(2)}, 1), ({"w": 3, "v": [torch.ones(2)]}, 0), ([], 0)],
 )
 def test_unusual_optimizer_state_is_read(state, count):
     optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1.0)
@@ -26,7 +27,9 @@ def test_unusual_optimizer_state_is_read(state, count):
 
 def test_what_is_saved_does_not_grow_with_the_data():
     """Entries are counted over all containers together; of those beyond the budget only the length is compared."""
-    data = types.SimpleNamespace(rows=[[*range(4_000)] for _ in range(500)], table={i: [i] * 900 for i in range(500)})
+    data = types.SimpleNamespace(
+        rows=[[*range(4_000)] for _ in range(500)], table={i: [i] * 900 for i in range(500)}
+    )
     tracker = Tracker(nn.Linear(1, 1), [lambda model, n: data])
     assert sum(len(place._before) for place in tracker.places) <= 101_000
     data.rows[-1].append(1)
@@ -48,7 +51,9 @@ def test_a_container_that_is_too_long_to_save_comes_back_itself():
 
 def test_numbers_do_not_count_as_objects():
     """A walk meets at most 20,000 objects, and a counter may lie behind more numbers than these."""
-    data = types.SimpleNamespace(rows=[[*range(900 * i, 900 * i + 900)] for i in range(30)], counts=[[[[[0]]]]])
+    data = types.SimpleNamespace(
+        rows=[[*range(900 * i, 900 * i + 900)] for i in range(30)], counts=[[[[[0]]]]]
+    )
     tracker = Tracker(nn.Linear(1, 1), [lambda model, n: data])
     data.counts[0][0][0][0][0] = 1
     tracker.start_cold()
@@ -70,7 +75,12 @@ def test_only_small_tensors_beside_the_model_go_back_before_a_trial():
 
 def test_arrays_and_tensors_beside_the_model_share_one_limit(monkeypatch):
     monkeypatch.setattr(snapshot, "COPIED_BYTES", 3 * 2**20)
-    kept = [np.zeros(2**20), torch.zeros(2**18), np.zeros(2**17), np.zeros(3 * 2**16)]  # 8, 1, 1 and 1.5 MiB
+    kept = [
+        np.zeros(2**20),
+        torch.zeros(2**18),
+        np.zeros(2**17),
+        np.zeros(3 * 2**16),
+    ]  # 8, 1, 1 and 1.5 MiB
     saved = Snapshot(nn.Linear(1, 1), [lambda model, n: kept], [], "cpu")
     for one in kept:
         one[0] = 7
@@ -93,7 +103,9 @@ def test_a_tensor_that_was_not_copied_and_is_gone_is_named(monkeypatch, changes)
     assert saved.tracker.changes() == ["kept.bank (a tensor)"]
 
 
-@pytest.mark.parametrize("make", [lambda inner: inner, lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1)])
+@pytest.mark.parametrize(
+    "make", [lambda inner: inner, lambda inner: torch.optim.lr_scheduler.StepLR(inner, 1)]
+)
 def test_what_only_a_library_held_does_not_count_as_changed(make):
     """What a library's object holds is not put back into it, and what it has let go of may be gone for good."""
     library = types.ModuleType("library")
@@ -116,7 +128,9 @@ def test_what_stays_on_the_device_is_told():
     optimizers[0].step()
     tracker = Tracker(model, [lambda model, n: optimizers])
     assert [*map(id, tracker.optimizers)] == [*map(id, optimizers)]
-    averages = [state[name] for state in optimizers[0].state.values() for name in ("exp_avg", "exp_avg_sq")]
+    averages = [
+        state[name] for state in optimizers[0].state.values() for name in ("exp_avg", "exp_avg_sq")
+    ]
     gradients = [p.grad for p in model.parameters()]
     resident = [*model.parameters(), *other.parameters(), *model.buffers(), *gradients, *averages]
     assert {*map(id, tracker.resident_tensors())} == {*map(id, resident)}
@@ -176,7 +190,9 @@ class Rows(torch.utils.data.Dataset):
 
 
 def test_what_an_owner_of_data_holds_comes_back_whosever_it_is():
-    resize, *transforms = (type("Transform", (), {"__module__": "torch.a_test"})() for _ in range(3))
+    resize, *transforms = (
+        type("Transform", (), {"__module__": "torch.a_test"})() for _ in range(3)
+    )
     dataset = Rows(transform=resize, transforms=transforms, other=object())
     loader = torch.utils.data.DataLoader(Rows(dataset=dataset))
     owner = types.SimpleNamespace(loader=loader)
@@ -277,7 +293,11 @@ def test_sources_of_data_that_have_moved_on_are_named_by_their_kind():
     tracker = Tracker(nn.Linear(1, 1), [lambda model, n: (held.pairs, held.done)])
     next(held.feed)
     held.file.readline()
-    assert tracker.changes() == ["held.feed (an iterator)", "held.file (a StringIO)", "held.pairs (an iterator)"]
+    assert tracker.changes() == [
+        "held.feed (an iterator)",
+        "held.file (a StringIO)",
+        "held.pairs (an iterator)",
+    ]
 
 
 def test_what_a_librarys_object_reads_is_its_own_affair():

@@ -40,7 +40,12 @@ import oomprobe
 
 CALLS = 23
 SAMPLES = torch.arange(1600.0).view(400, 4).sin()
-TORCHS = {"model", "generators", "optimizer", "loader"}  # put back already, and words that a note may use
+TORCHS = {
+    "model",
+    "generators",
+    "optimizer",
+    "loader",
+}  # put back already, and words that a note may use
 LOOPS = []
 
 
@@ -76,7 +81,9 @@ class Watched:
 
     def __call__(self, model, batch_size):
         if len(self.trials) < len(self.device.caps):
-            self.trials.append((seen(model, self.look.held), random.random(), torch.rand(()).item(), Returned()))
+            self.trials.append(
+                (seen(model, self.look.held), random.random(), torch.rand(()).item(), Returned())
+            )
         returned = self.step(model, batch_size)
         self.trials[-1][-1].add(returned)
         self.device.take(batch_size * MIB)
@@ -108,14 +115,20 @@ def test_training_goes_on(build, lost, calls):
     result = probe(model, watched, device=device, max_batch=8, memory_fraction=1.0)
     assert result.batch_size in (5, 6 if calls else 8)
     notes = [note for note in result.notes if note.startswith("not restored: ")]
-    names = {name: re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") for name in {*before, *lost} - TORCHS}
+    names = {
+        name: re.compile(rf"(?<!\w){re.escape(name)}(?!\w)") for name in {*before, *lost} - TORCHS
+    }
     named = {name for name, word in names.items() if any(map(word.search, notes))}
     assert different(before, seen(model, look)) <= named <= lost, notes
     assert all(any(names[name].search(note) for name in named) for note in notes)
     assert result.state_verified == (not notes)
-    missed = [note for note in result.notes if "no optimizer stepped" in note or "did not step" in note]
+    missed = [
+        note for note in result.notes if "no optimizer stepped" in note or "did not step" in note
+    ]
     assert not ("averages" in before and missed)
-    if calls and not lost:  # trials begin as the first did, but for the values of tensors, and free what training frees
+    if (
+        calls and not lost
+    ):  # trials begin as the first did, but for the values of tensors, and free what training frees
         starts, *draws, returned = zip(*watched.trials, strict=True)
         assert {str(shapes(start)) for start in starts} == {str(shapes(before))}
         assert [len({*numbers}) for numbers in draws] == [1, 1]
@@ -141,7 +154,11 @@ def seen(model, look):
 
 
 def different(one, other):
-    return {name for name in one.keys() | other.keys() if name not in one or one[name] != other.get(name)}
+    return {
+        name
+        for name in one.keys() | other.keys()
+        if name not in one or one[name] != other.get(name)
+    }
 
 
 def shapes(picture):
@@ -245,7 +262,9 @@ def variables_dicts_and_namespaces_in_a_closure():
         state["n"] += n
         cfg.train.seen += batch_size
         args.lr *= 0.95
-        cfg.loss = state["loss"] = loss = fit(model, optimizer, batch(batch_size), args.lr / state["n"]).item()
+        cfg.loss = state["loss"] = loss = fit(
+            model, optimizer, batch(batch_size), args.lr / state["n"]
+        ).item()
         best = min(best, loss)
         try:
             average = 0.9 * average + 0.1 * loss
@@ -337,7 +356,11 @@ def a_step_that_a_library_decorates():
         n += 1
         return fit(model, optimizer, batch(batch_size), lr=0.1 / n)
 
-    return model, tenacity.retry(stop=tenacity.stop_after_attempt(1))(step), lambda: {"n": cells(step)["n"]}
+    return (
+        model,
+        tenacity.retry(stop=tenacity.stop_after_attempt(1))(step),
+        lambda: {"n": cells(step)["n"]},
+    )
 
 
 # --- what loops keep ---
@@ -369,14 +392,18 @@ def averages_in_arrays_and_tensors(self, model, batch_size):
     self.mean *= 0.9
     self.mean += 0.1 * x.mean(0).numpy()
     self.square = 0.9 * self.square + 0.1 * self.mean**2
-    self.total += self.fit(x - torch.from_numpy(self.mean), lr=0.05 / (1 + self.square.sum() + self.total.item()))
+    self.total += self.fit(
+        x - torch.from_numpy(self.mean), lr=0.05 / (1 + self.square.sum() + self.total.item())
+    )
     return self.total.clone()
 
 
 # --- schedules and phases ---
 
 
-@method(optimizer=lambda model: sgd(model[2]), started=False, n=0, layers=lambda model: [model[0].bias])
+@method(
+    optimizer=lambda model: sgd(model[2]), started=False, n=0, layers=lambda model: [model[0].bias]
+)
 def groups_added_once_and_at_call_3(self, model, batch_size):
     if not self.started:
         self.optimizer.add_param_group({"params": [model[0].weight], "lr": 0.02})
@@ -433,10 +460,22 @@ def linear(**attributes):
 
 @loop()
 def attributes_of_a_module():
-    sizes, loss, nested, inner = [1], collections.deque([1.0]), {"a": [[1], (torch.ones(1), [1])]}, Record()
+    sizes, loss, nested, inner = (
+        [1],
+        collections.deque([1.0]),
+        {"a": [[1], (torch.ones(1), [1])]},
+        Record(),
+    )
     inner.callbacks = {inner.losses.append, inner.note}
     model = linear(
-        sizes=sizes, loss=loss, text="a", nested=nested, seen=Marks({1}), table=np.zeros(2), act=len, inner=inner
+        sizes=sizes,
+        loss=loss,
+        text="a",
+        nested=nested,
+        seen=Marks({1}),
+        table=np.zeros(2),
+        act=len,
+        inner=inner,
     )
 
     def step(model, batch_size):
@@ -451,7 +490,14 @@ def attributes_of_a_module():
         model.act, model.inner, model.later = abs, None, 1
         vars(model).pop("text", None)
 
-    return model, step, lambda: {"held": (sizes, loss, nested, inner), "attributes": dict(sorted(vars(model).items()))}
+    return (
+        model,
+        step,
+        lambda: {
+            "held": (sizes, loss, nested, inner),
+            "attributes": dict(sorted(vars(model).items())),
+        },
+    )
 
 
 @loop()
@@ -459,7 +505,9 @@ def parameters_and_gradients():
     """NaN bits and a negative zero, swapped data, a frozen parameter, a gradient that changes, and one that comes."""
     odd, swapped, frozen, graded = model = nn.ModuleList(linear() for _ in range(4))
     with torch.no_grad():
-        odd.weight.view(-1).view(torch.int32)[:2].copy_(torch.tensor([0x7FC00001, -(2**31)], dtype=torch.int32))
+        odd.weight.view(-1).view(torch.int32)[:2].copy_(
+            torch.tensor([0x7FC00001, -(2**31)], dtype=torch.int32)
+        )
     frozen.bias.requires_grad_(False)
     graded.weight.grad = torch.full((2, 4), 7.0)
     held = [*model.parameters(), graded.weight.grad]
@@ -478,7 +526,12 @@ def parameters_and_gradients():
 def shared_and_expanded_buffers():
     model, base, given_back = nn.Module(), torch.arange(4.0), torch.ones(3)
     model.register_buffer("given_back", given_back)
-    for name, view in {"base": base, "view": base[1:3], "wide": base[:1].expand(3, 1), "seen": torch.ones(2)}.items():
+    for name, view in {
+        "base": base,
+        "view": base[1:3],
+        "wide": base[:1].expand(3, 1),
+        "seen": torch.ones(2),
+    }.items():
         model.register_buffer(name, view)
 
     def step(model, batch_size):
@@ -512,7 +565,11 @@ def gradients_that_share_memory():
     model, flat = linear(), torch.arange(10.0)
     model.weight.grad, model.bias.grad = flat[:8].view(2, 4), flat[8:]
     del flat
-    return model, lambda model, n: model.zero_grad(), lambda: {"gradients": [p.grad for p in model.parameters()]}
+    return (
+        model,
+        lambda model, n: model.zero_grad(),
+        lambda: {"gradients": [p.grad for p in model.parameters()]},
+    )
 
 
 @loop()
@@ -547,7 +604,12 @@ class WithExtra(nn.Module):
 
 @loop()
 def extra_state_averages_hidden_state_and_a_closure():
-    model, average, hidden, scale = WithExtra(), Average(), Hidden(), torch.ones(2, requires_grad=True)
+    model, average, hidden, scale = (
+        WithExtra(),
+        Average(),
+        Hidden(),
+        torch.ones(2, requires_grad=True),
+    )
     shadow = average.shadow
 
     def step(model, batch_size):
@@ -557,7 +619,11 @@ def extra_state_averages_hidden_state_and_a_closure():
         hidden.box.held["seen"] = [hidden.box.held["seen"][0] + 1]
         scale.data.mul_(2)
 
-    return model, step, lambda: {"held": shadow, "average": average, "hidden": [hidden, model.box], "scale": scale}
+    return (
+        model,
+        step,
+        lambda: {"held": shadow, "average": average, "hidden": [hidden, model.box], "scale": scale},
+    )
 
 
 class Marks(set):
@@ -579,7 +645,11 @@ def an_optimizer_out_of_reach_that_the_first_step_makes():
             hidden.held.append(torch.optim.Adam(model.parameters(), lr=0.5))
         return fit(model, hidden.held[0], batch(batch_size))
 
-    return model, step, lambda: {"averages": [optimizer.state for optimizer in hidden.held if optimizer.state]}
+    return (
+        model,
+        step,
+        lambda: {"averages": [optimizer.state for optimizer in hidden.held if optimizer.state]},
+    )
 
 
 @loop()
@@ -636,7 +706,11 @@ def stepped_by(kind):
     def build():
         model = net()
         optimizer = kind(model.parameters())
-        return model, lambda model, n: fit(model, optimizer, batch(n)), lambda: {"averages": optimizer}
+        return (
+            model,
+            lambda model, n: fit(model, optimizer, batch(n)),
+            lambda: {"averages": optimizer},
+        )
 
     build.__name__ = kind.__name__
     return build
@@ -732,13 +806,19 @@ KEPT = {
     "a_list_of_ones_own": (Own, append),
     "a_deque": (lambda: collections.deque(maxlen=50), append),
     "a_dict": (ByKey, append),
-    "a_defaultdict": (lambda: collections.defaultdict(list), lambda kept, output: kept["all"].append(output)),
+    "a_defaultdict": (
+        lambda: collections.defaultdict(list),
+        lambda kept, output: kept["all"].append(output),
+    ),
     "a_set": (set, lambda kept, output: kept.add(output)),
     "an_object": (Rollout, append),
     "an_object_with_slots": (Outputs, append),
     "an_object_in_a_cycle": (Logged, append),
     "a_module": (Metric, append),
-    "a_namespace": (lambda: types.SimpleNamespace(a=[]), lambda kept, output: kept.a.append(output)),
+    "a_namespace": (
+        lambda: types.SimpleNamespace(a=[]),
+        lambda kept, output: kept.a.append(output),
+    ),
     "a_tuple_of_lists": (lambda: ([], []), append_to_first),
     "a_tuple_with_a_tensor": (lambda: ([], torch.ones(1)), append_to_first),
     "a_named_tuple": (lambda: Pair([], []), append_to_first),
@@ -777,7 +857,10 @@ def a_target_network_an_optimizer_and_a_schedule_made_anew(self, model, batch_si
         self.target, self.optimizer = copy.deepcopy(model), torch.optim.AdamW(model.parameters())
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
     self.n += 1
-    self.fit(batch(batch_size) + self.target(batch(batch_size)).detach(), lr=self.schedule.get_last_lr()[0])
+    self.fit(
+        batch(batch_size) + self.target(batch(batch_size)).detach(),
+        lr=self.schedule.get_last_lr()[0],
+    )
     self.schedule.step()
     return self.optimizer.state[model[0].weight]["exp_avg"]
 
@@ -837,9 +920,18 @@ def count_cycle_queue_and_a_function_cache():
         while waiting.qsize() < 4:
             waiting.put(torch.randn(8, 4))
         x = torch.stack([next(ring) for _ in range(batch_size)]) + noise(batch_size)
-        return fit(model, optimizer, x + waiting.get_nowait()[:batch_size], lr=0.1 / root(next(ticks)))
+        return fit(
+            model, optimizer, x + waiting.get_nowait()[:batch_size], lr=0.1 / root(next(ticks))
+        )
 
-    look = lambda: {"ring": pool, "ticks": ticks, "waiting": waiting, "noise": noise.cache_info().currsize}  # noqa: E731
+    def look():
+        return {
+            "ring": pool,
+            "ticks": ticks,
+            "waiting": waiting,
+            "noise": noise.cache_info().currsize,
+        }
+
     return model, step, look
 
 
@@ -852,7 +944,9 @@ def count_cycle_queue_and_a_function_cache():
     totals=collections.UserDict(),
 )
 def containers_of_the_standard_library(self, model, batch_size):
-    self.losses_so_far.append(self.fit(batch(batch_size), lr=0.1 / (1 + len(self.losses_so_far))).item())
+    self.losses_so_far.append(
+        self.fit(batch(batch_size), lr=0.1 / (1 + len(self.losses_so_far))).item()
+    )
     self.totals["calls"] = self.totals.get("calls", 0) + 1
     self.log.write(f"{self.totals['calls']}: {self.losses_so_far[-1]}\n")
     return sum(self.losses_so_far) / self.totals["calls"]
@@ -875,7 +969,9 @@ def a_list_indexed_by_an_iterator(self, model, batch_size):
     return self.history[next(self.ticks)]
 
 
-@method("numbered", "n", numbered=lambda _: Prefetcher((i, torch.randn(8, 4)) for i in range(200)), n=0)
+@method(
+    "numbered", "n", numbered=lambda _: Prefetcher((i, torch.randn(8, 4)) for i in range(200)), n=0
+)
 def a_number_checked_against_a_generator_in_an_object(self, model, batch_size):
     i, x = next(self.numbered)
     if i != self.n:
@@ -899,7 +995,11 @@ def test_a_loop_that_cannot_go_back_is_run_as_it_was_left():
 
     result = probe(model, step, max_batch=8)
     assert (result.batch_size, n) == (8, 0)
-    assert [note for note in result.notes if "batch 2 failed with ValueError: step 1 was logged already" in note]
+    assert [
+        note
+        for note in result.notes
+        if "batch 2 failed with ValueError: step 1 was logged already" in note
+    ]
     assert len(logged) == 1 + sum(trial.steps for trial in result.trials)
 
 

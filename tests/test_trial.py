@@ -68,13 +68,17 @@ def scaled(device=None, *, skips=0):
 )
 def test_trials_run_until_every_optimizer_has_stepped(build, calls):
     result = probe(*build(), max_batch=1, memory_fraction=1.0, steps=2, confirm_steps=60)
-    assert [(t.phase, t.steps) for t in result.trials] == list(zip((Phase.GROW, Phase.CONFIRM), calls, strict=True))
+    assert [(t.phase, t.steps) for t in result.trials] == list(
+        zip((Phase.GROW, Phase.CONFIRM), calls, strict=True)
+    )
     assert not any("no optimizer" in note for note in result.notes)
     assert result.state_verified
 
 
 def test_a_missing_optimizer_is_noted_after_32_calls():
-    result = probe(nn.Linear(4, 4), lambda model, n: model(torch.randn(n, 4)).sum().backward(), max_batch=2)
+    result = probe(
+        nn.Linear(4, 4), lambda model, n: model(torch.randn(n, 4)).sum().backward(), max_batch=2
+    )
     assert [t.steps for t in result.trials] == [32 + 1, 2, 50], "later trials wait for none"
     assert any("no optimizer stepped in 32 calls" in note for note in result.notes)
 
@@ -92,13 +96,17 @@ def test_each_of_several_steps_meets_the_state_of_the_others():
     def half(nth):
         def step(_, batch_size):
             optimizers[nth].zero_grad()
-            device.take(10 * MIB * sum(bool(optimizer.state) for optimizer in optimizers) + batch_size * MIB)
+            device.take(
+                10 * MIB * sum(bool(optimizer.state) for optimizer in optimizers) + batch_size * MIB
+            )
             models[nth](torch.ones(batch_size, 1)).sum().backward()
             optimizers[nth].step()
 
         return step
 
-    result = probe(nn.ModuleList(models), {"G": half(0), "D": half(1)}, device=device, memory_fraction=1.0)
+    result = probe(
+        nn.ModuleList(models), {"G": half(0), "D": half(1)}, device=device, memory_fraction=1.0
+    )
     assert result.batch_size == 80
 
 
@@ -128,9 +136,15 @@ def test_cycles_of_a_failed_trial_are_collected():
 @pytest.mark.parametrize("leaked_bytes", [3 * MIB, 100 * MIB])
 def test_a_leak_is_reported_with_its_bytes_or_an_error(leaked_bytes):
     device, leaks = LedgerDevice(1000 * MIB), Log([leaked_bytes])
-    step = taking(device, per_sample=100 * MIB, then=lambda n: device.leak(leaks.pop()) if n == 4 and leaks else None)
+    step = taking(
+        device,
+        per_sample=100 * MIB,
+        then=lambda n: device.leak(leaks.pop()) if n == 4 and leaks else None,
+    )
     if leaked_bytes > 50 * MIB:
-        with pytest.raises(oomprobe.UnreliableError, match=r"100\.00 MiB did not come back after batch 4"):
+        with pytest.raises(
+            oomprobe.UnreliableError, match=r"100\.00 MiB did not come back after batch 4"
+        ):
             probe(nn.Linear(1, 1), step, device=device)
         return
     result = probe(nn.Linear(1, 1), step, device=device)
@@ -143,7 +157,9 @@ SLOW = "keeps 256.00 KiB, so the free memory lasts for about 2287 steps"
 FAST = "each step at batch 8 keeps 1.25 MiB.* after about 85 more"
 
 
-@pytest.mark.parametrize(("size", "kept_bytes", "told"), [(4, MIB // 4, SLOW), (8, 5 * MIB // 4, FAST)])
+@pytest.mark.parametrize(
+    ("size", "kept_bytes", "told"), [(4, MIB // 4, SLOW), (8, 5 * MIB // 4, FAST)]
+)
 def test_a_leak_of_each_step_is_an_error_if_it_soon_fills_the_memory(size, kept_bytes, told):
     device = LedgerDevice(1000 * MIB)
     step = taking(device, per_sample=104 * MIB, then=lambda _: device.leak(kept_bytes))
@@ -233,7 +249,12 @@ class Lenient(LedgerDevice):
 
 def test_a_peak_over_the_cap_is_not_a_pass():
     device = Lenient()
-    result = probe(nn.Linear(1, 1), lambda model, n: device.take(100 * n * MIB), device=device, memory_fraction=0.5)
+    result = probe(
+        nn.Linear(1, 1),
+        lambda model, n: device.take(100 * n * MIB),
+        device=device,
+        memory_fraction=0.5,
+    )
     assert result.batch_size == 5
     assert any("its peak was over the cap" in (t.error or "") for t in result.trials)
 

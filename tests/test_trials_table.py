@@ -54,7 +54,11 @@ def test_a_leak_shows_before_a_long_error():
 
 
 def test_each_kind_of_error_is_shown_once_and_in_one_line():
-    hung = a_trial(verdict=Verdict.TIMED_OUT, error="it timed out\nthe end of its stderr:\nmuch", where="train.py:12")
+    hung = a_trial(
+        verdict=Verdict.TIMED_OUT,
+        error="it timed out\nthe end of its stderr:\nmuch",
+        where="train.py:12",
+    )
     other = dataclasses.replace(gpu_oom(3), where="optimizer step")
     assert remarks(gpu_oom(4), gpu_oom(3), gpu_trial(1), other, hung) == {
         0: "backward, model.py:142: CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -84,7 +88,9 @@ def test_a_long_table_has_the_trials_that_decide():
     assert len(rows(trials_block(searched, 2900))) == len(searched)
     moved_down = [a_trial(size, Verdict.OOM, Phase.CONFIRM) for size in range(30, 10, -1)]
     assert "128 grow" in rows(trials_block([*searched, *moved_down], 2900, mentioned={2900}))
-    assert rows(trials_block(searched[:12], 8, mentioned=())) == rows(trials_block(searched[:12], 8))
+    assert rows(trials_block(searched[:12], 8, mentioned=())) == rows(
+        trials_block(searched[:12], 8)
+    )
 
 
 def test_a_size_above_a_failure_says_why_it_is_tried():
@@ -128,5 +134,7 @@ def test_every_field_of_a_trial_shows_in_the_table():
     in_notes = {"peak_upper_bytes", "step_leaked_bytes", "ranks", "limiting_rank", "settled_after"}
     assert set(changed) == {field.name for field in dataclasses.fields(Trial)} - in_notes
     for name, value in changed.items():
-        assert trials_table([a_trial(**{"batch_size": 1, name: value})]) != trials_table([a_trial()])
+        assert trials_table([a_trial(**{"batch_size": 1, name: value})]) != trials_table(
+            [a_trial()]
+        )
     assert trials_table([]) == "no trial was run"

@@ -23,7 +23,22 @@ def test_sizes_are_parsed(text, size_bytes):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "GiB", "0", "0.4B", "-1GiB", "1e9", "1.GiB", ".5GiB", "5i", "5iB", "4 GiBs", "4PiB", "4,5GiB", "nan"),
+        *(
+            "",
+            "GiB",
+            "0",
+            "0.4B",
+            "-1GiB",
+            "1e9",
+            "1.GiB",
+            ".5GiB",
+            "5i",
+            "5iB",
+            "4 GiBs",
+            "4PiB",
+            "4,5GiB",
+            "nan",
+        ),
         *("9" * 400, str(2**63), "99999999999TiB"),
     ],
 )
@@ -35,7 +50,9 @@ def test_invalid_sizes_are_refused_with_an_example(text):
 @given(st.integers(1, 2**50))
 def test_a_formatted_size_parses_back_to_two_decimals(size_bytes):
     written = format_bytes(size_bytes)
-    assert abs(parse_bytes(written) - size_bytes) <= 0.005 * size_bytes + 1  # parsing rounds down to whole bytes
+    assert (
+        abs(parse_bytes(written) - size_bytes) <= 0.005 * size_bytes + 1
+    )  # parsing rounds down to whole bytes
     assert 1 <= float(written.split()[0]) <= 1024
     assert format_bytes(-size_bytes) == f"-{written}"
 

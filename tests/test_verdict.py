@@ -17,7 +17,12 @@ from oomprobe.verdicts.classify import MAX_LINKS, MAX_TEXT
 from oomprobe.verdicts.texts import ERROR_TEXTS
 
 DATA = Path(__file__).parent / "data"
-BUILTIN_CLASSES = {"ValueError": ValueError, "OSError": OSError, "ImportError": ImportError, "MemoryError": MemoryError}
+BUILTIN_CLASSES = {
+    "ValueError": ValueError,
+    "OSError": OSError,
+    "ImportError": ImportError,
+    "MemoryError": MemoryError,
+}
 
 OOM_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB"
 HOST_TEXT = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
@@ -113,8 +118,14 @@ def test_a_users_own_wording_is_a_bug(error):
         (TEGRA_TEXT.replace("NVML_SUCCESS == r", "block"), Verdict.POISONED),
         (OOM_TEXT + "x" * 10 * MAX_TEXT, Verdict.OOM),
         ("x" * 10 * MAX_TEXT + "\n" + OOM_TEXT, Verdict.OOM),
-        ("Unexpected bus error encountered in worker. Perhaps insufficient shared memory (shm).", Verdict.BUG),
-        ("unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)", Verdict.BUG),
+        (
+            "Unexpected bus error encountered in worker. Perhaps insufficient shared memory (shm).",
+            Verdict.BUG,
+        ),
+        (
+            "unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)",
+            Verdict.BUG,
+        ),
     ],
     ids=lambda value: str(value)[:20],
 )
@@ -177,8 +188,16 @@ def test_only_ambiguous_rows_need_evidence_of_memory_and_an_unhealthy_process_is
         (MemoryError(), Verdict.HOST_OOM, UNCORROBORATED),
         (RuntimeError("std::bad_alloc"), Verdict.HOST_OOM, UNCORROBORATED),
         (OSError(12, "Cannot allocate memory"), Verdict.HOST_OOM, UNCORROBORATED),
-        (RuntimeError("could not create a primitive"), Verdict.HOST_OOM, CORROBORATED),  # an ambiguous text
-        (MemoryError("out_of_memory: CUDA error: cudaErrorMemoryAllocation"), Verdict.OOM, UNCORROBORATED),  # rmm
+        (
+            RuntimeError("could not create a primitive"),
+            Verdict.HOST_OOM,
+            CORROBORATED,
+        ),  # an ambiguous text
+        (
+            MemoryError("out_of_memory: CUDA error: cudaErrorMemoryAllocation"),
+            Verdict.OOM,
+            UNCORROBORATED,
+        ),  # rmm
     ],
     ids=lambda value: repr(value)[:40],
 )
@@ -202,7 +221,11 @@ class Hostile(RuntimeError):
     [
         (ValueError("step failed"), torch.OutOfMemoryError("?"), Verdict.OOM),
         (RuntimeError("step failed"), KeyError("labels"), Verdict.BUG),
-        (torch.OutOfMemoryError(OOM_TEXT), RuntimeError("CUDA error: misaligned address"), Verdict.POISONED),
+        (
+            torch.OutOfMemoryError(OOM_TEXT),
+            RuntimeError("CUDA error: misaligned address"),
+            Verdict.POISONED,
+        ),
         (RuntimeError(ENGINE_TEXT), RuntimeError(OOM_TEXT), Verdict.OOM),
         (torch.OutOfMemoryError(OOM_TEXT), numbered(719), Verdict.POISONED),
     ],
@@ -279,7 +302,9 @@ def test_a_signal_that_comes_while_an_error_is_read_is_passed_on(error):
     ],
 )
 def test_an_error_of_a_probe_is_a_bug(error):
-    from_memory = caused(type(error)("failed"), torch.OutOfMemoryError(OOM_TEXT))  # the inner probe has handled this
+    from_memory = caused(
+        type(error)("failed"), torch.OutOfMemoryError(OOM_TEXT)
+    )  # the inner probe has handled this
     for raised in (error, caused(KeyError("cache"), error), from_memory):
         assert classify_error(raised, CORROBORATED) is Verdict.BUG
     assert classify_error(error, UNHEALTHY) is Verdict.POISONED
@@ -289,5 +314,7 @@ def test_an_error_of_a_probe_is_a_bug(error):
 
 
 def test_a_lost_device_is_lost_to_the_outer_probe():
-    lost = oomprobe.DeviceLostError("a sticky error (CUDA error: an illegal memory access was encountered)")
+    lost = oomprobe.DeviceLostError(
+        "a sticky error (CUDA error: an illegal memory access was encountered)"
+    )
     assert classify_error(lost) is Verdict.POISONED

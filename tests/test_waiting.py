@@ -74,7 +74,11 @@ def test_without_an_optimizer_a_note_says_what_was_seen(text):
 
 @pytest.mark.parametrize(
     ("model", "grad"),
-    [(nn.Linear(2, 2).eval(), True), (nn.Linear(2, 2).requires_grad_(False), True), (nn.Linear(2, 2), False)],
+    [
+        (nn.Linear(2, 2).eval(), True),
+        (nn.Linear(2, 2).requires_grad_(False), True),
+        (nn.Linear(2, 2), False),
+    ],
     ids=["eval mode", "frozen", "gradients off"],
 )
 def test_inference_is_no_missing_training(model, grad):
@@ -97,7 +101,9 @@ def test_a_step_without_gradients_waits_for_no_optimizer(trained):
 
     result = probe(model, step, max_batch=4)
     assert result.trials[0].steps < 40
-    assert trained or any("no optimizer stepped in 1 call of 'step'" in note for note in result.notes)
+    assert trained or any(
+        "no optimizer stepped in 1 call of 'step'" in note for note in result.notes
+    )
 
 
 def test_a_loop_may_be_done_with_an_optimizer():

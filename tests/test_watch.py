@@ -51,7 +51,9 @@ def test_partial_optimizer_state_is_dropped(model, read, stepped):
         optimizer.step()
     assert len(optimizer.state) == 2
     tracker.start_cold()
-    assert {parameter: dict(state) for parameter, state in optimizer.state.items() if state} == before
+    assert {
+        parameter: dict(state) for parameter, state in optimizer.state.items() if state
+    } == before
 
 
 def test_while_accumulating_nothing_steps_and_gradients_add_up(model):

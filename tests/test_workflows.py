@@ -7,7 +7,10 @@ import pytest
 import yaml
 from processes import REPOSITORY
 
-FILES = [*REPOSITORY.glob(".github/workflows/*.yml"), *REPOSITORY.glob(".github/actions/*/action.yml")]
+FILES = [
+    *REPOSITORY.glob(".github/workflows/*.yml"),
+    *REPOSITORY.glob(".github/actions/*/action.yml"),
+]
 BY_FILE = pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 
 
@@ -39,11 +42,21 @@ def test_each_job_states_the_little_that_it_may_do(path):
 
 def test_other_platforms_run_the_first_example_of_the_readme(tmp_path):
     [extract] = [
-        step["run"] for step in steps(REPOSITORY / ".github/workflows/test.yml") if "awk" in step.get("run", "")
+        step["run"]
+        for step in steps(REPOSITORY / ".github/workflows/test.yml")
+        if "awk" in step.get("run", "")
     ]
     subprocess.run(
-        ["bash", "-c", extract], cwd=REPOSITORY, env={"RUNNER_TEMP": str(tmp_path), "PATH": "/usr/bin:/bin"}, check=True
+        ["bash", "-c", extract],
+        cwd=REPOSITORY,
+        env={"RUNNER_TEMP": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        check=True,
     )
-    first = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```\n")[0]
+    first = (
+        (REPOSITORY / "README.md")
+        .read_text(encoding="utf-8")
+        .split("```python\n")[1]
+        .split("```\n")[0]
+    )
     assert (tmp_path / "first.py").read_text(encoding="utf-8") == first
     compile(first, "first.py", "exec")

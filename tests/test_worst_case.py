@@ -15,7 +15,9 @@ from oomprobe.worst_case import SAME_SHAPE_EXAMPLES, largest_first, shapes_of
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 40), st.integers(1, 3))
 def test_each_batch_holds_the_longest_examples(lengths, batch_size, count):
-    batches = largest_first([{"x": list(range(length))} for length in lengths]).batches(batch_size, count)
+    batches = largest_first([{"x": list(range(length))} for length in lengths]).batches(
+        batch_size, count
+    )
     assert len(batches) == batch_size * count
     for start in range(0, len(batches), batch_size):
         got = sorted(len(batches[start + i]["x"]) for i in range(batch_size))
@@ -46,7 +48,10 @@ def test_two_batches_hold_the_largest_of_each_field(sizes, batch_size):
         (np.zeros((4, 5)), {0: ((4, 5),)}),
         ([1, 2, 3], {0: ((3,),)}),
         ([[1], [2, 3]], {0: ((1,),), 1: ((2,),)}),
-        ({"a": [np.float32(1), 2], "b": np.int64(1), "c": [np.bool_(1)] * 3}, {"a": ((2,),), "b": (), "c": ((3,),)}),
+        (
+            {"a": [np.float32(1), 2], "b": np.int64(1), "c": [np.bool_(1)] * 3},
+            {"a": ((2,),), "b": (), "c": ((3,),)},
+        ),
         ({"a": [torch.tensor(1)] * 4, "b": [[np.int64(1)]] * 2}, {"a": ((4,),), "b": ((1,), (1,))}),
         (["a", np.str_("abc")], {0: ((1,),), 1: ((3,),)}),
         ({"ids": [1, 2], "text": "not counted next to numbers"}, {"ids": ((2,),)}),
@@ -87,7 +92,11 @@ def test_images_of_one_size_are_not_all_scanned():
             return torch.zeros(3, 8, 8), index
 
     order = largest_first(Images(range(1000)))
-    assert (order.scanned, len(looked), order.complete) == (SAME_SHAPE_EXAMPLES, SAME_SHAPE_EXAMPLES, True)
+    assert (order.scanned, len(looked), order.complete) == (
+        SAME_SHAPE_EXAMPLES,
+        SAME_SHAPE_EXAMPLES,
+        True,
+    )
     assert sorted(order.indices) == list(range(1000))
 
 
@@ -121,7 +130,9 @@ def test_an_example_that_raises_is_named():
 
     with pytest.raises(ZeroDivisionError) as caught:
         largest_first(Broken([[1]] * 4))
-    assert caught.value.__notes__ == ["oomprobe: example 2 of the data set raised this, before the first trial"]
+    assert caught.value.__notes__ == [
+        "oomprobe: example 2 of the data set raised this, before the first trial"
+    ]
 
 
 # --- batches for a step of one's own ---
@@ -129,7 +140,9 @@ def test_an_example_that_raises_is_named():
 
 def padded(examples):
     return {
-        "tokens": torch.nn.utils.rnn.pad_sequence([one["tokens"] for one in examples], batch_first=True),
+        "tokens": torch.nn.utils.rnn.pad_sequence(
+            [one["tokens"] for one in examples], batch_first=True
+        ),
         "count": 1,
     }
 
@@ -171,9 +184,14 @@ def test_a_step_on_a_simulated_card():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = oomprobe.worst_case_batches(sentences(3, 1000, 20), padded).to("cuda")
     step = training_step(optimizer, lambda batch_size: batches(batch_size)["tokens"], torch.sum)
-    result = oomprobe.find_max_batch(model, step, device="sim:64MiB", progress="off", resolution=0.1)
+    result = oomprobe.find_max_batch(
+        model, step, device="sim:64MiB", progress="off", resolution=0.1
+    )
     assert result.limited_by == "memory"
-    assert "worst_case_batches made the batches of the step, of the largest examples of its data set" in result.notes
+    assert (
+        "worst_case_batches made the batches of the step, of the largest examples of its data set"
+        in result.notes
+    )
     assert not any("longest sequence" in item for item in result.not_covered)
 
 

@@ -43,7 +43,9 @@ def numbered(step):
 # --- models ---
 
 
-def classifier(model, optimizer, *, amp=None, scaler=None, clip=False, accumulate=1, sample=(256,), layout=None):
+def classifier(
+    model, optimizer, *, amp=None, scaler=None, clip=False, accumulate=1, sample=(256,), layout=None
+):
     """Return the model and a training step on random samples; the optimizer steps at every `accumulate`-th call."""
 
     def step(number, model, batch_size):
@@ -64,7 +66,9 @@ def classifier(model, optimizer, *, amp=None, scaler=None, clip=False, accumulat
             scaler.update()
         optimizer.zero_grad()
 
-    return model, numbered(step) if accumulate > 1 else lambda model, batch_size: step(0, model, batch_size)
+    return model, numbered(step) if accumulate > 1 else lambda model, batch_size: step(
+        0, model, batch_size
+    )
 
 
 def mlp(make=torch.optim.AdamW, *, fp16=False, **options):
@@ -91,9 +95,15 @@ def many_small():
 def conv_net(**options):
     layers, width = [], 3
     for wider in (32, 64, 128):
-        layers += [nn.Conv2d(width, wider, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(wider), nn.ReLU()]
+        layers += [
+            nn.Conv2d(width, wider, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(wider),
+            nn.ReLU(),
+        ]
         width = wider
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)).cuda()
+    model = nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)
+    ).cuda()
     if layout := options.get("layout"):
         model = model.to(memory_format=layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -106,14 +116,17 @@ class Gpt(nn.Module):
         self.vocabulary, self.context, self.checkpointed = vocabulary, context, checkpointed
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True) for _ in range(layers)
+            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
+            for _ in range(layers)
         )
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, tokens):
         length = tokens.shape[1]
         x = self.tokens(tokens) + self.places(torch.arange(length, device=tokens.device))
-        mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device, dtype=x.dtype)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            length, device=x.device, dtype=x.dtype
+        )
         for block in self.blocks:
             if self.checkpointed:
                 x = checkpoint(block, x, src_mask=mask, is_causal=True, use_reentrant=False)
@@ -126,7 +139,11 @@ def language_model(model, optimizer, *, bf16=False, shortest=None):
     """Return the model and a training step; with `shortest`, lengths vary from that to the whole context."""
 
     def step(model, batch_size):
-        length = model.context if shortest is None else int(torch.randint(shortest, model.context + 1, ()))
+        length = (
+            model.context
+            if shortest is None
+            else int(torch.randint(shortest, model.context + 1, ()))
+        )
         tokens = torch.randint(model.vocabulary, (batch_size, length), device="cuda")
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=bf16):
@@ -139,7 +156,9 @@ def language_model(model, optimizer, *, bf16=False, shortest=None):
 
 def gpt(layers=2, *, bf16=False, shortest=None, **options):
     model = Gpt(layers, **options).cuda()
-    return language_model(model, torch.optim.AdamW(model.parameters(), fused=True), bf16=bf16, shortest=shortest)
+    return language_model(
+        model, torch.optim.AdamW(model.parameters(), fused=True), bf16=bf16, shortest=shortest
+    )
 
 
 class Adapted(nn.Module):
@@ -160,7 +179,9 @@ class Adapted(nn.Module):
 def adapters():
     model = Gpt(layers=3).cuda().requires_grad_(False)
     for block in model.blocks:
-        block.linear1, block.linear2 = (Adapted(layer).cuda() for layer in (block.linear1, block.linear2))
+        block.linear1, block.linear2 = (
+            Adapted(layer).cuda() for layer in (block.linear1, block.linear2)
+        )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return language_model(model, torch.optim.AdamW(trained))
 
@@ -172,7 +193,9 @@ def big_state():
 
 def converted(width=2048, depth=4):
     """Weights that are made in fp32 and trained in bf16: the cache keeps fp32 blocks, with bf16 ones carved out of some."""
-    model = nn.Sequential(*(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU())))
+    model = nn.Sequential(
+        *(layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.ReLU()))
+    )
     model = model.cuda().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
     return model, training_step(

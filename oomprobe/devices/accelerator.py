@@ -70,7 +70,9 @@ class AcceleratorDevice(Device):
             self.half = half_of((properties.major, properties.minor))
         self.name = stated_name(str(properties.name), stated_bytes, self.total_bytes)
         is_integrated = getattr(properties, "is_integrated", False)  # torch.cuda
-        self.integrated = bool(is_integrated or getattr(properties, "is_integrated_gpu", False))  # torch.xpu
+        self.integrated = bool(
+            is_integrated or getattr(properties, "is_integrated_gpu", False)
+        )  # torch.xpu
         self._not_resident_bytes = 0
         why_spills = sharing.why_spills()
         if why_spills is not None:
@@ -117,7 +119,9 @@ class AcceleratorDevice(Device):
     def _usable_bytes(self) -> int:
         free, _ = self._torch.mem_get_info(self.torch_device)
         own = int(self._torch.memory_reserved(self.torch_device))
-        usable_bytes = min(max(0, free + own - self._not_resident_bytes), int(self._fraction() * self.total_bytes))
+        usable_bytes = min(
+            max(0, free + own - self._not_resident_bytes), int(self._fraction() * self.total_bytes)
+        )
         if self._stated_bytes is not None:
             usable_bytes = min(usable_bytes, self._stated_bytes)
         host_free = linux.free_bytes() if self.integrated else None
@@ -138,7 +142,9 @@ class AcceleratorDevice(Device):
         try:
             yield
         except BaseException:
-            with suppress(Exception):  # this fails on a poisoned device, and must not hide the step's error
+            with suppress(
+                Exception
+            ):  # this fails on a poisoned device, and must not hide the step's error
                 self._set_fraction(before)
             raise
         self._set_fraction(before)
@@ -149,7 +155,9 @@ class AcceleratorDevice(Device):
 
     def _set_fraction(self, fraction: float) -> None:
         # Torch rounds down to whole bytes: without the next float up, each cap would lower the user's limit by a byte.
-        self._torch.set_per_process_memory_fraction(math.nextafter(fraction, 1.0), self.torch_device)
+        self._torch.set_per_process_memory_fraction(
+            math.nextafter(fraction, 1.0), self.torch_device
+        )
 
     def session(self) -> AbstractContextManager[None]:
         """Keep what the step's own resets would take from peaks and counters."""
@@ -181,7 +189,9 @@ class AcceleratorDevice(Device):
     def cached_bytes(self) -> int:
         """Return the memory that is reserved and free, without what blocks in use pin: about what `release` gives back."""
         current = self._statistics.current
-        return current("reserved_bytes") - current("allocated_bytes") - current("inactive_split_bytes")
+        return (
+            current("reserved_bytes") - current("allocated_bytes") - current("inactive_split_bytes")
+        )
 
     def outside_bytes(self) -> int:
         free, total = self._torch.mem_get_info(self.torch_device)
@@ -200,7 +210,9 @@ class AcceleratorDevice(Device):
         if not self.has_graphs():
             clear()
             self._torch.empty_cache()
-        elif not self._has_released:  # graphs captured during a trial are freed with its compiled code
+        elif (
+            not self._has_released
+        ):  # graphs captured during a trial are freed with its compiled code
             self._notes = (*self._notes, GRAPHS)
         self._has_released = True
 
@@ -212,7 +224,9 @@ class AcceleratorDevice(Device):
         if pools is not None:  # since torch 2.14
             return bool(pools)
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return any(tuple(segment["segment_pool_id"]) != (0, 0) for segment in segments)  # graphs have their own pools
+        return any(
+            tuple(segment["segment_pool_id"]) != (0, 0) for segment in segments
+        )  # graphs have their own pools
 
     def history(self) -> AbstractContextManager[History] | None:
         """Record each block that torch's native CUDA allocator hands out; None for other allocators."""
@@ -238,7 +252,9 @@ class AcceleratorDevice(Device):
         memory._record_memory_history(None)  # clears what was recorded
         memory._record_memory_history("all", context=None, device=self.torch_device)
         try:
-            segments = [segment for segment in memory.memory_snapshot() if segment["device"] == index]
+            segments = [
+                segment for segment in memory.memory_snapshot() if segment["device"] == index
+            ]
             history = History(
                 base={
                     block["address"]: block["requested_size"]
@@ -248,7 +264,9 @@ class AcceleratorDevice(Device):
                 },
                 count=lambda: self.counters().blocks,
                 address=lambda tensor: (
-                    tensor.untyped_storage().data_ptr() if tensor.device == self.torch_device else None
+                    tensor.untyped_storage().data_ptr()
+                    if tensor.device == self.torch_device
+                    else None
                 ),
             )
             yield history
@@ -274,5 +292,7 @@ def kernel_answers(device: torch.device, synchronize: Callable[[], object]) -> b
         synchronize()
         return float(torch.ones(1, dtype=torch.float32, device=device).add_(1).item()) == 2.0
     except Exception as error:
-        evidence = Evidence(smaller_size_passed=False, memory_pressure=False)  # ambiguous texts count as unhealthy
+        evidence = Evidence(
+            smaller_size_passed=False, memory_pressure=False
+        )  # ambiguous texts count as unhealthy
         return classify_error(error, evidence) in (Verdict.OOM, Verdict.HOST_OOM)

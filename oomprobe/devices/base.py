@@ -58,7 +58,9 @@ class History:
     """A recording of an allocator: blocks by address, with the bytes requested for them."""
 
     base: dict[int, int]  # blocks in use when recording began
-    events: list[tuple[int, int]] = field(default_factory=list)  # in order; negative bytes mean that a block was freed
+    events: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # in order; negative bytes mean that a block was freed
     count: Callable[[], int]  # number of blocks ever allocated
     address: Callable[[torch.Tensor], int | None]  # None if the tensor is not on the device
 
@@ -158,7 +160,9 @@ class Device(ABC):
 
     def counters(self) -> Counters:
         """Return what the allocator has done until now."""
-        return Counters(live_bytes=self.live_bytes(), peak_bytes=self.usage().peak_allocated_bytes or 0)
+        return Counters(
+            live_bytes=self.live_bytes(), peak_bytes=self.usage().peak_allocated_bytes or 0
+        )
 
     def outside_bytes(self) -> int | None:
         """Return the used memory that this process's allocator does not hold; None, the default, if unknown."""
@@ -264,5 +268,7 @@ def device_error(device: Device, error: BaseException) -> OomProbeError | None:
         return device_lost(device.name, f"{type(error).__name__}: {text_of(error)}")
     if isinstance(error, OomProbeError):
         return None
-    is_devices = any(frame.f_locals.get("self") is device for frame, _ in traceback.walk_tb(error.__traceback__))
+    is_devices = any(
+        frame.f_locals.get("self") is device for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
     return unmeasured(device.name, error) if is_devices else None

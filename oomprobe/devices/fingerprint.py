@@ -31,7 +31,9 @@ def fingerprint(statistics: Statistics, index: int) -> int | None:
     for segment in segments:
         devices.add(segment["device"])
         layout += [segment["address"], segment["total_size"]]
-        layout += [(b["address"], b["size"], b["requested_size"], b["state"]) for b in segment["blocks"]]
+        layout += [
+            (b["address"], b["size"], b["requested_size"], b["state"]) for b in segment["blocks"]
+        ]
     did = []
     for used in sorted(devices):
         free_bytes, total_bytes = torch.cuda.mem_get_info(used)

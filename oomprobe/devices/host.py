@@ -48,7 +48,9 @@ class HostDevice(Device):
 
     def available_bytes(self) -> int:
         free_bytes = self._stated_bytes
-        if free_bytes is None:  # read again: the model's snapshot was taken after the device was opened
+        if (
+            free_bytes is None
+        ):  # read again: the model's snapshot was taken after the device was opened
             free_bytes = _without_copies(linux.free_bytes() or 0)
         for kind, used_bytes in _limited_bytes().items():
             soft, _ = resource.getrlimit(kind)
@@ -122,5 +124,7 @@ def other_malloc(mapped: str) -> tuple[str, ...]:
     """Return a note if this process, whose mapped files are given, does not use the C library's malloc."""
     for name in ("jemalloc", "tcmalloc", "mimalloc"):
         if f"lib{name}" in mapped:
-            return (f"this process uses {name}: train with it too, because it fragments differently",)
+            return (
+                f"this process uses {name}: train with it too, because it fragments differently",
+            )
     return ()

@@ -52,7 +52,9 @@ class Baseline:
         """
         most_bytes = self._residue_bytes + TOLERATED_BYTES
         leaked_bytes = self._cleaned()
-        if leaked_bytes > most_bytes:  # the autograd thread of a failed backward may hold its tensors a moment longer
+        if (
+            leaked_bytes > most_bytes
+        ):  # the autograd thread of a failed backward may hold its tensors a moment longer
             leaked_bytes = until(
                 lambda leaked_bytes: leaked_bytes <= most_bytes,
                 self._cleaned,
@@ -68,14 +70,19 @@ class Baseline:
     def _cleaned(self) -> int:
         """Clean up and return the bytes above the baseline."""
         self._clean()
-        return 0 if self._live_bytes is None else max(0, self._device.live_bytes() - self._live_bytes)
+        return (
+            0 if self._live_bytes is None else max(0, self._device.live_bytes() - self._live_bytes)
+        )
 
     def refusal(self, trial: Trial, emptying: Sequence[str] = ()) -> str | None:
         """Explain why the trial's leak would make the answer wrong; None if it would not.
 
         `emptying` is what to type for each cache that has grown, such as ``"mask.cache_clear()"``.
         """
-        if self._available_bytes is None or trial.leaked_bytes <= REFUSED_SHARE * self._available_bytes:
+        if (
+            self._available_bytes is None
+            or trial.leaked_bytes <= REFUSED_SHARE * self._available_bytes
+        ):
             return None
         leaked = (
             f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from oomprobe.devices.base import History
 from oomprobe.records.breakdown import (
@@ -39,8 +42,12 @@ class Recorder:
 
     def __init__(self, model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._model, self._optimizers = model, list(optimizers)
-        self._modules = {id(module): (name, type(module).__name__) for name, module in model.named_modules()}
-        self._contexts = [(ACTIVATIONS, OUTSIDE)]  # a stack: the kind of memory allocated now, and the module's name
+        self._modules = {
+            id(module): (name, type(module).__name__) for name, module in model.named_modules()
+        }
+        self._contexts = [
+            (ACTIVATIONS, OUTSIDE)
+        ]  # a stack: the kind of memory allocated now, and the module's name
 
     @contextmanager
     def recording(self, history: History) -> Iterator[None]:
@@ -48,10 +55,14 @@ class Recorder:
         self._history = history
         self._kinds_before = dict(self._blocks_before())
         # (number of allocations so far, the context from then on or the address of a new gradient)
-        self._marks: list[tuple[int, tuple[str, str] | int]] = [(history.count(), self._contexts[-1])]
+        self._marks: list[tuple[int, tuple[str, str] | int]] = [
+            (history.count(), self._contexts[-1])
+        ]
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message=".*there are global hooks on modules")  # those below
+            warnings.filterwarnings(
+                "ignore", message=".*there are global hooks on modules"
+            )  # those below
             for handle in self._hooks():
                 stack.callback(handle.remove)
             stack.enter_context(backward_wrapped(self._in_backward))
@@ -109,7 +120,12 @@ class Recorder:
             self._marks.append((self._history.count(), address))
 
     def breakdown(
-        self, batch_size: int, step_name: str | None, *, peak_allocated_bytes: int, peak_reserved_bytes: int
+        self,
+        batch_size: int,
+        step_name: str | None,
+        *,
+        peak_allocated_bytes: int,
+        peak_reserved_bytes: int,
     ) -> Breakdown:
         """Return the breakdown, after the step and the recording have ended."""
         blocks, kind_at_peak = held_at_peak(self._history, self._marks, self._kinds_before)
@@ -190,16 +206,23 @@ def _own_bytes(module: torch.nn.Module) -> int:
 
 
 def held_at_peak(
-    history: History, marks: Sequence[tuple[int, tuple[str, str] | int]], kinds_before: Mapping[int, str]
+    history: History,
+    marks: Sequence[tuple[int, tuple[str, str] | int]],
+    kinds_before: Mapping[int, str],
 ) -> tuple[list[list[Any]], str]:
     """Return [bytes, kind, module] of each block in use at the recorded peak, and the kind being allocated then.
 
     Each of `marks` pairs a number of allocations with either the (kind, module) that allocates from then on, or the address
     of a block that became a gradient. `kinds_before` maps the addresses of earlier blocks to their kinds.
     """
-    latest = {address: [nbytes, kinds_before.get(address, WORKSPACES), ""] for address, nbytes in history.base.items()}
+    latest = {
+        address: [nbytes, kinds_before.get(address, WORKSPACES), ""]
+        for address, nbytes in history.base.items()
+    }
     in_use = dict(latest)  # `latest` keeps freed blocks too, until their address is used again
-    totals = list(accumulate((nbytes for _, nbytes in history.events), initial=sum(history.base.values())))
+    totals = list(
+        accumulate((nbytes for _, nbytes in history.events), initial=sum(history.base.values()))
+    )
     peak = totals.index(max(totals))  # the number of events up to the peak
     at_peak, kind_at_peak = list(in_use.values()), ACTIVATIONS
     pending, allocations = deque(marks), marks[0][0]

@@ -19,7 +19,12 @@ from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.ground.torch_versions import half_of
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.trials import UNSIMULATED, Call, Outcome, Request, Trial, Verdict
-from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, oom_message
+from oomprobe.simulation.allocator import (
+    SMALL_SEGMENT,
+    AllocatorOutOfMemory,
+    CachingAllocator,
+    oom_message,
+)
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.catalogue import card_of
@@ -76,7 +81,11 @@ class SimulatedDevice(Device):
     not_covered: tuple[str, ...] = UNSIMULATED
 
     def __init__(
-        self, card: str | int | Card, *, settings: AllocatorSettings | None = None, world_size: int = 1
+        self,
+        card: str | int | Card,
+        *,
+        settings: AllocatorSettings | None = None,
+        world_size: int = 1,
     ) -> None:
         self.card = card_of(card)
         self.world_size, self.half = world_size, half_of(self.card.compute_capability)
@@ -87,13 +96,17 @@ class SimulatedDevice(Device):
         if world_size > 1:
             self.card, note = with_nccl(self.card, world_size)
             self._assumed[note] = None
-        self._memory = CardMemory(self.card, AllocatorSettings.from_environment() if settings is None else settings)
+        self._memory = CardMemory(
+            self.card, AllocatorSettings.from_environment() if settings is None else settings
+        )
         self._has_built = False
         self._full = False  # whether the cap is below what is already on the card
         self._card_mode = CardMode(self._memory)
         self._card_mode.is_rank = world_size > 1
         self._sharding, self._predictor = Sharding(), Predictor()
-        self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # state before the trial's first call
+        self._cold: tuple[CachingAllocator, LiveBlocks] | None = (
+            None  # state before the trial's first call
+        )
         self._calls, self._trial_calls = list[RecordedCall](), list[RecordedCall]()
 
     @contextmanager
@@ -149,15 +162,21 @@ class SimulatedDevice(Device):
         """
         tensors = _in_host_memory(tensors)
         if self._has_built and any(map(self._card_mode.fakes.holds, tensors)):
-            tensors = list(filter(self._card_mode.is_on_card, tensors))  # building has left the others in host memory
+            tensors = list(
+                filter(self._card_mode.is_on_card, tensors)
+            )  # building has left the others in host memory
         try:
             for tensor in tensors:
                 self._card_mode.fakes.put_on_card(tensor)
         except AllocatorOutOfMemory:
-            raise NothingFitsError(_too_large(tensors, self.name, self.card.available_bytes)) from None
+            raise NothingFitsError(
+                _too_large(tensors, self.name, self.card.available_bytes)
+            ) from None
         if self._card_mode.refused_building is not None:
             size = format_bytes(self.card.available_bytes)
-            raise NothingFitsError(REFUSED.format(line=self._card_mode.refused_building, card=self.name, size=size))
+            raise NothingFitsError(
+                REFUSED.format(line=self._card_mode.refused_building, card=self.name, size=size)
+            )
 
     # --- what each device must tell and do ---
 
@@ -191,13 +210,17 @@ class SimulatedDevice(Device):
         return Usage(
             peak_allocated_bytes=allocated,
             peak_reserved_bytes=reserved,
-            peak_upper_bytes=_with_workspace(reserved, memory.largest_workspace_bytes, allowed_bytes),
+            peak_upper_bytes=_with_workspace(
+                reserved, memory.largest_workspace_bytes, allowed_bytes
+            ),
             alloc_retries=memory.alloc_retries,
             under_pressure=memory.alloc_retries > 0,
         )
 
     def live_bytes(self) -> int:
-        return self._memory.allocator.requested_bytes  # not the blocks, whose sizes may vary between calls
+        return (
+            self._memory.allocator.requested_bytes
+        )  # not the blocks, whose sizes may vary between calls
 
     def counters(self) -> Counters:
         allocator = self._memory.allocator
@@ -211,7 +234,10 @@ class SimulatedDevice(Device):
 
     def cached_bytes(self) -> int:
         stats = self._memory.allocator.stats()
-        reserved, *in_use = (stats[f"{name}_bytes.all.current"] for name in ("reserved", "allocated", "inactive_split"))
+        reserved, *in_use = (
+            stats[f"{name}_bytes.all.current"]
+            for name in ("reserved", "allocated", "inactive_split")
+        )
         return reserved - sum(in_use)
 
     def release(self) -> None:
@@ -284,7 +310,9 @@ class SimulatedDevice(Device):
         names = [record.step for record in outcome.records]
         return not self._predictor.learn(trial.batch_size, names, self._trial_calls[: len(names)])
 
-    def learn_recorded(self, batch_size: int, step: str, recorded: Path, workspace_bytes: int) -> bool:
+    def learn_recorded(
+        self, batch_size: int, step: str, recorded: Path, workspace_bytes: int
+    ) -> bool:
         """Learn what calls of a step did in another process, which began on such a card; return as `learn` does."""
         if self._cold is None:
             self._cold = self._memory.allocator.copy(), {}
@@ -320,7 +348,9 @@ class SimulatedDevice(Device):
             verdict,
             peak_allocated_bytes=allocator.peak_allocated_bytes,
             peak_reserved_bytes=allocator.peak_reserved_bytes,
-            peak_upper_bytes=_with_workspace(allocator.peak_reserved_bytes, workspace_bytes, allowed_bytes),
+            peak_upper_bytes=_with_workspace(
+                allocator.peak_reserved_bytes, workspace_bytes, allowed_bytes
+            ),
             alloc_retries=allocator.alloc_retries,
             error=error,
             step_name=step_name,
@@ -339,7 +369,10 @@ class SimulatedDevice(Device):
         if cold.reserved_bytes > self.available_bytes():
             return False
         allocator = cold.copy()
-        allocator.capacity_bytes, allocator.total_bytes = self.card.available_bytes, self.card.total_bytes
+        allocator.capacity_bytes, allocator.total_bytes = (
+            self.card.available_bytes,
+            self.card.total_bytes,
+        )
         self._cold, self._predictor = (allocator, live), predictor
         return True
 
@@ -357,10 +390,17 @@ def _in_host_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _too_large(tensors: Iterable[torch.Tensor], card: str, available_bytes: int) -> str:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
+    storages = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     needed_bytes = sum(storages.values())
-    missing, size = format_bytes(max(0, needed_bytes - available_bytes)), format_bytes(available_bytes)
-    return TOO_LARGE.format(needed=format_bytes(needed_bytes), card=card, size=size, missing=missing)
+    missing, size = (
+        format_bytes(max(0, needed_bytes - available_bytes)),
+        format_bytes(available_bytes),
+    )
+    return TOO_LARGE.format(
+        needed=format_bytes(needed_bytes), card=card, size=size, missing=missing
+    )
 
 
 def _with_workspace(reserved_bytes: int, workspace_bytes: int, allowed_bytes: int) -> int:

@@ -21,7 +21,9 @@ _RESETS = (
     "_xpu_resetAccumulatedMemoryStats", "_accelerator_resetPeakStats", "_accelerator_resetAccumulatedStats",
 )  # fmt: skip
 
-_Key = tuple[int, tuple[str, ...]]  # the index of a device, and the names of a statistic from the outermost in
+_Key = tuple[
+    int, tuple[str, ...]
+]  # the index of a device, and the names of a statistic from the outermost in
 
 
 class Statistics:
@@ -99,7 +101,9 @@ class Statistics:
     def peaks(self) -> tuple[int, int]:
         """Return the most bytes allocated and reserved since somebody last reset the peaks, from one reading."""
         stats = self.read()
-        return _at(stats, "allocated_bytes", "all", "peak"), _at(stats, "reserved_bytes", "all", "peak")
+        return _at(stats, "allocated_bytes", "all", "peak"), _at(
+            stats, "reserved_bytes", "all", "peak"
+        )
 
     def total(self, *path: str) -> int:
         """Return a count of all that ever happened, such as ``total("num_alloc_retries")``."""
@@ -132,7 +136,9 @@ def _at(stats: Any, *path: str) -> int:
     return stats if isinstance(stats, int) else 0
 
 
-def _flat(stats: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
+def _flat(
+    stats: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], int]]:
     for name, value in stats.items():
         if isinstance(value, Mapping):
             yield from _flat(value, (*path, name))

@@ -36,9 +36,15 @@ RECORD = (
 )
 EXPANDABLE = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 ADVICE: Mapping[str | None, tuple[str, ...]] = {
-    "live": ("oomprobe run train.py:build --savings all  # what would make this batch fit, and what it costs",),
-    "fragmentation": ("oomprobe run train.py:build --over length=512,1024,2048  # sizes for steps whose shapes vary",),
-    "cap": ("torch.cuda.set_per_process_memory_fraction(1.0)  # or raise the limit that set the cap",),
+    "live": (
+        "oomprobe run train.py:build --savings all  # what would make this batch fit, and what it costs",
+    ),
+    "fragmentation": (
+        "oomprobe run train.py:build --over length=512,1024,2048  # sizes for steps whose shapes vary",
+    ),
+    "cap": (
+        "torch.cuda.set_per_process_memory_fraction(1.0)  # or raise the limit that set the cap",
+    ),
     "others": (
         "nvidia-smi  # which processes hold the memory",
         "CUDA_VISIBLE_DEVICES=1 python train.py  # another device",
@@ -100,7 +106,11 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain data, as JSON has it."""
-        lists = {"modules": [asdict(calls) for calls in self.modules], "advice": [*self.advice], "notes": [*self.notes]}
+        lists = {
+            "modules": [asdict(calls) for calls in self.modules],
+            "advice": [*self.advice],
+            "notes": [*self.notes],
+        }
         return asdict(self) | lists
 
     def __str__(self) -> str:
@@ -117,7 +127,8 @@ class Explanation:
             "free": _sizes(self.free_bytes, " on the device"),
         }
         calls = [
-            f"{calls.where}: {calls.count} x {format_bytes(calls.held_bytes / calls.count)}" for calls in self.modules
+            f"{calls.where}: {calls.count} x {format_bytes(calls.held_bytes / calls.count)}"
+            for calls in self.modules
         ]
         blocks = (
             Block("memory", {label: about for label, about in facts.items() if about}),
@@ -136,10 +147,14 @@ class Explanation:
         lines = []
         if self.available_bytes is not None:
             lines.append(f"it had: {format_bytes(self.available_bytes)}")
-        lines += [f"as recorded: {format_bytes(self.least_bytes)}; {_smallest_card(self.least_bytes)}"]
+        lines += [
+            f"as recorded: {format_bytes(self.least_bytes)}; {_smallest_card(self.least_bytes)}"
+        ]
         if self.least_bytes_expandable != self.least_bytes:
             change = self.least_bytes_expandable / self.least_bytes - 1
-            lines.append(f"with expandable segments: {format_bytes(self.least_bytes_expandable)} ({change:+.1%})")
+            lines.append(
+                f"with expandable segments: {format_bytes(self.least_bytes_expandable)} ({change:+.1%})"
+            )
         return lines
 
 
@@ -192,7 +207,9 @@ def _contents(path: str | Path) -> bytes:
 
 def _of_log(source: str, text: OomText) -> Explanation:
     cause = text.cause()
-    live, reserved, own, others = (nbytes or 0 for nbytes in (text.live, text.reserved, text.own, text.others))
+    live, reserved, own, others = (
+        nbytes or 0 for nbytes in (text.live, text.reserved, text.own, text.others)
+    )
     elsewhere = "other processes"
     if not own:
         elsewhere = "outside of torch's allocator, of this process and others"
@@ -203,7 +220,9 @@ def _of_log(source: str, text: OomText) -> Explanation:
         elsewhere: others,
     }
     largest_first = sorted(held_bytes.items(), key=lambda item: -item[1])
-    notes = [f"Likely, not certain: the text does not say how free memory lies. It is: {shortened(text.line)}"]
+    notes = [
+        f"Likely, not certain: the text does not say how free memory lies. It is: {shortened(text.line)}"
+    ]
     advice = [*ADVICE[cause], *RECORD]
     match cause:
         case "unknown":
@@ -238,7 +257,9 @@ def _chosen(snapshots: Sequence[Snapshot], device: int | None) -> Snapshot:
     if device is not None:
         snapshots = [snapshot for snapshot in snapshots if snapshot.device == device]
     if not snapshots:
-        raise InvalidArgumentError("it has neither memory nor history of this device: record before the first tensor")
+        raise InvalidArgumentError(
+            "it has neither memory nor history of this device: record before the first tensor"
+        )
     return max(snapshots, key=lambda snapshot: (len(snapshot.refused()), snapshot.held_bytes()))
 
 
@@ -249,7 +270,10 @@ def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot)
     known: dict[str, Any] = {}
     refused = moment.refused
     if replay is not None:
-        known |= {"least_bytes": replay.least_bytes, "least_bytes_expandable": replay.least_bytes_expandable}
+        known |= {
+            "least_bytes": replay.least_bytes,
+            "least_bytes_expandable": replay.least_bytes_expandable,
+        }
     stacks = Stacks(block.frames for block in moment.live)
     if refused is not None:
         where = stacks.line_of(refused.frames)
@@ -292,16 +316,22 @@ def _replayed(snapshot: Snapshot, notes: list[str]) -> tuple[History, Replay | N
     )
     if history.begins:
         start = f"{format_bytes(sum(block.size for block in history.begins.values()))} were live when recording began"
-        place = "where the segments at the end tell; with expandable segments they are requested anew"
+        place = (
+            "where the segments at the end tell; with expandable segments they are requested anew"
+        )
         if history.tells_pages:
             place = "where the segments at the end tell"
         notes.append(f"{start}, {place}.")
     return history, replay
 
 
-def _cause(history: History, moment: Moment, refused: Event, replay: Replay | None) -> tuple[str, int]:
+def _cause(
+    history: History, moment: Moment, refused: Event, replay: Replay | None
+) -> tuple[str, int]:
     """Return the cause, and what the allocator could have held when the request was refused."""
-    is_capped = refused.address >= refused.size + LARGE_SEGMENT  # the device had room for any segment
+    is_capped = (
+        refused.address >= refused.size + LARGE_SEGMENT
+    )  # the device had room for any segment
     available_bytes = moment.reserved_bytes
     if not is_capped:
         available_bytes += refused.address
@@ -313,7 +343,9 @@ def _cause(history: History, moment: Moment, refused: Event, replay: Replay | No
     return "cap" if is_capped else "live", available_bytes
 
 
-def _notes_on_others(snapshots: Sequence[Snapshot], chosen: Snapshot, kinds: Mapping[str, int]) -> Iterator[str]:
+def _notes_on_others(
+    snapshots: Sequence[Snapshot], chosen: Snapshot, kinds: Mapping[str, int]
+) -> Iterator[str]:
     if len(chosen.refused()) > 1:
         yield f"{len(chosen.refused())} requests were refused; this is about the last."
     if chosen.events and {*kinds} <= {UNKNOWN}:

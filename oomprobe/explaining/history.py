@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from oomprobe.explaining.snapshot import Event, Frames, Snapshot
 from oomprobe.simulation.allocator import SMALLEST_BLOCK
 
-_MAKES = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}  # of reserved memory
+_MAKES = {
+    "segment_alloc": 1,
+    "segment_map": 1,
+    "segment_free": -1,
+    "segment_unmap": -1,
+}  # of reserved memory
 
 
 class Contradiction(Exception):
@@ -62,9 +67,13 @@ class History:
         self.snapshot, self.events = snapshot, snapshot.events
         self._actions = {event.action for event in snapshot.events}
         self.begins = {
-            start: Live(nbytes, s.stream, frames) for s in snapshot.segments for start, nbytes, frames in s.blocks
+            start: Live(nbytes, s.stream, frames)
+            for s in snapshot.segments
+            for start, nbytes, frames in s.blocks
         }
-        self.segments = {segment.address: (segment.size, segment.stream) for segment in snapshot.segments}
+        self.segments = {
+            segment.address: (segment.size, segment.stream) for segment in snapshot.segments
+        }
         self.reserved_at_end = sum(segment.size for segment in snapshot.segments)
         self.reserved_at_begin = self.reserved_at_end
         for number, event in reversed([*enumerate(self.events)]):
@@ -89,12 +98,17 @@ class History:
     @property
     def is_expandable(self) -> bool:
         """Whether the allocator had expandable segments."""
-        return any(segment.is_expandable for segment in self.snapshot.segments) or "segment_map" in self._actions
+        return (
+            any(segment.is_expandable for segment in self.snapshot.segments)
+            or "segment_map" in self._actions
+        )
 
     @property
     def tells_pages(self) -> bool:
         """Whether all segments are expandable, and have had the same pages from the beginning to the end."""
-        return {s.is_expandable for s in self.snapshot.segments} == {True} and self._actions.isdisjoint(_MAKES)
+        return {s.is_expandable for s in self.snapshot.segments} == {
+            True
+        } and self._actions.isdisjoint(_MAKES)
 
     def reserved(self) -> Iterator[int]:
         """Yield what the allocator held after each event."""
@@ -116,7 +130,11 @@ class History:
         reserved = [*self.reserved()]
         refused = self.last_refused()
         if refused is None:
-            return Moment(None, tuple(self._live_before(self._peak())), max(reserved, default=self.reserved_at_end))
+            return Moment(
+                None,
+                tuple(self._live_before(self._peak())),
+                max(reserved, default=self.reserved_at_end),
+            )
         number = next(number for number, event in enumerate(self.events) if event is refused)
         return Moment(refused, tuple(self._live_before(number)), reserved[number])
 

@@ -14,14 +14,20 @@ from oomprobe.verdicts.texts import ERROR_TEXTS
 ALMOST_FULL = 0.98  # of the memory that there is: that so little is in pieces is no reason
 _SIZE = r"([\d.]+ (?:[KkMGT]i?B|bytes))"
 _BEFORE, _AFTER = 300, 2000  # characters of a message around what was asked for
-_CONTEXT_BYTES = 2**30  # at most, of a process outside of torch's allocator, with kernels and libraries
+_CONTEXT_BYTES = (
+    2**30
+)  # at most, of a process outside of torch's allocator, with kernels and libraries
 _ASKED = re.compile(rf"Tried to allocate {_SIZE}|Requested +: {_SIZE}")
 _PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
 # Of new torch, of old torch, of cudaMallocAsync, of Metal. Sources: c10/cuda/CUDACachingAllocator.cpp and CUDAMallocAsyncAllocator.cpp,
 # aten/src/ATen/mps/MPSAllocator.mm of PyTorch.
 _FIELDS = {
-    "total": re.compile(rf"total capacity of {_SIZE}|{_SIZE} total capacity|Device limit +: {_SIZE}"),
-    "free": re.compile(rf"of which {_SIZE} is free|; {_SIZE} free|Free \(according to CUDA\) *: {_SIZE}"),
+    "total": re.compile(
+        rf"total capacity of {_SIZE}|{_SIZE} total capacity|Device limit +: {_SIZE}"
+    ),
+    "free": re.compile(
+        rf"of which {_SIZE} is free|; {_SIZE} free|Free \(according to CUDA\) *: {_SIZE}"
+    ),
     "own": re.compile(rf"this process has {_SIZE} memory in use"),
     "allowed": re.compile(rf"{_SIZE} allowed;"),
     "live": re.compile(
@@ -62,7 +68,12 @@ class OomText:
 
     def cause(self) -> str:
         """Return the likely cause: "live", "fragmentation", "cap", "others" or "unknown"."""
-        if self.requested is None or self.live is None or self.reserved is None or self.free is None:
+        if (
+            self.requested is None
+            or self.live is None
+            or self.reserved is None
+            or self.free is None
+        ):
             return "unknown"
         available, needed = self.reserved + self.free, self.live + self.requested
         allowed = self.allowed or available
@@ -104,11 +115,15 @@ def read_log(text: str) -> OomText:
     processes = sorted(map(_bytes_of, _PROCESS.findall(message)))
     if processes and "own" not in sizes:
         # In a container, torch does not know its own number: the first process that is large enough.
-        sizes["own"] = next((nbytes for nbytes in processes if nbytes >= sizes.get("reserved", 0)), processes[-1])
+        sizes["own"] = next(
+            (nbytes for nbytes in processes if nbytes >= sizes.get("reserved", 0)), processes[-1]
+        )
         processes.remove(sizes["own"])
     if {"total", "reserved"} <= sizes.keys():
         sizes.setdefault("free", max(0, sizes["total"] - sizes["reserved"]))
-        sizes["others"] = max(0, sizes["total"] - sizes["free"] - sizes.get("own", sizes["reserved"]))
+        sizes["others"] = max(
+            0, sizes["total"] - sizes["free"] - sizes.get("own", sizes["reserved"])
+        )
     if processes:
         sizes["others"] = sum(processes)
     sizes.pop("unused", None)

@@ -31,9 +31,7 @@ NO_RESULT = "PeakMonitor compares with the result of one probe, or the path of i
 UNKNOWN = "the probe has no peak at batch {size}; it has those of batch {sizes}"
 BETWEEN = "batch {size} was not run: its probed peaks lie on the line between those of batch {smaller} and {larger}"
 EARLIER = "the allocator's peak is from before the run, which took at most that: call torch.cuda.reset_peak_memory_stats() before you make the monitor"
-RESET = (
-    "resets of the allocator's peaks that were noticed: {resets}; a peak between the last look and a reset was not seen"
-)
+RESET = "resets of the allocator's peaks that were noticed: {resets}; a peak between the last look and a reset was not seen"
 OTHER_DEVICE = "the probe was of {probed}, and this run is on {here}"
 OTHER_TORCH = "the probe ran with torch {probed}, and this run has {here}"
 REPEAT = {  # by phase
@@ -47,7 +45,9 @@ class Probed:
     """The peaks of a probe at a batch size; None where they are not known."""
 
     sizes: Sequence[int]  # all that have peaks
-    nearest: tuple[int, int] | None = None  # the sizes that ran, from below and from above: equal if it ran itself
+    nearest: tuple[int, int] | None = (
+        None  # the sizes that ran, from below and from above: equal if it ran itself
+    )
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
 
@@ -73,7 +73,9 @@ class Probed:
         return cls(
             sizes=sizes,
             nearest=(smaller, larger),
-            allocated_bytes=_on_the_line(low.peak_allocated_bytes, high.peak_allocated_bytes, share),
+            allocated_bytes=_on_the_line(
+                low.peak_allocated_bytes, high.peak_allocated_bytes, share
+            ),
             reserved_bytes=_on_the_line(low.peak_reserved_bytes, high.peak_reserved_bytes, share),
         )
 
@@ -144,7 +146,10 @@ class PeakMonitor:
     """
 
     def __init__(
-        self, result_or_path: ProbeResult | str | Path, batch_size: int | None = None, warn: bool = True
+        self,
+        result_or_path: ProbeResult | str | Path,
+        batch_size: int | None = None,
+        warn: bool = True,
     ) -> None:
         self._result, self._warn = _result_of(result_or_path), warn
         self.steps = 0
@@ -157,7 +162,9 @@ class PeakMonitor:
         self._above_phase = ""
         self._is_first_line_due = True
         self.compare_at(self._result.batch_size if batch_size is None else batch_size)
-        self._last_bytes = self._earlier_bytes = 0  # the allocator's peak: at the last look, and before the run
+        self._last_bytes = self._earlier_bytes = (
+            0  # the allocator's peak: at the last look, and before the run
+        )
         with suppress(Exception):  # the first step meets it again
             _, statistics = _current_device()
             self._last_bytes = self._earlier_bytes = statistics.peaks()[0]
@@ -294,16 +301,18 @@ class PeakMonitor:
         if phase:
             where += f", in {phase}"
         peak, size = format_bytes(self._peak_bytes), self.batch_size
-        line = (
-            f"peak {peak} at {where}: {self._difference_percent:.1f} % above the {self._probed} probed at batch {size}"
-        )
+        line = f"peak {peak} at {where}: {self._difference_percent:.1f} % above the {self._probed} probed at batch {size}"
         missed = [_brief(item) for item in self._result.not_covered[:MOST_MISSED]]
         if missed:
             line += f"; not covered by the probe: {'; '.join(missed)}"
-        return f"{line}. To probe with it: {REPEAT.get(phase, REPEAT[EVALUATION]).format(size=size)}"
+        return (
+            f"{line}. To probe with it: {REPEAT.get(phase, REPEAT[EVALUATION]).format(size=size)}"
+        )
 
     def _unknown(self) -> str:
-        return UNKNOWN.format(size=self.batch_size, sizes=", ".join(map(str, self._probed.sizes)) or "none")
+        return UNKNOWN.format(
+            size=self.batch_size, sizes=", ".join(map(str, self._probed.sizes)) or "none"
+        )
 
     def _notes(self) -> Iterator[str]:
         """Yield what a reader of the numbers should know."""

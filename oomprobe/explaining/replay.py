@@ -9,13 +9,22 @@ from dataclasses import dataclass, replace
 from oomprobe.explaining.history import Contradiction, History
 from oomprobe.explaining.snapshot import MOST_INT, NO_POOL, Event, Snapshot
 from oomprobe.ground.torch_versions import BlockOrder
-from oomprobe.simulation.allocator import SMALL_SEGMENT, AllocatorOutOfMemory, CachingAllocator, adopt
+from oomprobe.simulation.allocator import (
+    SMALL_SEGMENT,
+    AllocatorOutOfMemory,
+    CachingAllocator,
+    adopt,
+)
 from oomprobe.simulation.settings import AllocatorSettings
 
 _UNLIMITED = 2**41  # more than any card has, and little beside the addresses that there are
 _RELEASES = ("segment_free", "segment_unmap")
 # The values of settings that change blocks or segments, as a snapshot of an allocator without them has them.
-_NOT_SET = {"max_split_size": (-1, None), "garbage_collection_threshold": (0, None), "max_round_threshold": (-1, None)}
+_NOT_SET = {
+    "max_split_size": (-1, None),
+    "garbage_collection_threshold": (0, None),
+    "max_round_threshold": (-1, None),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +79,27 @@ def _require_simulated(snapshot: Snapshot) -> None:
     for name, values in _NOT_SET.items():
         value = snapshot.settings.get(name)
         if value not in values:
-            raise NotSimulated(f"the allocator was set to {name}={value!r:.40}, which is not simulated")
+            raise NotSimulated(
+                f"the allocator was set to {name}={value!r:.40}, which is not simulated"
+            )
     divisions = snapshot.settings.get("roundup_power2_divisions")
     if isinstance(divisions, dict) and any(divisions.values()):
-        raise NotSimulated("the allocator was set to roundup_power2_divisions, which is not simulated")
+        raise NotSimulated(
+            "the allocator was set to roundup_power2_divisions, which is not simulated"
+        )
     if snapshot.pools() != {NO_POOL}:
         raise NotSimulated("it has private pools, as CUDA graphs use them, which are not simulated")
 
 
 def _same(history: History, settings: AllocatorSettings) -> int:
     """Return after how many requests the simulated allocator holds as much as the card's did."""
-    allocator = CachingAllocator(_UNLIMITED, settings, total_bytes=history.card_bytes() or _UNLIMITED)
+    allocator = CachingAllocator(
+        _UNLIMITED, settings, total_bytes=history.card_bytes() or _UNLIMITED
+    )
     same = 0
-    for event, reserved_bytes in zip(_serve(history, settings, allocator), history.reserved(), strict=True):
+    for event, reserved_bytes in zip(
+        _serve(history, settings, allocator), history.reserved(), strict=True
+    ):
         same += event.action == "alloc" and allocator.reserved_bytes == reserved_bytes
     return same
 
@@ -111,7 +128,9 @@ def _peak_bytes(history: History, settings: AllocatorSettings, capacity_bytes: i
     refused = history.last_refused()
     try:
         for event in _serve(history, settings, allocator):
-            if event is refused:  # served this time, and its block freed at once: what came after did not have it
+            if (
+                event is refused
+            ):  # served this time, and its block freed at once: what came after did not have it
                 allocator.use_stream(event.stream)
                 allocator.free(allocator.malloc(event.size))
     except AllocatorOutOfMemory:
@@ -119,9 +138,13 @@ def _peak_bytes(history: History, settings: AllocatorSettings, capacity_bytes: i
     return allocator.peak_reserved_bytes
 
 
-def _serve(history: History, settings: AllocatorSettings, allocator: CachingAllocator) -> Iterator[Event]:
+def _serve(
+    history: History, settings: AllocatorSettings, allocator: CachingAllocator
+) -> Iterator[Event]:
     """Give an empty allocator the requests of a history, and yield each event once it has happened, a request before it is refused."""
-    blocks = _begin(history, allocator, requests_begin=settings.expandable_segments and not history.tells_pages)
+    blocks = _begin(
+        history, allocator, requests_begin=settings.expandable_segments and not history.tells_pages
+    )
     was_release = False
     for event in history.events:
         is_release = event.action in _RELEASES
@@ -137,7 +160,9 @@ def _serve(history: History, settings: AllocatorSettings, allocator: CachingAllo
         yield event
 
 
-def _begin(history: History, allocator: CachingAllocator, *, requests_begin: bool) -> dict[int, int]:
+def _begin(
+    history: History, allocator: CachingAllocator, *, requests_begin: bool
+) -> dict[int, int]:
     """Bring an empty allocator into the state in which the history begins; return the handles of blocks by address.
 
     The segments are taken over as they were, or the blocks are requested anew: a layout is of one setting.

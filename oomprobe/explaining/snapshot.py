@@ -31,7 +31,9 @@ _ACTIONS = {
 }  # fmt: skip
 
 NO_POOL = (0, 0)
-Frames = Sequence[Any]  # of a stack, innermost first: dicts of name, filename and line, not yet checked
+Frames = Sequence[
+    Any
+]  # of a stack, innermost first: dicts of name, filename and line, not yet checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,9 @@ class Snapshot:
 
     def held_bytes(self, *, private: bool = False) -> int:
         """Return what the allocator held when the snapshot was taken, in all or in private pools."""
-        return sum(segment.size for segment in self.segments if not private or segment.pool != NO_POOL)
+        return sum(
+            segment.size for segment in self.segments if not private or segment.pool != NO_POOL
+        )
 
     def pools(self) -> set[tuple[int, ...]]:
         """Return the pools that have segments or events."""
@@ -135,9 +139,18 @@ class _PlainUnpickler(_Unpickler):  # type: ignore[misc]
         raise pickle.UnpicklingError("it holds more than numbers, strings, lists and dicts")
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = dict.fromkeys(range(256), _refuse)
-    dispatch |= {getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _PLAIN.split()}
-    dispatch |= {pickle.EMPTY_LIST[0]: partial(_make, kind=list), pickle.EMPTY_DICT[0]: partial(_make, kind=dict)}
-    dispatch |= {pickle.EMPTY_TUPLE[0]: partial(_make, kind=list), pickle.TUPLE[0]: partial(_pack, length=None)}
+    dispatch |= {
+        getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]]
+        for name in _PLAIN.split()
+    }
+    dispatch |= {
+        pickle.EMPTY_LIST[0]: partial(_make, kind=list),
+        pickle.EMPTY_DICT[0]: partial(_make, kind=dict),
+    }
+    dispatch |= {
+        pickle.EMPTY_TUPLE[0]: partial(_make, kind=list),
+        pickle.TUPLE[0]: partial(_pack, length=None),
+    }
     dispatch |= {
         pickle.TUPLE1[0]: partial(_pack, length=1), pickle.TUPLE2[0]: partial(_pack, length=2), pickle.TUPLE3[0]: partial(_pack, length=3),
     }  # fmt: skip
@@ -164,7 +177,9 @@ def read_snapshot(data: bytes) -> tuple[Snapshot, ...]:
     try:
         return tuple(_devices(document))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidArgumentError(f"it is not what torch.cuda.memory._dump_snapshot writes: {error!r}") from None
+        raise InvalidArgumentError(
+            f"it is not what torch.cuda.memory._dump_snapshot writes: {error!r}"
+        ) from None
 
 
 def _devices(document: Any) -> Iterator[Snapshot]:
@@ -197,12 +212,25 @@ def _segment(raw: Any) -> Segment:
     blocks, at = [], start
     for block in raw["blocks"]:
         if block["state"] != _FREE:
-            blocks.append((at, _whole({"requested_size": block["size"], **block}, "requested_size"), _frames(block)))
+            blocks.append(
+                (
+                    at,
+                    _whole({"requested_size": block["size"], **block}, "requested_size"),
+                    _frames(block),
+                )
+            )
         at += _whole(block, "size")
     if at != start + size:
-        raise ValueError(f"the blocks of a segment of {format_bytes(size)} take {format_bytes(at - start)}")
+        raise ValueError(
+            f"the blocks of a segment of {format_bytes(size)} take {format_bytes(at - start)}"
+        )
     return Segment(
-        start, size, _whole(raw, "stream"), _pool(raw, "segment_pool_id"), bool(raw.get("is_expandable")), tuple(blocks)
+        start,
+        size,
+        _whole(raw, "stream"),
+        _pool(raw, "segment_pool_id"),
+        bool(raw.get("is_expandable")),
+        tuple(blocks),
     )
 
 

@@ -16,7 +16,9 @@ from oomprobe.explaining.snapshot import MOST_FRAMES, Frames
 MOST_CHARACTERS = 400  # of a name, such as that of a template in C++
 UNKNOWN = "without a recorded stack"
 # Folders of libraries: site-packages and dist-packages, code that torch.compile made, Python's own on Linux and on Windows.
-_LIBRARIES = re.compile(r"[/\\](?:\w{4}-packages|torch(?:inductor_.*)?|lib[/\\]python3.*|\w*ython[^\\]*\\[Ll]ib)[/\\]")
+_LIBRARIES = re.compile(
+    r"[/\\](?:\w{4}-packages|torch(?:inductor_.*)?|lib[/\\]python3.*|\w*ython[^\\]*\\[Ll]ib)[/\\]"
+)
 _BACKWARD = re.compile(r"autograd::generated::(\w+?)Backward\d*(?:_apply|::apply)")
 _MODULE_CALL = "_wrapped_call_impl"  # of torch.nn.Module: what a caller calls
 # The first whose pattern matches a frame, written as "name filename", says what a block is. Workspaces and communication are
@@ -24,8 +26,12 @@ _MODULE_CALL = "_wrapped_call_impl"  # of torch.nn.Module: what a caller calls
 _KINDS = {
     "workspaces of libraries": re.compile(r"Workspace|cudnn_\w*algo|_scratch", re.IGNORECASE),
     "communication": re.compile(r"^c10d::|torch[/\\]distributed[/\\](?!fsdp|algorithms)"),
-    "optimizer": re.compile(r"torch[/\\]optim[/\\]|[/\\](?:bitsandbytes|apex|transformer_engine)[/\\]optim"),
-    "backward": re.compile(r"torch::autograd::(?:Engine|generated::\w+?Backward)|torch[/\\]autograd[/\\]"),
+    "optimizer": re.compile(
+        r"torch[/\\]optim[/\\]|[/\\](?:bitsandbytes|apex|transformer_engine)[/\\]optim"
+    ),
+    "backward": re.compile(
+        r"torch::autograd::(?:Engine|generated::\w+?Backward)|torch[/\\]autograd[/\\]"
+    ),
     "parameters and buffers": re.compile(
         r"^(?:_apply|reset_parameters|__init__|to|cuda) .*torch[/\\]nn[/\\]modules", re.MULTILINE
     ),
@@ -71,8 +77,12 @@ class Stacks:
         self._read: dict[int, tuple[Frame, ...]] = {}
         for frames in stacks:
             self._of(frames)
-        files = {frame.file for stack in self._read.values() for frame in filter(Frame.is_users, stack)}
-        self._folder = os.path.commonpath([os.path.dirname(file) for file in files if os.path.isabs(file)] or [""])
+        files = {
+            frame.file for stack in self._read.values() for frame in filter(Frame.is_users, stack)
+        }
+        self._folder = os.path.commonpath(
+            [os.path.dirname(file) for file in files if os.path.isabs(file)] or [""]
+        )
 
     def _of(self, frames: Frames) -> tuple[Frame, ...]:
         if id(frames) not in self._read:
@@ -109,7 +119,9 @@ class Stacks:
 
     def equal_modules(self, live: Iterable[Live]) -> tuple[Modules, ...]:
         """Return the calls of modules from one line that hold memory several times by the same stacks, most memory first."""
-        sizes: dict[str, dict[tuple[Frame, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+        sizes: dict[str, dict[tuple[Frame, ...], list[int]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
         for block in live:
             stack = self._of(block.frames)
             where = ""  # the outermost forward that calls a module
@@ -135,4 +147,6 @@ def total_by(name_of: Callable[[Frames], str], live: Iterable[Live]) -> Mapping[
 
 
 def _frame(raw: Any) -> Frame:
-    return Frame(*(str(raw.get(name, ""))[:MOST_CHARACTERS] for name in ("name", "filename", "line")))
+    return Frame(
+        *(str(raw.get(name, ""))[:MOST_CHARACTERS] for name in ("name", "filename", "line"))
+    )

@@ -69,7 +69,9 @@ def drain(pipe: int) -> bytes:
 
 def cpu_s(session: int) -> float:
     """Return the processor time of all processes in a session, including data loader workers."""
-    ticks = sum(int(stat[11]) + int(stat[12]) for _, stat in _processes() if stat[3] == str(session))
+    ticks = sum(
+        int(stat[11]) + int(stat[12]) for _, stat in _processes() if stat[3] == str(session)
+    )
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -126,10 +126,18 @@ class GradientUses(NamedTuple):
     storage_uses: int
 
 
-EFFICIENT_ATTENTION_KEEPS_SEEDS = VERSION >= (2, 14)  # on the card, if it drops nothing; 2.13 was not seen
+EFFICIENT_ATTENTION_KEEPS_SEEDS = VERSION >= (
+    2,
+    14,
+)  # on the card, if it drops nothing; 2.13 was not seen
 GROUP_NORM_KEEPS_FORMAT = VERSION >= (2, 14)  # channels last; 2.13 was not seen
-INFERENCE_KEEPS_CASTS = VERSION < (2, 11)  # whether autocast keeps weights that it has cast in inference mode
-HELD_BY_ENGINE = GradientUses(5, 4, 2) if VERSION >= (2, 10) else GradientUses(4, 4, 1)  # and by nothing else
+INFERENCE_KEEPS_CASTS = VERSION < (
+    2,
+    11,
+)  # whether autocast keeps weights that it has cast in inference mode
+HELD_BY_ENGINE = (
+    GradientUses(5, 4, 2) if VERSION >= (2, 10) else GradientUses(4, 4, 1)
+)  # and by nothing else
 
 
 def prefers_cudnn_attention(capability: tuple[int, int]) -> bool:
@@ -139,7 +147,9 @@ def prefers_cudnn_attention(capability: tuple[int, int]) -> bool:
 
 def flash_backward_width(width: int) -> int:
     """Return the width to which flash attention's backward pass pads the gradient of a query of that width."""
-    widest, step = (192, 256) if VERSION < (2, 11) else (128, 64)  # to steps of 32 up to the first, then of the second
+    widest, step = (
+        (192, 256) if VERSION < (2, 11) else (128, 64)
+    )  # to steps of 32 up to the first, then of the second
     if width <= widest or VERSION < (2, 7):
         step = 32
     return -(-width // step) * step

@@ -26,7 +26,9 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     size_bytes = 0 if match is None else int(Fraction(match[1]) * _FACTOR.get(match[2].lower(), 0))
     if not 0 < size_bytes <= LARGEST_BYTES:
-        raise InvalidArgumentError(f"{text!r} is not a size in memory: write it like '24GiB' or '800MB'")
+        raise InvalidArgumentError(
+            f"{text!r} is not a size in memory: write it like '24GiB' or '800MB'"
+        )
     return size_bytes
 
 

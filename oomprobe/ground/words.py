@@ -13,7 +13,9 @@ _UNPRINTABLE = re.compile(r"[^ -~]")
 
 def wrap(sentence: str, *, first: str = "", rest: str = "") -> list[str]:
     """Wrap a sentence; indent the first line by `first` and all others by `rest`."""
-    return textwrap.wrap(clean(sentence), WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
+    return textwrap.wrap(
+        clean(sentence), WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
 
 
 def clip(line: str, width: int) -> str:

@@ -48,12 +48,18 @@ from oomprobe.runners.hooks import wraps_another
 from oomprobe.state.tracker import parameters_of
 from oomprobe.verdicts import classify_error
 
-SHARED_STATES = ("PartialState", "AcceleratorState", "GradientState")  # process-wide, in accelerate.state
+SHARED_STATES = (
+    "PartialState",
+    "AcceleratorState",
+    "GradientState",
+)  # process-wide, in accelerate.state
 NOT_TAKEN = {
     "global_batch": "has no use here: the function accumulates gradients itself; plan with result.plan(...)",
     "max_batch": "is called starting_batch_size here",
 }
-MAX_STEP_RATIO = 8  # a trial does not wait for an optimizer that steps less often than another by this factor
+MAX_STEP_RATIO = (
+    8  # a trial does not wait for an optimizer that steps less often than another by this factor
+)
 
 
 def find_executable_batch_size(
@@ -115,7 +121,10 @@ def find_executable_batch_size(
     check_size("trial_steps", trial_steps)
     if function is None:
         return functools.partial(
-            find_executable_batch_size, starting_batch_size=starting_batch_size, trial_steps=trial_steps, **options
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            trial_steps=trial_steps,
+            **options,
         )
     options["max_batch"] = starting_batch_size
     framework.steps_to_calls(options, trial_steps)
@@ -136,7 +145,9 @@ def find_executable_batch_size(
                 f"{name}{signature} cannot be called like this: {error}. The decorator passes the batch size: leave it out of "
                 "the call"
             ) from None
-        trials = _Trials(name, lambda batch_size: function(batch_size, *args, **kwargs), trial_steps)
+        trials = _Trials(
+            name, lambda batch_size: function(batch_size, *args, **kwargs), trial_steps
+        )
         step = Step(
             run=trials,
             starts_anew=True,
@@ -194,13 +205,17 @@ class _Trials:
         self._name, self._train, self._trial_steps = name, train, trial_steps
         self._calls = 0
         self._largest_stepped = 0  # largest size at which an optimizer stepped
-        self._made_in: Any = WeakTensorKeyDictionary()  # by parameter: the number of the call that made it
+        self._made_in: Any = (
+            WeakTensorKeyDictionary()
+        )  # by parameter: the number of the call that made it
         _collect()
         objects = gc.get_objects()
         module = sys.modules.get("accelerate.accelerator")
         # All Accelerators and scalers: the function may use some through globals of the functions that it calls.
         self._accelerators = [] if module is None else _of_type(objects, module.Accelerator)
-        self._scalers = [scaler for scaler in _of_type(objects, torch.amp.GradScaler) if scaler.is_enabled()]
+        self._scalers = [
+            scaler for scaler in _of_type(objects, torch.amp.GradScaler) if scaler.is_enabled()
+        ]
         # Ids of the tensors that exist already. None: unknown, because gc does not list frozen objects.
         self._existed: set[int] | None = None
         if gc.get_freeze_count() == 0:
@@ -209,7 +224,9 @@ class _Trials:
     def __call__(self, model: torch.nn.Module, batch_size: int) -> None:
         _collect()  # models and loaders are cycles: those of the last call must not share memory with the next
         self._calls += 1
-        steps: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # of optimizers still alive
+        steps: WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            WeakKeyDictionary()
+        )  # of optimizers still alive
         has_stepped = False
 
         def after_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -222,7 +239,10 @@ class _Trials:
             has_stepped = True
             steps[optimizer] = steps.get(optimizer, 0) + 1
             least = min(steps.values())
-            if least >= self._trial_steps or max(steps.values()) >= MAX_STEP_RATIO * self._trial_steps:
+            if (
+                least >= self._trial_steps
+                or max(steps.values()) >= MAX_STEP_RATIO * self._trial_steps
+            ):
                 raise _TrialDone
 
         handle = register_optimizer_step_post_hook(after_step)
@@ -266,7 +286,9 @@ def _collect() -> None:
 
 
 def _of_type(objects: list[Any], kind: type) -> list[Any]:
-    return [one for one in objects if issubclass(type(one), kind)]  # isinstance would import lazy modules
+    return [
+        one for one in objects if issubclass(type(one), kind)
+    ]  # isinstance would import lazy modules
 
 
 @contextmanager

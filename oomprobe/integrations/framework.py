@@ -46,7 +46,9 @@ def load(name: str, *, minimum: str, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        raise FrameworkError(f"this needs {package} {minimum} or newer, and it is not installed: {install}") from None
+        raise FrameworkError(
+            f"this needs {package} {minimum} or newer, and it is not installed: {install}"
+        ) from None
     if version < minimum:
         raise FrameworkError(
             f"this needs {package} {minimum} or newer, and {version} is installed: {install} --upgrade"
@@ -66,7 +68,15 @@ def drop_last_collectives(device: torch.device) -> None:
 
 def skipped_callbacks(callbacks: Iterable[object], harmless: tuple[type, ...]) -> list[str]:
     """Say that trials call none of the callbacks, unless all of them are harmless."""
-    names = ", ".join(sorted({type(callback).__name__ for callback in callbacks if not isinstance(callback, harmless)}))
+    names = ", ".join(
+        sorted(
+            {
+                type(callback).__name__
+                for callback in callbacks
+                if not isinstance(callback, harmless)
+            }
+        )
+    )
     if not names:
         return []
     if "WeightAveraging" in names:
@@ -92,7 +102,10 @@ def steps_to_calls(options: SearchOptions, steps_per_call: int = LOOP_STEPS) -> 
         confirm_steps = UNSEEN_STEPS
     check_size("steps", steps)
     check_size("confirm_steps", confirm_steps)
-    options["steps"], options["confirm_steps"] = -(-steps // steps_per_call), -(-confirm_steps // steps_per_call)
+    options["steps"], options["confirm_steps"] = (
+        -(-steps // steps_per_call),
+        -(-confirm_steps // steps_per_call),
+    )
 
 
 class Loop(Protocol):
@@ -148,7 +161,10 @@ class PeakCallback:
         return super().__new__(cls)
 
     def __init__(
-        self, result_or_path: ProbeResult | str | Path, batch_size: int | None = None, warn: bool = True
+        self,
+        result_or_path: ProbeResult | str | Path,
+        batch_size: int | None = None,
+        warn: bool = True,
     ) -> None:
         self._arguments = result_or_path, batch_size, warn
         self.monitor = PeakMonitor(result_or_path, batch_size, warn)
@@ -191,11 +207,17 @@ def quiet_loggers(*names: str) -> Iterator[None]:
 
 
 @contextmanager
-def state_kept(owners: Iterable[object], model: torch.nn.Module | None = None, preserve: object = ()) -> Iterator[None]:
+def state_kept(
+    owners: Iterable[object], model: torch.nn.Module | None = None, preserve: object = ()
+) -> Iterator[None]:
     """Put back on exit what `owners` and `model` hold, and the host's random number generators, but no weights."""
     generators = generator_states("cpu")
-    tracker = Tracker(torch.nn.Module() if model is None else model, [], preserved(preserve), owners=owners)
-    kept_alive = [copy.find() for copy in tracker.tensors]  # what is replaced while this is open must not be freed
+    tracker = Tracker(
+        torch.nn.Module() if model is None else model, [], preserved(preserve), owners=owners
+    )
+    kept_alive = [
+        copy.find() for copy in tracker.tensors
+    ]  # what is replaced while this is open must not be freed
     try:
         yield
     finally:

@@ -35,12 +35,21 @@ from oomprobe.results.result import ProbeResult
 from oomprobe.runners.ranks_here import refuse_ranks
 from oomprobe.worst_case import LargestFirst, largest_first
 
-TRAIN, EVAL = "train_dataloader", "val_dataloader"  # methods; the arguments of Trainer.fit end in "s"
+TRAIN, EVAL = (
+    "train_dataloader",
+    "val_dataloader",
+)  # methods; the arguments of Trainer.fit end in "s"
 KIND = {TRAIN: "training data", EVAL: "validation data"}
 MICRO_BATCHES = 2  # the second runs with the gradients of the first; later ones need no more
 EVAL_BATCHES = 2
 MANUAL_BATCHES = 64  # a module with manual optimization must step within these
-HARMLESS = ("ProgressBar", "ModelSummary", "Checkpoint", "LearningRateMonitor", "DeviceStatsMonitor")  # callbacks
+HARMLESS = (
+    "ProgressBar",
+    "ModelSummary",
+    "Checkpoint",
+    "LearningRateMonitor",
+    "DeviceStatsMonitor",
+)  # callbacks
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
@@ -98,12 +107,17 @@ def find_max_batch(
     check_seconds("scan_s", scan_s)
     framework.steps_to_calls(options)
     loaders = {TRAIN: train_dataloaders, EVAL: val_dataloaders}
-    with _quiet(), tempfile.TemporaryDirectory(prefix="oomprobe-", ignore_cleanup_errors=True) as folder:
+    with (
+        _quiet(),
+        tempfile.TemporaryDirectory(prefix="oomprobe-", ignore_cleanup_errors=True) as folder,
+    ):
         fit = Fit(trainer, module, datamodule, loaders, batch_size_name, folder)
         fit.accumulates |= options.get("global_batch") is not None
         strategy = f"Trainer(strategy={type(trainer.strategy).__name__})"
         refuse_ranks(
-            f"{strategy} trains on", trainer.world_size, "lightning.model_and_step(trainer, module, datamodule)"
+            f"{strategy} trains on",
+            trainer.world_size,
+            "lightning.model_and_step(trainer, module, datamodule)",
         )
         if not isinstance(trainer.strategy, fit.pl.strategies.SingleDeviceStrategy):
             raise InvalidArgumentError(
@@ -113,7 +127,9 @@ def find_max_batch(
         with (
             # Where each fit leaves it, so that what is restored takes no device memory.
             framework.placed(fit.plain, torch.device("cpu")),
-            framework.state_kept(fit.owners, fit.plain, options.get("preserve", ())),  # also what `setup()` changes
+            framework.state_kept(
+                fit.owners, fit.plain, options.get("preserve", ())
+            ),  # also what `setup()` changes
             closing(fit.set_up()),
             fit.data.scanned(scan_s),
         ):
@@ -158,7 +174,10 @@ def model_and_step(
     fit = Fit(trainer, module, datamodule, loaders, batch_size_name, tempfile.gettempdir())
     strategy, kinds = trainer.strategy, fit.pl.strategies
     if isinstance(strategy, kinds.DDPStrategy):
-        are_started = strategy.cluster_environment.creates_processes_externally and strategy._start_method == "popen"
+        are_started = (
+            strategy.cluster_environment.creates_processes_externally
+            and strategy._start_method == "popen"
+        )
     else:
         are_started = isinstance(strategy, kinds.SingleDeviceStrategy)
     if not are_started:
@@ -225,7 +244,13 @@ class Fit:
     """Lightning's fit as a step, which stops itself once every optimizer has stepped: a `Loop` of `framework`."""
 
     def __init__(
-        self, trainer: Any, module: Any, datamodule: Any, loaders: Mapping[str, Any], name: str, folder: str
+        self,
+        trainer: Any,
+        module: Any,
+        datamodule: Any,
+        loaders: Mapping[str, Any],
+        name: str,
+        folder: str,
     ) -> None:
         """Check the arguments of ``Trainer.fit``; the `loaders` are those passed, by TRAIN and EVAL.
 
@@ -249,7 +274,9 @@ class Fit:
     @property
     def scanned(self) -> list[tuple[str, LargestFirst]]:
         """Each data set that trials read, with what it is called."""
-        return [(KIND[name], order) for name, orders in self.data.orders.items() for order in orders]
+        return [
+            (KIND[name], order) for name, orders in self.data.orders.items() for order in orders
+        ]
 
     @property
     def is_automatic(self) -> bool:
@@ -287,8 +314,14 @@ class Fit:
             alone=alone,
             more="As with fast_dev_run, the loggers of a trial are Lightning's DummyLogger, and no callback is called.",
         )
-        count = min(len(order.indices) for order in compress(self.data.orders[TRAIN], self.data.sized))
-        return {"fit": Step(run=self.run, caller=caller, starts_anew=True, is_timed=False, max_batch=count)}
+        count = min(
+            len(order.indices) for order in compress(self.data.orders[TRAIN], self.data.sized)
+        )
+        return {
+            "fit": Step(
+                run=self.run, caller=caller, starts_anew=True, is_timed=False, max_batch=count
+            )
+        }
 
     def notes(self, result: ProbeResult) -> Iterator[str]:
         """Yield what a trial runs, and what it cannot show."""
@@ -306,7 +339,10 @@ class Fit:
         if not all(self.data.sized):
             yield "a training loader that ignores the batch size kept its own: its batches take the same memory at every size"
         if len(self.data.size_owners) > 1:
-            kinds = ("hparams" if isinstance(one, dict) else type(one).__name__ for one in self.data.size_owners)
+            kinds = (
+                "hparams" if isinstance(one, dict) else type(one).__name__
+                for one in self.data.size_owners
+            )
             places = " and ".join(kinds)
             yield (
                 f"{self.data.name} exists in several places ({places}), and was set in each: Lightning reads one of them"
@@ -323,7 +359,10 @@ class Fit:
 
     def set_up(self) -> Fit:
         """Call the hooks that Lightning calls once per training, and disable them in trials; `state_kept` undoes that."""
-        trainer, stage = self.pl.Trainer(**self.arguments()), self.pl.trainer.states.TrainerFn.FITTING
+        trainer, stage = (
+            self.pl.Trainer(**self.arguments()),
+            self.pl.trainer.states.TrainerFn.FITTING,
+        )
         for owner in self.owners:
             owner.trainer = trainer
         if self.user.strategy.is_global_zero:
@@ -333,7 +372,10 @@ class Fit:
         for owner in self.owners:
             owner.setup(stage=stage)
         for owner in self.owners:
-            self.teardowns += [partial(setattr, owner, "trainer", trainer), partial(owner.teardown, stage=stage)]
+            self.teardowns += [
+                partial(setattr, owner, "trainer", trainer),
+                partial(owner.teardown, stage=stage),
+            ]
             vars(owner).update(prepare_data=_nothing, setup=_nothing, teardown=_nothing)
         vars(self.plain).update(configure_callbacks=list)
         return self
@@ -351,12 +393,17 @@ class Fit:
         self.stepped.clear()
         self.data.set_size(batch_size)
         # These must be functions: Lightning compares a hook's __code__ with that of its own default.
-        made = {name: lambda name=name: self._trial_loaders(name, batch_size) for name in self.data.makers}
+        made = {
+            name: lambda name=name: self._trial_loaders(name, batch_size)
+            for name in self.data.makers
+        }
         vars(self.owners[0]).update(made)
         on_ctrl_c = signal.getsignal(signal.SIGINT)
         with _quiet():
             trainer = self.pl.Trainer(**self.arguments())
-            trainer.callbacks = [self.pl.callbacks.LambdaCallback(on_train_batch_end=self._after_batch)]
+            trainer.callbacks = [
+                self.pl.callbacks.LambdaCallback(on_train_batch_end=self._after_batch)
+            ]
             trainer.save_checkpoint = _nothing
             handle = register_optimizer_step_post_hook(self._after_step)
             try:
@@ -372,7 +419,11 @@ class Fit:
                 if threading.current_thread() is threading.main_thread():
                     signal.signal(signal.SIGINT, on_ctrl_c)
                 # A Trainer is in reference cycles, and would keep its optimizers alive until garbage is collected.
-                trainer.strategy.optimizers, trainer.strategy.lr_scheduler_configs, trainer.callbacks = [], [], []
+                (
+                    trainer.strategy.optimizers,
+                    trainer.strategy.lr_scheduler_configs,
+                    trainer.callbacks,
+                ) = [], [], []
                 for owner in self.owners:
                     owner.trainer = None
         if self.batches < self.wanted:
@@ -391,7 +442,9 @@ class Fit:
         self.batches += 1
         made = [self.stepped[id(optimizer)] for optimizer in trainer.optimizers]
         self.idle = made.count(0)
-        if self.batches >= self.wanted and (min(made, default=0) >= framework.LOOP_STEPS or self.batches >= self.most):
+        if self.batches >= self.wanted and (
+            min(made, default=0) >= framework.LOOP_STEPS or self.batches >= self.most
+        ):
             trainer.should_stop = True
 
     def arguments(self) -> dict[str, Any]:
@@ -404,7 +457,9 @@ class Fit:
         index = strategy.root_device.index
         # Fewer, as with fast_dev_run, would end a trial early; with manual optimization each optimizer's step counts.
         least = 2 * framework.LOOP_STEPS if self.is_automatic else MANUAL_BATCHES
-        fabric = "lightning_fabric" if self.pl.__name__ == "pytorch_lightning" else "lightning.fabric"
+        fabric = (
+            "lightning_fabric" if self.pl.__name__ == "pytorch_lightning" else "lightning.fabric"
+        )
         environments = importlib.import_module(f"{fabric}.plugins.environments")
         dummy = importlib.import_module(f"{self.pl.__name__}.loggers.logger").DummyLogger
         folders = dict.fromkeys(("save_dir", "root_dir", "log_dir"), self.folder)
@@ -419,10 +474,17 @@ class Fit:
                 ddp_comm_wrapper=strategy._ddp_comm_wrapper,
                 **strategy._ddp_kwargs,
             )
-            ranks = {"devices": trainer.num_devices, "strategy": again, "use_distributed_sampler": False}
+            ranks = {
+                "devices": trainer.num_devices,
+                "strategy": again,
+                "use_distributed_sampler": False,
+            }
             environment = environments.TorchElasticEnvironment()
         if self.validates:
-            ranks |= {"val_check_interval": framework.LOOP_STEPS * self.micro, "check_val_every_n_epoch": None}
+            ranks |= {
+                "val_check_interval": framework.LOOP_STEPS * self.micro,
+                "check_val_every_n_epoch": None,
+            }
         return {
             **ranks,
             "accelerator": trainer.accelerator,
@@ -453,9 +515,13 @@ class Fit:
         if trains:
             self.has_last = any(lasts)
             count = self.most
-        place = framework.LOOP_STEPS * self.micro - 1  # of a last batch: the second optimizer step ends with it
+        place = (
+            framework.LOOP_STEPS * self.micro - 1
+        )  # of a last batch: the second optimizer step ends with it
         made = []
-        for loader, order, size, last in zip(loaders, self.data.orders[name], sizes, lasts, strict=True):
+        for loader, order, size, last in zip(
+            loaders, self.data.orders[name], sizes, lasts, strict=True
+        ):
             made.append(_trial_loader(loader, size, _Batches(order, size, last, count, place)))
         return rebuild(made)
 
@@ -473,7 +539,9 @@ class Fit:
 class Data:
     """The user's loaders, and the attribute from which they read their batch size."""
 
-    def __init__(self, pl: Any, trainer: Any, owners: list[Any], passed: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self, pl: Any, trainer: Any, owners: list[Any], passed: Mapping[str, Any], name: str
+    ) -> None:
         """Find what makes the loaders, `passed` or methods of `owners`, by TRAIN and EVAL."""
         self.pl, self.name, self.was_passed = pl, name, passed[TRAIN] is not None
         overrides, holder = pl.utilities.model_helpers.is_overridden, owners[0]
@@ -490,7 +558,9 @@ class Data:
             )
         if trainer.limit_val_batches == 0 or not overrides("validation_step", owners[-1]):
             self.makers.pop(EVAL, None)
-        self.size_owners = [] if self.was_passed else _size_owners(name, owners)  # objects with the attribute
+        self.size_owners = (
+            [] if self.was_passed else _size_owners(name, owners)
+        )  # objects with the attribute
         self.orders: dict[str, list[LargestFirst]] = {}
         self.sized: list[bool] = []  # whether each training loader follows the batch size
 
@@ -544,10 +614,14 @@ def _checked(trainer: Any, module: Any, datamodule: Any) -> tuple[Any, Any]:
     package = "pytorch_lightning" if "pytorch_lightning" in roots else "lightning.pytorch"
     pl = framework.load(package, minimum="2.5", extra="lightning")
     if not isinstance(trainer, pl.Trainer):
-        raise InvalidArgumentError(f"trainer must be a {package}.Trainer, not {type(trainer).__name__}")
+        raise InvalidArgumentError(
+            f"trainer must be a {package}.Trainer, not {type(trainer).__name__}"
+        )
     plain = getattr(module, "_orig_mod", module)  # torch.compile wraps the module
     if not isinstance(plain, pl.LightningModule):
-        raise InvalidArgumentError(f"module must be a LightningModule of {package}, not {type(plain).__name__}")
+        raise InvalidArgumentError(
+            f"module must be a LightningModule of {package}, not {type(plain).__name__}"
+        )
     if datamodule is not None and not isinstance(datamodule, pl.LightningDataModule):
         raise InvalidArgumentError(
             f"datamodule must be a LightningDataModule of {package}, not {datamodule!r:.60}: pass loaders as "
@@ -603,8 +677,12 @@ def _trial_loader(loader: Any, size: int, batches: _Batches) -> Any:
 
     It has no workers: starting them takes longer than a trial, and their memory is not part of the step.
     """
-    made = DataLoader(loader.dataset, size, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory)
-    vars(made)["batch_sampler"] = batches  # as an argument, it would leave `batch_size` None, which modules read
+    made = DataLoader(
+        loader.dataset, size, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory
+    )
+    vars(made)["batch_sampler"] = (
+        batches  # as an argument, it would leave `batch_size` None, which modules read
+    )
     return made
 
 
@@ -639,6 +717,9 @@ def _device_of(trainer: Any, device: object) -> Device:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence Lightning's messages about the trials' settings; the user sees them when training."""
-    with warnings.catch_warnings(), framework.quiet_loggers(*PACKAGES, "lightning.pytorch", "lightning.fabric"):
+    with (
+        warnings.catch_warnings(),
+        framework.quiet_loggers(*PACKAGES, "lightning.pytorch", "lightning.fabric"),
+    ):
         warnings.filterwarnings("ignore", module=rf"({'|'.join(PACKAGES)})(\.|$)")
         yield

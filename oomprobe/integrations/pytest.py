@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from oomprobe.records.options import Steps
     from oomprobe.results.result import ProbeResult
 
-NO_BASELINE = "there is no baseline {path}: run pytest --oomprobe-update, look at the file, and commit it"
+NO_BASELINE = (
+    "there is no baseline {path}: run pytest --oomprobe-update, look at the file, and commit it"
+)
 ANOTHER_TORCH = (
     "the baseline {path} is of torch {before}, and this is {after}, whose memory may differ: give a tolerance, "
     'assert_no_growth("2%"), or write it anew with pytest --oomprobe-update'
@@ -37,7 +39,9 @@ ANOTHER_TORCH = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--oomprobe-update``."""
     parser.getgroup("oomprobe").addoption(
-        "--oomprobe-update", action="store_true", help="write the baselines of max_batch.check(...).assert_no_growth()"
+        "--oomprobe-update",
+        action="store_true",
+        help="write the baselines of max_batch.check(...).assert_no_growth()",
     )
 
 
@@ -46,7 +50,9 @@ def max_batch(request: pytest.FixtureRequest) -> MaxBatch:
     """Check sizes of a step; see `oomprobe.integrations.pytest`."""
     name = re.sub(r"[^\w.-]+", "-", request.node.name)
     folder = request.path.with_suffix(".oomprobe")
-    paths = (folder / (f"{name}.json" if number == 1 else f"{name}-{number}.json") for number in count(1))
+    paths = (
+        folder / (f"{name}.json" if number == 1 else f"{name}-{number}.json") for number in count(1)
+    )
     return MaxBatch(paths, updates=request.config.getoption("--oomprobe-update"))
 
 
@@ -77,8 +83,15 @@ class Checked:
         limit_bytes = parse_bytes(memory) if isinstance(memory, str) else memory
         peak_bytes = self.result.trials[-1].peak_allocated_bytes or 0
         if peak_bytes >= limit_bytes:
-            size, peak, limit = self.result.batch_size, format_bytes(peak_bytes), format_bytes(limit_bytes)
-            pytest.fail(f"batch {size} allocates {peak}, not less than {limit}\n{self.result}", pytrace=False)
+            size, peak, limit = (
+                self.result.batch_size,
+                format_bytes(peak_bytes),
+                format_bytes(limit_bytes),
+            )
+            pytest.fail(
+                f"batch {size} allocates {peak}, not less than {limit}\n{self.result}",
+                pytrace=False,
+            )
 
     def assert_no_growth(self, tolerance: str | float | None = None) -> None:
         """Fail if the step allocates more than in the baseline, by more than a share such as ``"2%"``; None: at all."""
@@ -95,6 +108,9 @@ class Checked:
         before = ProbeResult.from_dict(json.loads(self._path.read_text(encoding="utf-8")))
         versions = [result.environment.get("torch") for result in (before, self.result)]
         if tolerance is None and versions[0] != versions[1]:
-            pytest.fail(ANOTHER_TORCH.format(path=self._path, before=versions[0], after=versions[1]), pytrace=False)
+            pytest.fail(
+                ANOTHER_TORCH.format(path=self._path, before=versions[0], after=versions[1]),
+                pytrace=False,
+            )
         if said := grown(before, self.result, stated_tolerance(str(tolerance or 0))):
             pytest.fail("\n".join(said), pytrace=False)

@@ -37,7 +37,9 @@ from oomprobe.results.result import ProbeResult
 from oomprobe.runners.ranks_here import refuse_ranks
 from oomprobe.worst_case import LargestFirst, largest_first
 
-SEARCH_ACCUMULATION = 2  # micro-batches: the second runs with the gradients of the first; later ones need no more
+SEARCH_ACCUMULATION = (
+    2  # micro-batches: the second runs with the gradients of the first; later ones need no more
+)
 EVAL = "eval"  # the name of the step that evaluates
 # Disable what training writes, reports, evaluates or decides by itself.
 QUIET: dict[str, Any] = {
@@ -100,7 +102,11 @@ def find_max_batch(
     if global_batch is not None:
         check_size("global_batch", global_batch)
     args = _checked(trainer)
-    refuse_ranks("torchrun, or accelerate launch, trains on", args.world_size, "transformers.model_and_step(trainer)")
+    refuse_ranks(
+        "torchrun, or accelerate launch, trains on",
+        args.world_size,
+        "transformers.model_and_step(trainer)",
+    )
     home, device = next(trainer.model.parameters()).device, options.get("device")
     moves = device is None and home.type == "cpu" and args.device.type != "cpu"
     simulated = is_simulated(device)
@@ -124,14 +130,23 @@ def find_max_batch(
             log_notes([remark(text)])
             result = result._with_notes(after=[remark(text)])
             if split is not None:
-                result = replace(result, written=f"{split.micro_batch} x {split.accumulation_steps}")
+                result = replace(
+                    result, written=f"{split.micro_batch} x {split.accumulation_steps}"
+                )
     if split is not None:
-        args.per_device_train_batch_size, args.gradient_accumulation_steps = split.micro_batch, split.accumulation_steps
-        trainer._train_batch_size = args.train_batch_size  # the Trainer copies it when it is created
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = (
+            split.micro_batch,
+            split.accumulation_steps,
+        )
+        trainer._train_batch_size = (
+            args.train_batch_size
+        )  # the Trainer copies it when it is created
     return result
 
 
-def model_and_step(trainer: Any, *, scan_s: float = 30.0) -> tuple[torch.nn.Module, dict[str, Step]]:
+def model_and_step(
+    trainer: Any, *, scan_s: float = 30.0
+) -> tuple[torch.nn.Module, dict[str, Step]]:
     """Return what a target's ``build()`` returns: the model of a `transformers.Trainer` and its training loop as a step.
 
     For a Trainer on several ranks with DDP, which ``oomprobe run train.py:build --nproc-per-node 8`` starts. A call of the step is
@@ -207,9 +222,12 @@ def _checked(trainer: Any) -> Any:
     framework.load("transformers", minimum="5.0", extra="transformers")
     args = getattr(trainer, "args", None)
     if args is None or not hasattr(trainer, "train_dataset"):
-        raise InvalidArgumentError(f"trainer must be a transformers.Trainer, not {type(trainer).__name__}")
+        raise InvalidArgumentError(
+            f"trainer must be a transformers.Trainer, not {type(trainer).__name__}"
+        )
     refuse_ranks(
-        f"torch.nn.DataParallel (n_gpu={args.n_gpu}; hide the others by CUDA_VISIBLE_DEVICES=0) trains on", args.n_gpu
+        f"torch.nn.DataParallel (n_gpu={args.n_gpu}; hide the others by CUDA_VISIBLE_DEVICES=0) trains on",
+        args.n_gpu,
     )
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
@@ -218,7 +236,9 @@ def _checked(trainer: Any) -> Any:
                 "oomprobe run -- accelerate launch ... {batch}; or probe without it, on one device"
             )
     if trainer.train_dataset is None:
-        raise InvalidArgumentError("the Trainer has no train_dataset: create it with train_dataset=...")
+        raise InvalidArgumentError(
+            "the Trainer has no train_dataset: create it with train_dataset=..."
+        )
     return args
 
 
@@ -245,18 +265,24 @@ def _copied(trainer: Any, *, simulated: bool) -> Any:
         if hasattr(copied.args, name):
             setattr(copied.args, name, value)
     if simulated:
-        vars(copied.args)["_setup_devices"] = torch.device("cuda", 0)  # the cached property behind args.device
+        vars(copied.args)["_setup_devices"] = torch.device(
+            "cuda", 0
+        )  # the cached property behind args.device
     copied.args.accelerator_config = copy.deepcopy(trainer.args.accelerator_config)
     kwargs = getattr(copied.args.accelerator_config, "gradient_accumulation_kwargs", None)
     if kwargs:  # the Trainer adds it, and raises if it is already there
         kwargs.pop("num_steps", None)
     copied.create_accelerator_and_postprocess()
     # The Trainer's own sampler was made for its whole data set; a trial reads its batches in order.
-    copied._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(copied.train_dataset)
+    copied._get_train_sampler = lambda *_, **__: torch.utils.data.SequentialSampler(
+        copied.train_dataset
+    )
     copied.model_init, copied.model_wrapped = None, trainer.model
     copied.control = type(trainer.control)()
     copied.callback_handler = copy.copy(trainer.callback_handler)
-    copied.callback_handler.callbacks = [importlib.import_module("transformers").DefaultFlowCallback()]
+    copied.callback_handler.callbacks = [
+        importlib.import_module("transformers").DefaultFlowCallback()
+    ]
     if trainer.compute_metrics is not None:  # predictions are still gathered, as in training
         copied.compute_metrics = lambda *_, **__: {}
     return copied
@@ -287,18 +313,24 @@ class _Loop:
 
     def steps(self, accumulation: int | None = None) -> dict[str, Step]:
         """Return the training step, and the evaluation step if the Trainer evaluates, by name."""
-        more = (
-            "A trial begins with the longest examples, which training may reach late, and calls none of the callbacks."
-        )
+        more = "A trial begins with the longest examples, which training may reach late, and calls none of the callbacks."
 
         alone = "create the Trainer with per_device_train_batch_size={batch_size} and run trainer.train()"
         caller, count = Caller(alone=alone, more=more), len(self.longest.indices)
         train = partial(self._train, accumulation or self.accumulation)
-        steps = {"train": Step(run=train, caller=caller, starts_anew=True, is_timed=False, max_batch=count)}
+        steps = {
+            "train": Step(
+                run=train, caller=caller, starts_anew=True, is_timed=False, max_batch=count
+            )
+        }
         if self.evaluated:  # no optimizer to wait for
             size = self.args.per_device_eval_batch_size
-            caller = Caller(alone=f"run trainer.evaluate() with per_device_eval_batch_size={size}", more=more)
-            steps[EVAL] = Step(run=self._evaluate, caller=caller, max_calls=1, starts_anew=True, is_timed=False)
+            caller = Caller(
+                alone=f"run trainer.evaluate() with per_device_eval_batch_size={size}", more=more
+            )
+            steps[EVAL] = Step(
+                run=self._evaluate, caller=caller, max_calls=1, starts_anew=True, is_timed=False
+            )
         return steps
 
     def notes(self, result: ProbeResult) -> list[str]:
@@ -307,15 +339,26 @@ class _Loop:
             f"one step of a trial is the Trainer's loop for {framework.LOOP_STEPS} optimizer steps, on its longest examples"
         ]
         if self.args.gradient_accumulation_steps > self.accumulation:
-            notes.append(f"the search accumulated {self.accumulation} micro-batches: further ones need no more memory")
+            notes.append(
+                f"the search accumulated {self.accumulation} micro-batches: further ones need no more memory"
+            )
         return notes
 
     def not_covered(self) -> list[str]:
         """Return the callbacks that matter, and predictions that evaluation keeps."""
         args, kinds = self.args, importlib.import_module("transformers.trainer_callback")
-        harmless = (kinds.DefaultFlowCallback, kinds.ProgressCallback, kinds.PrinterCallback, PeakMonitorCallback)
+        harmless = (
+            kinds.DefaultFlowCallback,
+            kinds.ProgressCallback,
+            kinds.PrinterCallback,
+            PeakMonitorCallback,
+        )
         missed = framework.skipped_callbacks(self.user.callback_handler.callbacks, harmless)
-        drops = args.prediction_loss_only or args.batch_eval_metrics or args.eval_accumulation_steps is not None
+        drops = (
+            args.prediction_loss_only
+            or args.batch_eval_metrics
+            or args.eval_accumulation_steps is not None
+        )
         if self.evaluates and self.user.compute_metrics is not None and not drops:
             missed.append(
                 "the predictions of the whole evaluation set, which stay on the device until evaluation ends: set "
@@ -327,11 +370,15 @@ class _Loop:
         trainer, args, last = self.trainer, self.trainer.args, self._last_batch(batch_size)
         steps = epoch_steps = framework.LOOP_STEPS
         if last:
-            if self.longest.leaders <= batch_size * accumulation:  # one step reads all of the longest
+            if (
+                self.longest.leaders <= batch_size * accumulation
+            ):  # one step reads all of the longest
                 epoch_steps = 1
             steps = epoch_steps + 2  # that of the last batch, and the first of the next epoch
         args.max_steps, args.gradient_accumulation_steps = steps, accumulation
-        args.per_device_train_batch_size = trainer._train_batch_size = batch_size  # the Trainer reads its args once
+        args.per_device_train_batch_size = trainer._train_batch_size = (
+            batch_size  # the Trainer reads its args once
+        )
         count = accumulation * epoch_steps * args.world_size  # each rank reads its share of them
         trainer.train_dataset = self.longest.batches(batch_size, count, last)
         self._run(batch_size, trainer.train, last)
@@ -361,18 +408,27 @@ class _Loop:
         try:
             for longest in self.evaluated:
                 size = min(own_size, len(longest.indices))
-                trainer.is_in_train, args.per_device_eval_batch_size = True, size  # else full_eval would cast the model
+                trainer.is_in_train, args.per_device_eval_batch_size = (
+                    True,
+                    size,
+                )  # else full_eval would cast the model
                 # As an argument, subclasses would prepare it again.
                 trainer.eval_dataset = longest.batches(size, framework.LOOP_STEPS * args.world_size)
                 self._run(size, trainer.evaluate)
         finally:
-            trainer.is_in_train, args.per_device_eval_batch_size, trainer.eval_dataset = False, own_size, dataset
+            trainer.is_in_train, args.per_device_eval_batch_size, trainer.eval_dataset = (
+                False,
+                own_size,
+                dataset,
+            )
 
     def _run(self, batch_size: int, loop: Callable[[], object], last: int = 0) -> None:
         """Run the loop. Raise NotRunError unless it collated batches of that size, and perhaps a last one of `last`."""
         self.collated.clear()
         try:
-            with unchanged():  # a failed loop leaves its loader in the state that accelerators share
+            with (
+                unchanged()
+            ):  # a failed loop leaves its loader in the state that accelerators share
                 loop()
             # The next call makes another DDP model, with buckets as large as the gradients.
             if self.args.world_size > 1:
@@ -405,10 +461,16 @@ def _split_that_runs(
     loop: _Loop, global_batch: int | None, result: ProbeResult, options: Mapping[str, Any]
 ) -> tuple[PlanEntry | None, str]:
     """Return the split of the global batch with the fewest accumulation steps, None unless it runs, and a note."""
-    micro, accumulation = loop.args.per_device_train_batch_size, loop.args.gradient_accumulation_steps
+    micro, accumulation = (
+        loop.args.per_device_train_batch_size,
+        loop.args.gradient_accumulation_steps,
+    )
     before = f"per_device_train_batch_size={micro}, gradient_accumulation_steps={accumulation}"
     total = global_batch or micro * accumulation
-    sizes = {"min_micro_batch": options.get("min_batch", 1), "multiple_of": options.get("multiple_of", 1)}
+    sizes = {
+        "min_micro_batch": options.get("min_batch", 1),
+        "multiple_of": options.get("multiple_of", 1),
+    }
     names = ("device", "memory_fraction", "confirm_steps", "preserve", "progress")
     kept = {name: options[name] for name in names if name in options}
     limit_s = options.get("time_limit_s")
@@ -421,8 +483,16 @@ def _split_that_runs(
             break
         left_s = None if limit_s is None else max(1e-3, until_s - time.monotonic())
         try:
-            check(loop.model, loop.steps(split.accumulation_steps), split.micro_batch, time_limit_s=left_s, **kept)
-        except NothingFitsError as error:  # accumulated gradients and optimizer state are in memory together
+            check(
+                loop.model,
+                loop.steps(split.accumulation_steps),
+                split.micro_batch,
+                time_limit_s=left_s,
+                **kept,
+            )
+        except (
+            NothingFitsError
+        ) as error:  # accumulated gradients and optimizer state are in memory together
             largest = split.micro_batch - 1
             failed = f"; {split.micro_batch} x {split.accumulation_steps} failed ({error})"
         except TimeLimitError as error:

@@ -89,7 +89,9 @@ def find_max_batch(
         >>> def largest(yolo):
         ...     return find_max_batch(yolo.model.to("cuda"), imgsz=1280, max_num_obj=80).batch_size
     """
-    if isinstance(model, _import("engine.model").Model) or not hasattr(_unwrapped(model), "init_criterion"):
+    if isinstance(model, _import("engine.model").Model) or not hasattr(
+        _unwrapped(model), "init_criterion"
+    ):
         raise InvalidArgumentError(
             f"model must be an Ultralytics model, such as YOLO('yolo11n.yaml').model, not {type(model).__name__}: pass "
             "the .model of a YOLO object"
@@ -107,13 +109,17 @@ def find_max_batch(
             "the card itself, or in host memory with device='cpu:8GiB'"
         )
     stride = getattr(_unwrapped(model), "stride", None)
-    grid = GRID if stride is None else max(GRID, int(stride.max()))  # pixels per point of the coarsest feature map
+    grid = (
+        GRID if stride is None else max(GRID, int(stride.max()))
+    )  # pixels per point of the coarsest feature map
     pixels = math.ceil(imgsz / grid) * grid
     if dataset_size:
         check_size("dataset_size", dataset_size)
     training = Training(model, device, pixels, AUTOCAST[amp], max(1, max_num_obj), dataset_size)
     if pixels == grid and dataset_size != 1:
-        options.setdefault("min_batch", 2)  # batch norm cannot train on one image with a last feature map of one point
+        options.setdefault(
+            "min_batch", 2
+        )  # batch norm cannot train on one image with a last feature map of one point
     if options.get("device") is not None:
         options["device"] = device
     return framework.probe(training, options)
@@ -139,18 +145,31 @@ class Training:
         dataset_size: int,
     ) -> None:
         """Copy the model, and make its loss and optimizer."""
-        self.device, self.imgsz, self.objects, self.dataset_size = device.torch_device, imgsz, objects, dataset_size
+        self.device, self.imgsz, self.objects, self.dataset_size = (
+            device.torch_device,
+            imgsz,
+            objects,
+            dataset_size,
+        )
         self.covered: tuple[str, ...] = (LAST_BATCH,) if dataset_size else ()
-        self.dtype = None if self.device.type in ("cpu", "mps") else dtype  # the trainer disables autocast there
-        with framework.quiet_loggers("ultralytics"):  # else it would log an optimizer that only the trials use
+        self.dtype = (
+            None if self.device.type in ("cpu", "mps") else dtype
+        )  # the trainer disables autocast there
+        with framework.quiet_loggers(
+            "ultralytics"
+        ):  # else it would log an optimizer that only the trials use
             self.model = copy.deepcopy(model).float().train()
-            if not any(parameter.requires_grad for parameter in self.model.parameters()):  # loaded from a checkpoint
+            if not any(
+                parameter.requires_grad for parameter in self.model.parameters()
+            ):  # loaded from a checkpoint
                 for name, parameter in self.model.named_parameters():
                     parameter.requires_grad_(parameter.is_floating_point() and ".dfl" not in name)
             self.net = net = _unwrapped(self.model)
             if isinstance(getattr(net, "args", {}), dict):  # no trainer has set the model up yet
                 utils = _import("utils")
-                net.args = utils.IterableSimpleNamespace(**{**utils.DEFAULT_CFG_DICT, **getattr(net, "args", {})})
+                net.args = utils.IterableSimpleNamespace(
+                    **{**utils.DEFAULT_CFG_DICT, **getattr(net, "args", {})}
+                )
             self.task = str(_import("nn.tasks").guess_model_task(net))
             if self.task not in TASKS:
                 raise InvalidArgumentError(
@@ -158,11 +177,16 @@ class Training:
                     "step, and call oomprobe.find_max_batch(model, step_fn)"
                 )
             net.criterion = net.init_criterion()
-            for criterion in (net.criterion, *vars(net.criterion).values()):  # an end-to-end loss contains two
+            for criterion in (
+                net.criterion,
+                *vars(net.criterion).values(),
+            ):  # an end-to-end loss contains two
                 if hasattr(criterion, "assigner"):
                     _match_all_anchors(criterion.assigner)
             self.optimizer = _optimizer(self.model, net, dataset_size)
-        self.scaler: Any = torch.amp.GradScaler(self.device.type, enabled=self.dtype is torch.float16)
+        self.scaler: Any = torch.amp.GradScaler(
+            self.device.type, enabled=self.dtype is torch.float16
+        )
 
     def steps(self) -> dict[str, Step]:
         """Return the training step."""
@@ -172,12 +196,22 @@ class Training:
         )
         count = self.dataset_size or None
         return {
-            "step": Step(run=self.run, caller=caller, starts_anew=True, is_timed=count is None, max_batch=count),
+            "step": Step(
+                run=self.run,
+                caller=caller,
+                starts_anew=True,
+                is_timed=count is None,
+                max_batch=count,
+            ),
         }
 
     def notes(self, result: ProbeResult) -> list[str]:
         """Return what a trial runs."""
-        cast = "no autocast" if self.dtype is None else f"autocast to {str(self.dtype).removeprefix('torch.')}"
+        cast = (
+            "no autocast"
+            if self.dtype is None
+            else f"autocast to {str(self.dtype).removeprefix('torch.')}"
+        )
         notes = [
             f"Ultralytics' loss for {self.task} at imgsz {self.imgsz}, {type(self.optimizer).__name__}, {cast}, and a second "
             "copy of the model, as the trainer keeps for averaged weights"
@@ -201,7 +235,9 @@ class Training:
 
     def _train(self, model: torch.nn.Module, batch_size: int) -> None:
         with self.device:
-            batch = _worst_batch(self.net, self.task, batch_size, imgsz=self.imgsz, objects=self.objects)
+            batch = _worst_batch(
+                self.net, self.task, batch_size, imgsz=self.imgsz, objects=self.objects
+            )
         refused: BaseException | None = None
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype is not None):
             try:
@@ -222,7 +258,9 @@ class Training:
 def _optimizer(model: torch.nn.Module, net: Any, dataset_size: int) -> torch.optim.Optimizer:
     """Return the trainer's optimizer, with learning rates of 0 so that every size runs with the same weights."""
     args = net.args
-    trainer = SimpleNamespace(args=copy.copy(args), data={"nc": int(getattr(net.model[-1], "nc", 0)) or 10})
+    trainer = SimpleNamespace(
+        args=copy.copy(args), data={"nc": int(getattr(net.model[-1], "nc", 0)) or 10}
+    )
     optimizer: torch.optim.Optimizer = _import("engine.trainer").BaseTrainer.build_optimizer(
         trainer,
         model,
@@ -240,7 +278,9 @@ def _optimizer(model: torch.nn.Module, net: Any, dataset_size: int) -> torch.opt
 # --- worst-case batches ---
 
 
-def _worst_batch(net: Any, task: str, batch_size: int, *, imgsz: int, objects: int) -> dict[str, torch.Tensor]:
+def _worst_batch(
+    net: Any, task: str, batch_size: int, *, imgsz: int, objects: int
+) -> dict[str, torch.Tensor]:
     """Return a batch as the trainer passes it to the loss, with the largest number of objects in every image.
 
     `objects`, the trainer's max_num_obj, is four times the number in the fullest image, and no point of a mosaic lies in
@@ -259,7 +299,9 @@ def _worst_batch(net: Any, task: str, batch_size: int, *, imgsz: int, objects: i
         return {**batch, "depth": torch.ones(batch_size, imgsz, imgsz)}
     rows = math.ceil(math.sqrt(objects))
     place = torch.arange(objects)
-    middles = (torch.stack((place % rows, place // rows), 1) + 0.5) * OBJECT_SIDE / rows + OBJECT_SIDE / 2
+    middles = (
+        torch.stack((place % rows, place // rows), 1) + 0.5
+    ) * OBJECT_SIDE / rows + OBJECT_SIDE / 2
     angles = torch.zeros(objects, 1 if task == "obb" else 0)
     boxes = torch.cat((middles, torch.full((objects, 2), OBJECT_SIDE), angles), 1)
     batch |= {
@@ -299,7 +341,9 @@ def _match_all_anchors(assigner: Any) -> None:
         except RuntimeError as error:
             raise _EscapedError(error) from None
         matched = torch.zeros_like(matched)
-        matched[:, : assigner.n_max_boxes * int(getattr(assigner, "topk2", None) or assigner.topk)] = True
+        matched[
+            :, : assigner.n_max_boxes * int(getattr(assigner, "topk2", None) or assigner.topk)
+        ] = True
         return (*targets, matched, indices)
 
     assigner._forward = match
@@ -339,7 +383,9 @@ def check_train_batch_size(
             "install(device=...)"
         )
         return DEFAULT_BATCH
-    result = find_max_batch(model, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size, **options)
+    result = find_max_batch(
+        model, imgsz=imgsz, amp=amp, max_num_obj=max_num_obj, dataset_size=dataset_size, **options
+    )
     utils.LOGGER.info(
         f"{prefix}Using batch-size {result.batch_size}, which ran in {options['memory_fraction']:.0%} of the "
         f"{result.available_bytes / 2**30:.2f} GiB available on {result.device}"

@@ -79,4 +79,8 @@ class Budget:
 
     def decided_all(self, trials: Sequence[Trial], *, is_steady: bool) -> bool:
         """Return whether that holds for all that failed."""
-        return all(self.decided(failed, trials, is_steady=is_steady) for failed in trials if not failed.passed)
+        return all(
+            self.decided(failed, trials, is_steady=is_steady)
+            for failed in trials
+            if not failed.passed
+        )

@@ -14,7 +14,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from oomprobe.devices import describe, names_simulated, opened_if_simulated
-from oomprobe.errors import InvalidArgumentError, NothingFitsError, OomProbeError, TimeLimitError, check_size
+from oomprobe.errors import (
+    InvalidArgumentError,
+    NothingFitsError,
+    OomProbeError,
+    TimeLimitError,
+    check_size,
+)
 from oomprobe.probing.finish import finish
 from oomprobe.probing.order import Order
 from oomprobe.probing.session import Session
@@ -93,7 +99,9 @@ def search_cards(
 class _Search:
     """Searches on cards, and enters what it finds into the rows of a table."""
 
-    def __init__(self, rows: Rows, order: Order, opened: Open, cards: Mapping[str, SimulatedDevice]) -> None:
+    def __init__(
+        self, rows: Rows, order: Order, opened: Open, cards: Mapping[str, SimulatedDevice]
+    ) -> None:
         self._rows, self._order, self._opened, self._cards = rows, order, opened, cards
         self._clock = Clock(order.options, patience=order.patience)
 
@@ -111,7 +119,9 @@ class _Search:
                     if largest.batch_size is None:  # `finish` raises
                         break
                     try:
-                        replayed[next_name] = _replayed(session, card, self._cards[next_name], self._order)
+                        replayed[next_name] = _replayed(
+                            session, card, self._cards[next_name], self._order
+                        )
                     except _CannotReplayError:
                         left.append(next_name)
                     except NothingFitsError as error:
@@ -170,7 +180,9 @@ class _Replays:
         return outcome
 
 
-def _replayed(session: Session, card: SimulatedDevice, smaller: SimulatedDevice, order: Order) -> tuple[Session, Found]:
+def _replayed(
+    session: Session, card: SimulatedDevice, smaller: SimulatedDevice, order: Order
+) -> tuple[Session, Found]:
     """Search on another card of the kind by replaying what the step did on this one.
 
     Raises:
@@ -180,6 +192,8 @@ def _replayed(session: Session, card: SimulatedDevice, smaller: SimulatedDevice,
     if not session.predicts or not smaller.follow(card):
         raise _CannotReplayError
     options = replace(order.options, global_batch=None, breakdown=False)  # these run the step
-    runner = _Replays(replace(session.runner.facts, device=describe(smaller)), smaller, session.program.first)
+    runner = _Replays(
+        replace(session.runner.facts, device=describe(smaller)), smaller, session.program.first
+    )
     replays = Session(runner, options, reporter("off"), Clock(options, patience=order.patience), [])
     return replays, finish(replays, replays.find())

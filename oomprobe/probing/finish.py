@@ -23,7 +23,9 @@ NO_HISTORY = (
     "(--device sim:24GiB)"
 )
 NO_SPLIT = "no split of global_batch={global_batch} into micro-batches of at most {size} ran: accumulate in the step function, and probe that"
-NO_PLAN = "the plan for global_batch was not run: the command itself decides how it accumulates gradients"
+NO_PLAN = (
+    "the plan for global_batch was not run: the command itself decides how it accumulates gradients"
+)
 
 
 def finish(session: Session, largest: Found, broken_down_at: int | None = None) -> Found:
@@ -62,12 +64,16 @@ def run_plan(session: Session, batch_size: int) -> None:
             trial = session.run(_planned(session, size, steps))
         except (TimeLimitError, StepFailedError) as error:
             reason = str(error).splitlines()[0]
-            session.notes.add(remark(f"the plan for global_batch was not run to completion ({reason})"))
+            session.notes.add(
+                remark(f"the plan for global_batch was not run to completion ({reason})")
+            )
             return
         if trial.passed:
             return
         largest = int(PLAN_SHRINK * size)
-    session.notes.add(remark(NO_SPLIT.format(global_batch=session.options.global_batch, size=batch_size)))
+    session.notes.add(
+        remark(NO_SPLIT.format(global_batch=session.options.global_batch, size=batch_size))
+    )
 
 
 def _planned(session: Session, size: int, steps: int) -> Request:
@@ -92,7 +98,9 @@ def break_down(session: Session, batch_size: int) -> None:
     session.take_over(outcome)
     session.breakdown = outcome.breakdown
     if not outcome.trial.passed:
-        session.notes.add(remark(f"no breakdown: its extra step ended with {outcome.trial.verdict}"))
+        session.notes.add(
+            remark(f"no breakdown: its extra step ended with {outcome.trial.verdict}")
+        )
     elif session.breakdown is None:
         session.notes.add(remark(NO_HISTORY.format(device=session.device.name)))
 
@@ -100,12 +108,18 @@ def break_down(session: Session, batch_size: int) -> None:
 def refuse_leaking(session: Session, answer: int) -> None:
     """Raise UnreliableError if each step leaks enough to exhaust the memory soon."""
     kept_bytes, free_bytes = session.leak_of_step(answer)
-    least_steps = diagnosis.STEPS_TO_LAST if session.runner.facts.replaceable else diagnosis.STEPS_TO_LAST_HERE
+    least_steps = (
+        diagnosis.STEPS_TO_LAST
+        if session.runner.facts.replaceable
+        else diagnosis.STEPS_TO_LAST_HERE
+    )
     if kept_bytes and free_bytes // kept_bytes < least_steps:
         kept, free = format_bytes(kept_bytes), format_bytes(free_bytes)
         cause = diagnosis.UNKNOWN_CAUSE + session.held_by_step
         if session.gradients_hold_graphs:
             cause = diagnosis.GRADIENTS_HOLD_GRAPHS
         raise UnreliableError(
-            diagnosis.LEAKS.format(size=answer, kept=kept, free=free, steps=free_bytes // kept_bytes, cause=cause)
+            diagnosis.LEAKS.format(
+                size=answer, kept=kept, free=free, steps=free_bytes // kept_bytes, cause=cause
+            )
         )

@@ -34,7 +34,9 @@ NONE_RUNS = "Nor does any share of them down to {percent:.0f} % run"
 NOT_TRIED = "training that meets all values in one process was not tried: {reason}"
 
 
-def mixed_sizes(session: Session, axis: Axis, answers: Mapping[int, int]) -> tuple[Mapping[int, int], list[str]]:
+def mixed_sizes(
+    session: Session, axis: Axis, answers: Mapping[int, int]
+) -> tuple[Mapping[int, int], list[str]]:
     """Return the largest share of the answers that runs in turn, by row, and notes about it; no sizes if none was found."""
     calls = session.clock.patience.look_calls
     if session.program.is_long:
@@ -43,8 +45,12 @@ def mixed_sizes(session: Session, axis: Axis, answers: Mapping[int, int]) -> tup
     orders = [shuffle.sample([*answers] * rounds, rounds * len(answers)) for _ in range(ORDERS)]
     first: dict[str, object] = {}  # failure, of the answers themselves
     for share in SHARES:
-        sizes = {row: session.options.sizes.nearest(int(share * size)) for row, size in answers.items()}
-        session.reporter.row(f"all values of {axis.name} in turn, {100 * share:.0f} % of their batch sizes")
+        sizes = {
+            row: session.options.sizes.nearest(int(share * size)) for row, size in answers.items()
+        }
+        session.reporter.row(
+            f"all values of {axis.name} in turn, {100 * share:.0f} % of their batch sizes"
+        )
         for order in orders:
             try:
                 trial = _in_turn(session, [(row, sizes[row]) for row in order])
@@ -52,7 +58,10 @@ def mixed_sizes(session: Session, axis: Axis, answers: Mapping[int, int]) -> tup
                 return {}, [NOT_TRIED.format(reason=str(error).splitlines()[0])]
             if not trial.passed:
                 if not first:
-                    first = {"label": axis.label(order[trial.steps % len(order)]), "call": trial.steps + 1}
+                    first = {
+                        "label": axis.label(order[trial.steps % len(order)]),
+                        "call": trial.steps + 1,
+                    }
                 break
         else:
             if not first:

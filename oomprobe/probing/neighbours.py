@@ -68,7 +68,9 @@ class Neighbours:
             return ""
         return f" ({names})"
 
-    def second_try(self, request: Request, outcome: Outcome, look: Callable[[], int | None]) -> Request | None:
+    def second_try(
+        self, request: Request, outcome: Outcome, look: Callable[[], int | None]
+    ) -> Request | None:
         """Return the trial to run again, after waiting for the others, if they may have caused its failure; None if it counts.
 
         `look` returns the outside bytes now.
@@ -79,11 +81,15 @@ class Neighbours:
             self._spoiled += 1
             if self._spoiled < ATTEMPTS and not self.contaminated:  # wait in vain only once
                 grown = format_bytes(self._grown_bytes(outside_bytes))
-                self.notes.add(remark(DISCARDED.format(grown=grown, size=trial.batch_size), trial.batch_size))
+                self.notes.add(
+                    remark(DISCARDED.format(grown=grown, size=trial.batch_size), trial.batch_size)
+                )
                 self._wait_for_quiet(look)
                 return request
             which = self.names_in_brackets()
-            self.notes.add(remark(CONTAMINATED.format(which=which, size=trial.batch_size), trial.batch_size))
+            self.notes.add(
+                remark(CONTAMINATED.format(which=which, size=trial.batch_size), trial.batch_size)
+            )
             self.contaminated, self._expected_bytes = True, after_bytes
         self._spoiled = 0
         if self._expected_bytes is not None and after_bytes is not None:

@@ -68,7 +68,9 @@ CACHED = (
 )
 
 
-def open_model(order: Order, model: torch.nn.Module, step_fn: Steps) -> AbstractContextManager[Session]:
+def open_model(
+    order: Order, model: torch.nn.Module, step_fn: Steps
+) -> AbstractContextManager[Session]:
     """Open a session for a live model: trials on host memory run in forked children, all others in this process."""
     check_model(model)
     preserve, steps = preserved(order.preserve), named_steps(step_fn, order.axis)
@@ -112,7 +114,9 @@ def _on_simulated_ranks(order: Order, target: str, nproc_per_node: int | str) ->
     from oomprobe.runners.workers.crew import variables
 
     refuse_in_a_rank()
-    check_size("nproc_per_node", nproc_per_node)  # refuses "gpu": a simulated machine has no number of cards
+    check_size(
+        "nproc_per_node", nproc_per_node
+    )  # refuses "gpu": a simulated machine has no number of cards
     ranks = int(nproc_per_node)
     card = opened_if_simulated(order.device, ranks)
     with (
@@ -178,12 +182,19 @@ def _framed(order: Order) -> Iterator[_Frame]:
     try:
         with Interrupts() as interrupts, closing(status):
             clock = Clock(order.options, patience=order.patience)
-            yield _Frame(order=order, reporter=status, interrupts=interrupts, clock=clock, trials=trials)
+            yield _Frame(
+                order=order, reporter=status, interrupts=interrupts, clock=clock, trials=trials
+            )
     except OomProbeError as error:
         error.trials = tuple(trials)
         raise
-    except (KeyboardInterrupt, SystemExit) as interruption:  # some are raised only when `Interrupts` closes
-        interruption.add_note("oomprobe was interrupted; the trials so far:\n" + trials_table(trials))
+    except (
+        KeyboardInterrupt,
+        SystemExit,
+    ) as interruption:  # some are raised only when `Interrupts` closes
+        interruption.add_note(
+            "oomprobe was interrupted; the trials so far:\n" + trials_table(trials)
+        )
         raise
 
 
@@ -196,7 +207,15 @@ def _isolated(order: Order, target: str, ranks: int | None = None) -> Iterator[S
     from oomprobe.runners.workers.runner import WorkersRunner, workers
 
     with _framed(order) as frame:
-        source = workers(target, order.device, order.options, order.axis, frame.clock.patience, ranks, order.savings)
+        source = workers(
+            target,
+            order.device,
+            order.options,
+            order.axis,
+            frame.clock.patience,
+            ranks,
+            order.savings,
+        )
         with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
             title = runner.facts.device.name
             if ranks is not None and ranks > 1:
@@ -206,7 +225,11 @@ def _isolated(order: Order, target: str, ranks: int | None = None) -> Iterator[S
 
 @contextmanager
 def _forked(
-    order: Order, model: torch.nn.Module, steps: Mapping[str, Step], preserve: list[Any], device: Device
+    order: Order,
+    model: torch.nn.Module,
+    steps: Mapping[str, Step],
+    preserve: list[Any],
+    device: Device,
 ) -> Iterator[Session]:
     """Open a session on host memory: each trial runs in a child forked from this process, which holds the model.
 
@@ -219,7 +242,9 @@ def _forked(
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
     try:
         with garbage_frozen(), _framed(order) as frame:
-            source = forks(model, steps, tracker, device, order.axis, frame.clock.patience, order.savings)
+            source = forks(
+                model, steps, tracker, device, order.axis, frame.clock.patience, order.savings
+            )
             with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
                 yield frame.session(runner, runner.facts.device.name)
     finally:
@@ -228,10 +253,14 @@ def _forked(
 
 
 @contextmanager
-def open_command(order: Order, command: Sequence[str], passes_after_s: float | None) -> Iterator[Session]:
+def open_command(
+    order: Order, command: Sequence[str], passes_after_s: float | None
+) -> Iterator[Session]:
     """Open a session whose trials are runs of a command."""
     if sys.platform != "linux":
-        raise InvalidArgumentError(f"a command can be probed on Linux only, and this is {sys.platform}")
+        raise InvalidArgumentError(
+            f"a command can be probed on Linux only, and this is {sys.platform}"
+        )
     from oomprobe.runners.command.runner import CommandRunner, checked
 
     words = checked(command)
@@ -239,7 +268,9 @@ def open_command(order: Order, command: Sequence[str], passes_after_s: float | N
         raise InvalidArgumentError(NO_BREAKDOWN)
     with _framed(order) as frame:
         card = simulated_for_command(order.device)
-        runner = CommandRunner(words, order.options, frame.interrupts, passes_after_s, frame.clock.patience, card)
+        runner = CommandRunner(
+            words, order.options, frame.interrupts, passes_after_s, frame.clock.patience, card
+        )
         yield frame.session(runner, shlex.join(words))
 
 
@@ -248,7 +279,11 @@ def open_command(order: Order, command: Sequence[str], passes_after_s: float | N
 
 @contextmanager
 def _here(
-    order: Order, model: torch.nn.Module, steps: Mapping[str, Step], preserve: list[Any], device: Device
+    order: Order,
+    model: torch.nn.Module,
+    steps: Mapping[str, Step],
+    preserve: list[Any],
+    device: Device,
 ) -> Iterator[Session]:
     """Open a session whose trials run in this process. On every way out the state is restored and compared."""
     functions = [step.run for step in steps.values()]

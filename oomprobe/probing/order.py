@@ -77,7 +77,9 @@ class Order:
         rest = dict(given)
         patience = rest.pop("patience", PATIENCE)
         refuse_unknown(rest)
-        riders = {name: rest.pop(name) for name in ("device", "preserve", "progress") if name in rest}
+        riders = {
+            name: rest.pop(name) for name in ("device", "preserve", "progress") if name in rest
+        }
         if batch_size is None:
             options = Options(**{"resolution": resolution, **rest})
         else:

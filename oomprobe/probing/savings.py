@@ -48,7 +48,11 @@ TOO_LARGE = "nor does batch {size} run with {names}"
 
 
 def search_savings(
-    wanted: str | Sequence[str], order: Order, opened: Open, batch_size: int | None, target: str | None = None
+    wanted: str | Sequence[str],
+    order: Order,
+    opened: Open,
+    batch_size: int | None,
+    target: str | None = None,
 ) -> ProbeTable:
     """Find the largest size as the step is and with each saving, and compare them at one size.
 
@@ -109,7 +113,11 @@ class _Search:
 
     def _reach(self, size: int, pairs: list[Saving]) -> None:
         """Run pairs, the cheapest first, until enough savings reach a size."""
-        reaching = [name for name, result in self._rows.results.items() if runs(result, size) and "+" not in name]
+        reaching = [
+            name
+            for name, result in self._rows.results.items()
+            if runs(result, size) and "+" not in name
+        ]
         too_large = []
         for pair in pairs[:MOST_PAIRS]:
             if len(reaching) >= ENOUGH:
@@ -141,7 +149,10 @@ class _Search:
         try:
             with self._expandable(saving):
                 with self._started(saving) as session:
-                    if only_if_runs is not None and session.confirm_only(only_if_runs).batch_size is None:
+                    if (
+                        only_if_runs is not None
+                        and session.confirm_only(only_if_runs).batch_size is None
+                    ):
                         return
                     largest = session.find()
                     self._learn(saving, session)

@@ -45,7 +45,9 @@ class Deaths:
         if died is not None:
             self._compare(died, trial)
             return None
-        says_nothing = trial.verdict in NO_VERDICT and not diagnosis.is_size_limit(self._trials, trial)
+        says_nothing = trial.verdict in NO_VERDICT and not diagnosis.is_size_limit(
+            self._trials, trial
+        )
         if not says_nothing or not self._runner.facts.replaceable:
             return None
         if self._clock.is_over:
@@ -57,7 +59,9 @@ class Deaths:
         """Note a death that did not recur, or a sticky error that did."""
         size, how = died.batch_size, f"{died.verdict}: {died.error}"
         if again.verdict not in NO_VERDICT:
-            self.notes.append(remark(ENDED_ONCE.format(size=size, how=how, again=again.verdict), size))
+            self.notes.append(
+                remark(ENDED_ONCE.format(size=size, how=how, again=again.verdict), size)
+            )
         elif again.verdict is Verdict.POISONED:
             self.notes.append(remark(STICKY_TWICE.format(size=size, how=how), size))
 
@@ -70,14 +74,20 @@ class Deaths:
             return
         if trial.verdict is Verdict.POISONED:
             what = f"batch {size}, {trial.error}"
-            raise device_lost(self._runner.facts.device.name, what, replaceable=self._runner.facts.replaceable)
+            raise device_lost(
+                self._runner.facts.device.name, what, replaceable=self._runner.facts.replaceable
+            )
         alone = self._runner.facts.alone.format(batch_size=size)
-        raise StepFailedError(DIED_TWICE.format(size=size, error=trial.error, alone=alone), batch_size=size)
+        raise StepFailedError(
+            DIED_TWICE.format(size=size, error=trial.error, alone=alone), batch_size=size
+        )
 
     def time_is_up(self, trial: Trial) -> TimeLimitError:
         """Return the error for a trial that was running when the time passed."""
         places = f" ({trial.error})" if trial.ranks else ""
-        return self._clock.time_is_up(f"during batch {trial.batch_size}, in trial {len(self._trials)}{places}")
+        return self._clock.time_is_up(
+            f"during batch {trial.batch_size}, in trial {len(self._trials)}{places}"
+        )
 
 
 class AsBuilt:
@@ -106,7 +116,9 @@ class AsBuilt:
             if trial.passed:
                 call, emptying = failed.steps + 1, self._runner.facts.device.emptying
                 size = trial.batch_size
-                text = NEEDS_EMPTYING.format(size=size, fraction=self._fraction, call=call, emptying=emptying)
+                text = NEEDS_EMPTYING.format(
+                    size=size, fraction=self._fraction, call=call, emptying=emptying
+                )
                 self.notes.append(remark(text, size))
             return None
         if not request.as_built or trial.verdict is not Verdict.OOM:

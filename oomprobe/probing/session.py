@@ -67,7 +67,14 @@ class Session:
     """
 
     def __init__(
-        self, runner: Runner, options: Options, reporter: Reporter, clock: Clock, trials: list[Trial], *, row: int = 0
+        self,
+        runner: Runner,
+        options: Options,
+        reporter: Reporter,
+        clock: Clock,
+        trials: list[Trial],
+        *,
+        row: int = 0,
     ) -> None:
         self.runner, self.trials, self.clock = runner, trials, clock
         self.options = options.within(runner.facts.max_batch)
@@ -77,11 +84,17 @@ class Session:
         self.deaths = Deaths(runner, clock, trials)
         self.as_built = AsBuilt(runner, options.memory_fraction)
         self.neighbours = Neighbours(runner, clock.patience)
-        self.state_verified = False  # whether the restored state was equal bit for bit; set when the session closes
+        self.state_verified = (
+            False  # whether the restored state was equal bit for bit; set when the session closes
+        )
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.outcome: Outcome | None = None  # of the last trial
-        self.splits = False  # whether the step splits its batch itself, so that memory does not limit it
-        self.has_time_to_grow = True  # to run and confirm a size twice as large as the last that passed
+        self.splits = (
+            False  # whether the step splits its batch itself, so that memory does not limit it
+        )
+        self.has_time_to_grow = (
+            True  # to run and confirm a size twice as large as the last that passed
+        )
         self.reporter = reporter
         self.held_by_step = ""  # a sentence that names what grows from call to call
         self.gradients_hold_graphs = False  # as in `Outcome`
@@ -92,7 +105,9 @@ class Session:
         self._ends: dict[tuple[int, int | None, int], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
         self._near = search.NEAR  # how near to `start_batch` the limit is expected then
-        self._ran: dict[tuple[int, int | None], Trial] = {}  # before predictions were dropped, by batch size and cap
+        self._ran: dict[
+            tuple[int, int | None], Trial
+        ] = {}  # before predictions were dropped, by batch size and cap
 
     @property
     def device(self) -> DeviceInfo:
@@ -170,7 +185,9 @@ class Session:
             passed=trial.passed,
             within_cap=self.budget.holds(trial),
             grows_no_further=self.splits or not self.has_time_to_grow,
-            grows_by=diagnosis.growth(trial, self.calls, self.device.total_bytes, self.clock.patience.slow_start_s),
+            grows_by=diagnosis.growth(
+                trial, self.calls, self.device.total_bytes, self.clock.patience.slow_start_s
+            ),
             varies=self._varies(trial),
             is_certain=self.budget.decided(trial, self.trials, is_steady=self.program.is_steady),
             lengthens=lengthens,
@@ -179,7 +196,9 @@ class Session:
 
     def requested(self, size: int, phase: Phase, cap_bytes: int | None) -> Request:
         """Return the trial of one size for the search."""
-        knows_the_limit = self._known is not None  # from another row: what grows from there decides as well
+        knows_the_limit = (
+            self._known is not None
+        )  # from another row: what grows from there decides as well
         if phase is Phase.CONFIRM:
             request = replace(self.program.confirming(size), as_built=self.as_built.is_due)
         elif phase is Phase.GROW and not knows_the_limit:
@@ -194,7 +213,9 @@ class Session:
         calls = self.program.for_look(size)
         if not calls or not self.has_time_to_grow:
             return Reply(passed=True)
-        trial = self.run(replace(self.program.looking(size, calls), cap_bytes=self.budget.grow_cap()))
+        trial = self.run(
+            replace(self.program.looking(size, calls), cap_bytes=self.budget.grow_cap())
+        )
         varies = trial.passed and self.program.varies
         if self.device.replays and (varies or not trial.passed):
             self._stop_predicting()
@@ -260,7 +281,9 @@ class Session:
 
     def _second_try(self, request: Request, outcome: Outcome) -> Request | None:
         """Return the trial to run in its place; None if it counts. Each policy asks for another one, for a reason of its own."""
-        again = self.neighbours.second_try(request, outcome, lambda: self.runner.measure().outside_bytes)
+        again = self.neighbours.second_try(
+            request, outcome, lambda: self.runner.measure().outside_bytes
+        )
         if again is not None:
             return again  # others had taken memory: the trial is as if it had not been
         self._record(request, outcome)
@@ -276,7 +299,13 @@ class Session:
         return replace(
             request,
             deadline_s=self.clock.deadline_s(),
-            passed=tuple({trial.batch_size: None for trial in self.trials if trial.passed and not trial.replayed}),
+            passed=tuple(
+                {
+                    trial.batch_size: None
+                    for trial in self.trials
+                    if trial.passed and not trial.replayed
+                }
+            ),
             learned=self._learned,
         )
 
@@ -288,9 +317,7 @@ class Session:
         self.gradients_hold_graphs |= outcome.gradients_hold_graphs
         self.outcome = outcome
         if outcome.holders:
-            self.held_by_step = (
-                f". At the end of a trial the step's code held {', '.join(outcome.holders)}, which was not there before"
-            )
+            self.held_by_step = f". At the end of a trial the step's code held {', '.join(outcome.holders)}, which was not there before"
 
     def _record(self, request: Request, outcome: Outcome) -> None:
         trial = outcome.trial
@@ -326,15 +353,21 @@ class Session:
         """Return the bytes that each step of the answer leaks and the bytes that the answer leaves free."""
         last, budget_bytes = last_of(self.trials, answer), self.budget.total_bytes
         kept_bytes = diagnosis.step_leak_bytes(last, self.program.looked)
-        return kept_bytes, self.budget.available_bytes - min(budget_bytes, last.peak_reserved_bytes or budget_bytes)
+        return kept_bytes, self.budget.available_bytes - min(
+            budget_bytes, last.peak_reserved_bytes or budget_bytes
+        )
 
     def _judge_growth(self, now: Trial) -> None:
         """Raise if the step takes the same memory at every size, and find out whether it splits its batch itself."""
-        smaller = diagnosis.same_memory_smaller(self.trials, self.calls, on_host=self.device.on_host)
+        smaller = diagnosis.same_memory_smaller(
+            self.trials, self.calls, on_host=self.device.on_host
+        )
         if smaller is not None:
             if now.replayed:
                 raise ContradictedError  # the two sizes it was predicted from may have had different lengths
-            raise UnreliableError(diagnosis.FLAT.format(size=now.batch_size, smaller=smaller.batch_size))
+            raise UnreliableError(
+                diagnosis.FLAT.format(size=now.batch_size, smaller=smaller.batch_size)
+            )
         if self.options.max_batch is not None:
             return
         first = diagnosis.splits_from(self.trials, self.calls)
@@ -345,7 +378,9 @@ class Session:
 
     def _varies(self, trial: Trial) -> bool:
         """Return whether the size ended differently before, after the same calls under the same cap, and note that."""
-        before = self._ends.setdefault((trial.batch_size, trial.cap_bytes, self._asked_calls), trial)
+        before = self._ends.setdefault(
+            (trial.batch_size, trial.cap_bytes, self._asked_calls), trial
+        )
         if trial.replayed or before.replayed:
             return False
         if self.neighbours.contaminated or self.device.on_host:
@@ -354,7 +389,9 @@ class Session:
         if how is None:
             return False
         calls = count(trial.steps, "call", "calls")
-        note = warning(UNSTEADY.format(size=trial.batch_size, calls=calls, how=how), trial.batch_size)
+        note = warning(
+            UNSTEADY.format(size=trial.batch_size, calls=calls, how=how), trial.batch_size
+        )
         if self.runner.facts.world_size > 1:
             note = remark(UNSTEADY_GROUPS.format(size=trial.batch_size, how=how), trial.batch_size)
         self.notes.add(note)

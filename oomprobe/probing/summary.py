@@ -34,9 +34,7 @@ GAPS = (
     "fragmentation: batch {size} reserved {reserved} for {allocated} of tensors{before}, so {gaps} were in gaps between them. "
     "{setting} may take that back: try it"
 )
-CROWDED = (
-    "{taken} of the device were in use outside this process's allocator{which}: the answer is for what that leaves"
-)
+CROWDED = "{taken} of the device were in use outside this process's allocator{which}: the answer is for what that leaves"
 GREW_OUTSIDE = (
     "memory outside this process's allocator grew by {grown} while probing (loaded kernels, library handles, other processes): the "
     "cap does not count it, and it eats into the margin"
@@ -50,7 +48,9 @@ NOT_RESTORED = "state that stays changed (positions of iterators and data loader
 OTHER_RANKS = "other ranks: DDP buckets, NCCL buffers, sharding"
 OTHER_MACHINES = "ranks on other machines: NCCL takes memory for each connection, and FSDP shards over more ranks"
 LONGEST = "longest sequence or largest sample, unless the step makes such batches"
-LAST_BATCH = "smaller last batch of an epoch, which splits cached blocks: drop_last=True leaves it out"
+LAST_BATCH = (
+    "smaller last batch of an epoch, which splits cached blocks: drop_last=True leaves it out"
+)
 NOT_COVERED = (
     LONGEST,
     LAST_BATCH,
@@ -66,7 +66,11 @@ SETTLED = "repeats: within {calls} memory and the values that the step keeps cam
 # Words in a step's name.
 CROWDED_BYTES = 2 * 2**30  # more than a process takes for its context, libraries and kernels
 EVALUATING = {"eval", "evaluate", "evaluation", "val", "valid", "validate", "validation", "test"}
-LATE = {"saving a checkpoint": {"save"}, "the last evaluation": EVALUATING, "resuming from a checkpoint": {"resume"}}
+LATE = {
+    "saving a checkpoint": {"save"},
+    "the last evaluation": EVALUATING,
+    "resuming from a checkpoint": {"resume"},
+}
 NO_LATE = "{what}, which come late: docs/recipes.md runs each as a named step at the answer"
 # For all other verdicts, "memory". A sticky error that recurs at one size limits the size, but is not shown to be memory.
 _LIMITED_BY = {
@@ -136,7 +140,13 @@ def nothing_fits(session: Session) -> NothingFitsError:
     """Return the error for a probe in which not even the smallest size ran."""
     options = session.options
     *_, last = (trial for trial in session.trials if not trial.passed)
-    memory, which, step, where, others = "with all available memory", ", the smallest allowed,", "", "", ""
+    memory, which, step, where, others = (
+        "with all available memory",
+        ", the smallest allowed,",
+        "",
+        "",
+        "",
+    )
     advice = ["a smaller model or sample"]
     if session.runner.facts.runs_plans:
         advice.append("what takes less memory: --savings all (find_savings) runs each such saving")
@@ -203,7 +213,9 @@ def _first_failing(session: Session, largest: Found, limit: int) -> int | None:
     if largest.first_failing is None or largest.first_failing > limit:
         return largest.first_failing
     failed = {t.batch_size for t in _of_the_step(session) if t.phase is Phase.GROW and not t.passed}
-    return min((size for size in failed.difference(largest.transient) if size > limit), default=None)
+    return min(
+        (size for size in failed.difference(largest.transient) if size > limit), default=None
+    )
 
 
 def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
@@ -224,7 +236,9 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
     if examples is not None and examples == session.options.max_batch and largest.deciding is None:
         yield remark(LITTLE_DATA.format(count=examples))
     for size in largest.transient:
-        yield remark(f"transient failure: batch {size} failed once and passed when tried again", size)
+        yield remark(
+            f"transient failure: batch {size} failed once and passed when tried again", size
+        )
     if largest.unconfirmed:
         sizes = ", ".join(map(str, largest.unconfirmed))
         yield remark(f"passed a trial but failed confirmation: batch {sizes}", *largest.unconfirmed)
@@ -242,9 +256,15 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
         yield warning(text, answer.batch_size)
     yield from _gaps(session, largest, answer)
     yield from _outside(session)
-    if largest.deciding is not None and largest.deciding - answer.batch_size > session.options.multiple_of:
+    if (
+        largest.deciding is not None
+        and largest.deciding - answer.batch_size > session.options.multiple_of
+    ):
         sizes_between = answer.batch_size, largest.deciding
-        yield remark("not exact: sizes between {} and {} were not tried".format(*sizes_between), *sizes_between)
+        yield remark(
+            "not exact: sizes between {} and {} were not tried".format(*sizes_between),
+            *sizes_between,
+        )
 
 
 def _of_compiling(session: Session) -> Iterator[Note]:
@@ -270,7 +290,10 @@ def _gaps(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
                 "reserved": format_bytes(reserved),
                 "gaps": format_bytes(reserved - allocated),
             }
-            yield remark(GAPS.format(size=trial.batch_size, before=before, setting=setting, **sizes), trial.batch_size)
+            yield remark(
+                GAPS.format(size=trial.batch_size, before=before, setting=setting, **sizes),
+                trial.batch_size,
+            )
             return
 
 
@@ -309,7 +332,10 @@ def _leaks(session: Session, answer: Trial) -> Iterator[Note]:
         if session.gradients_hold_graphs:
             cause = "the gradients hold the graph of every step (backward(create_graph=True))"
         kept, steps = format_bytes(kept_bytes), free_bytes // kept_bytes
-        yield warning(KEPT.format(size=answer.batch_size, kept=kept, steps=steps, cause=cause), answer.batch_size)
+        yield warning(
+            KEPT.format(size=answer.batch_size, kept=kept, steps=steps, cause=cause),
+            answer.batch_size,
+        )
 
 
 def _simulation_note(session: Session, answer: Trial) -> Note:
@@ -324,7 +350,11 @@ def _simulation_note(session: Session, answer: Trial) -> Note:
     budget_bytes = session.budget.total_bytes
     if upper_bytes < budget_bytes:
         return remark(text, answer.batch_size)
-    roomy = [t.batch_size for t in session.trials if t.passed and (t.peak_upper_bytes or 0) < budget_bytes]
+    roomy = [
+        t.batch_size
+        for t in session.trials
+        if t.passed and (t.peak_upper_bytes or 0) < budget_bytes
+    ]
     slower, sizes = "at every size", [answer.batch_size]
     if roomy:
         slower = f"above batch {max(roomy)}"
@@ -337,7 +367,9 @@ def _of_prediction(session: Session) -> Iterator[Note]:
     """Yield a note if every size ran, although two sizes mostly predict the others."""
     if session.predicts and session.outcome is not None and session.outcome.unpredicted:
         trials, seconds = len(session.trials), session.in_steps_s
-        yield remark(UNPREDICTED.format(why=session.outcome.unpredicted, trials=trials, seconds=seconds))
+        yield remark(
+            UNPREDICTED.format(why=session.outcome.unpredicted, trials=trials, seconds=seconds)
+        )
 
 
 def _not_covered(session: Session) -> list[str]:

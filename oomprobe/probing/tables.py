@@ -38,7 +38,9 @@ class Rows:
         self.savings: Comparison | None = None
         self._mixed: dict[Any, int] = {}
         self._mixed_failed = False
-        self._expected: int | None = None  # the size at which the last row began; None for the first
+        self._expected: int | None = (
+            None  # the size at which the last row began; None for the first
+        )
         self._started_s = time.monotonic()
 
     def __enter__(self) -> Rows:
@@ -73,7 +75,10 @@ class Rows:
     def _with_notes(self, result: ProbeResult | None) -> ProbeResult | None:
         if self._opened is None or result is None:
             return result
-        return replace(result._with_notes(before=self._opened.notes), state_verified=self._opened.state_verified)
+        return replace(
+            result._with_notes(before=self._opened.notes),
+            state_verified=self._opened.state_verified,
+        )
 
     def search(self, opened: Session, *, try_larger: bool, mixed: bool) -> None:
         """Find the largest size for each value, and with `mixed` the share of these that runs with all values in turn.
@@ -85,7 +90,9 @@ class Rows:
             smaller = self._smaller_unfit(value)
             if smaller is not None and not try_larger:
                 self.results[value] = None
-                self.unfit[value] = NOT_TRIED.format(axis=self._axis.name, value=text_of_value(smaller))
+                self.unfit[value] = NOT_TRIED.format(
+                    axis=self._axis.name, value=text_of_value(smaller)
+                )
                 continue
             label = self._axis.label(row)
             opened.reporter.row(label)
@@ -137,10 +144,15 @@ class Rows:
         self._mixed = {self._axis.values[row]: size for row, size in sizes.items()}
         self._mixed_failed = not sizes
 
-    def _session(self, opened: Session, row: int, last: tuple[Session, Any, ProbeResult] | None) -> Session:
+    def _session(
+        self, opened: Session, row: int, last: tuple[Session, Any, ProbeResult] | None
+    ) -> Session:
         """Return the session of a row, which begins with what the last one that has an answer learned, if memory limited it."""
         opened.trials.clear()
-        options, clock = opened.options, Clock(opened.options, opened.clock.end_s, patience=opened.clock.patience)
+        options, clock = (
+            opened.options,
+            Clock(opened.options, opened.clock.end_s, patience=opened.clock.patience),
+        )
         if last is None or last[2].limited_by == "step":
             return Session(opened.runner, options, opened.reporter, clock, opened.trials, row=row)
         session, value, result = last
@@ -152,7 +164,12 @@ class Rows:
             ratio = (magnitude(value) or 1) / (magnitude(self._axis.values[row]) or 1)
             start = options.sizes.nearest(int(ratio * result.batch_size))
         following = Session(
-            opened.runner, replace(options, start_batch=start), opened.reporter, clock, opened.trials, row=row
+            opened.runner,
+            replace(options, start_batch=start),
+            opened.reporter,
+            clock,
+            opened.trials,
+            row=row,
         )
         self._expected = start
         following.follow(session, near)

@@ -34,7 +34,9 @@ class Axis:
             InvalidArgumentError: it states no axis or several, no values, or a value twice.
         """
         if not isinstance(over, Mapping) or not over:
-            raise InvalidArgumentError(f"over must map an argument of the step to its values, {EXAMPLE}, not {over!r}")
+            raise InvalidArgumentError(
+                f"over must map an argument of the step to its values, {EXAMPLE}, not {over!r}"
+            )
         if len(over) > 1:
             raise InvalidArgumentError(
                 f"over has {len(over)} axes, {', '.join(map(str, over))}, and a table has one: let the values of one argument "
@@ -42,9 +44,13 @@ class Axis:
             )
         ((name, values),) = over.items()
         if not isinstance(name, str) or not name.isidentifier() or name in ("model", "batch_size"):
-            raise InvalidArgumentError(f"{name!r} in over is not an extra argument of the step: {EXAMPLE}")
+            raise InvalidArgumentError(
+                f"{name!r} in over is not an extra argument of the step: {EXAMPLE}"
+            )
         if isinstance(values, str) or not isinstance(values, Iterable):
-            raise InvalidArgumentError(f"the values of {name} must be a list, not {values!r}: {EXAMPLE}")
+            raise InvalidArgumentError(
+                f"the values of {name} must be a list, not {values!r}: {EXAMPLE}"
+            )
         return cls(name, _checked(name, values))
 
     def arguments(self, row: int) -> dict[str, Any]:
@@ -76,9 +82,13 @@ def _checked(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
     plain = tuple(map(_plain, values))
     for value in plain:
         if value.__hash__ is None:
-            raise InvalidArgumentError(f"a value of {name} cannot be a key of the table: write {value!r} as a tuple")
+            raise InvalidArgumentError(
+                f"a value of {name} cannot be a key of the table: write {value!r} as a tuple"
+            )
     if not plain or len(set(plain)) < len(plain):
-        raise InvalidArgumentError(f"{name} must have at least one value, and each only once, not {list(plain)!r}")
+        raise InvalidArgumentError(
+            f"{name} must have at least one value, and each only once, not {list(plain)!r}"
+        )
     return plain
 
 

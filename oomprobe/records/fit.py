@@ -66,7 +66,9 @@ def fit_line(points: Iterable[tuple[int, int]], budget_bytes: int) -> LinearFit 
         bytes_per_sample=float(slope),
         r_squared=float(1 - unexplained / spread) if spread else 1.0,
         max_relative_error=float(largest_error),
-        predicted_max_batch=max(0, math.floor((budget_bytes - fixed) / slope)) if slope > 0 else None,
+        predicted_max_batch=max(0, math.floor((budget_bytes - fixed) / slope))
+        if slope > 0
+        else None,
     )
 
 
@@ -82,5 +84,7 @@ def estimates(points: Iterable[tuple[int, int]], *, budget_bytes: int) -> dict[s
     answers: dict[str, float | None] = {}
     for name, some in (("the smallest sizes", smallest), ("all peaks", every)):
         line = fit_line(some, budget_bytes)
-        answers[f"straight line through {name}"] = None if line is None else line.predicted_max_batch
+        answers[f"straight line through {name}"] = (
+            None if line is None else line.predicted_max_batch
+        )
     return answers

@@ -24,7 +24,9 @@ class Note:
 
     text: str
     kind: NoteKind = NoteKind.REMARK
-    sizes: tuple[int, ...] = ()  # the batch sizes that it names: a short table of trials keeps theirs
+    sizes: tuple[
+        int, ...
+    ] = ()  # the batch sizes that it names: a short table of trials keeps theirs
 
     @property
     def warns(self) -> bool:

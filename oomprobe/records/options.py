@@ -15,7 +15,9 @@ from oomprobe.records.sizes import Sizes
 if TYPE_CHECKING:
     import torch
 
-Judge = Callable[[str, object], None]  # of the name of an option and its value; raises InvalidArgumentError
+Judge = Callable[
+    [str, object], None
+]  # of the name of an option and its value; raises InvalidArgumentError
 StepFn = Callable[..., object]  # of the model and a batch size; in a table also of a value, by name
 MAX_CALLS = 32  # of a step in which no optimizer steps, before it is assumed to have none
 # The same where an optimizer has gradients to step with, as in loops that accumulate them, if time allows.
@@ -33,8 +35,12 @@ class Step:
     # Whether each call is a training run of its own, so that many calls show no more than a few do.
     starts_anew: bool = False
     max_batch: int | None = None  # the largest size that there are data for; None: unknown
-    is_timed: bool = True  # whether a call takes as long as in training; a loop that sets itself up takes longer
-    caller: Caller | None = None  # what the user typed, for error messages; None if the user wrote `run`
+    is_timed: bool = (
+        True  # whether a call takes as long as in training; a loop that sets itself up takes longer
+    )
+    caller: Caller | None = (
+        None  # what the user typed, for error messages; None if the user wrote `run`
+    )
     # Whether the current call has created an optimizer and its parameters; it also drops them, so they need no snapshot.
     has_made: Callable[[torch.optim.Optimizer], bool] | None = None
 
@@ -63,13 +69,25 @@ _RESOLUTION = _Number("at least 0 and under 1", lambda x: 0 <= x < 1)
 
 
 def _option(
-    default: object, group: str, metavar: str, help: str, judge: Judge | None = None, *, in_checks: bool = False
+    default: object,
+    group: str,
+    metavar: str,
+    help: str,
+    judge: Judge | None = None,
+    *,
+    in_checks: bool = False,
 ) -> Any:
     """Return the field of an option. Its `group`, `metavar` and `help`, in which ``{}`` stands for the default, are those of the command line.
 
     A flag has no metavar and no judge of its values. `in_checks` says whether a check of one size takes the option too.
     """
-    about = {"group": group, "metavar": metavar, "help": help.format(default), "judge": judge, "in_checks": in_checks}
+    about = {
+        "group": group,
+        "metavar": metavar,
+        "help": help.format(default),
+        "judge": judge,
+        "in_checks": in_checks,
+    }
     return field(default=default, metadata=about)
 
 
@@ -81,16 +99,25 @@ class Options:
         0.9, "memory", "F", "share of available memory to use ({})", _SHARE, in_checks=True
     )
     min_batch: int = _option(1, "search", "N", "smallest size to try ({})", check_size)
-    max_batch: int | None = _option(None, "search", "N", "largest size to try (no limit)", check_size)
+    max_batch: int | None = _option(
+        None, "search", "N", "largest size to try (no limit)", check_size
+    )
     multiple_of: int = _option(1, "search", "N", "try only multiples of this ({})", check_size)
     start_batch: int | None = _option(
         None, "search", "N", "size to begin at, then doubled or halved (--min-batch)", check_size
     )
     steps: int = _option(1, "search", "N", "full steps per trial ({})", check_size)
     confirm_steps: int | None = _option(
-        None, "search", "N", "full steps to confirm the answer (3; 5 without a look)", check_size, in_checks=True
+        None,
+        "search",
+        "N",
+        "full steps to confirm the answer (3; 5 without a look)",
+        check_size,
+        in_checks=True,
     )
-    global_batch: int | None = _option(None, "search", "N", "plan gradient accumulation for N samples", check_size)
+    global_batch: int | None = _option(
+        None, "search", "N", "plan gradient accumulation for N samples", check_size
+    )
     resolution: float = _option(
         RESOLUTION,
         "search",
@@ -98,9 +125,13 @@ class Options:
         "stop within this fraction of the size (1/128; a command: 1/64; 0: exact)",
         _RESOLUTION,
     )
-    time_limit_s: float | None = _option(None, "search", "S", "seconds for the whole probe", _LIMIT, in_checks=True)
+    time_limit_s: float | None = _option(
+        None, "search", "S", "seconds for the whole probe", _LIMIT, in_checks=True
+    )
     trial_time_limit_s: float | None = _option(None, "search", "S", "seconds for one trial", _LIMIT)
-    breakdown: bool = _option(False, "memory", "", "run one more step to show where the memory went", in_checks=True)
+    breakdown: bool = _option(
+        False, "memory", "", "run one more step to show where the memory went", in_checks=True
+    )
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -111,7 +142,9 @@ class Options:
         low, high, start = self.min_batch, self.max_batch, self.start_batch
         limits = f"between min_batch={low} and max_batch={high}"
         if high is not None and low > high:
-            raise InvalidArgumentError(f"min_batch={low} is larger than max_batch={high}: swap them")
+            raise InvalidArgumentError(
+                f"min_batch={low} is larger than max_batch={high}: swap them"
+            )
         if start is not None and not low <= start <= (high or math.inf):
             raise InvalidArgumentError(f"start_batch={start} is not {limits}")
         if self.sizes.last is not None and self.sizes.first > self.sizes.last:
@@ -132,7 +165,9 @@ class Options:
             if option.name in given and not option.metadata["in_checks"]:
                 ignored.append(option.name)
         if ignored:
-            raise InvalidArgumentError(f"a check runs one size and no search, so it would ignore {', '.join(ignored)}")
+            raise InvalidArgumentError(
+                f"a check runs one size and no search, so it would ignore {', '.join(ignored)}"
+            )
         return cls(**given, min_batch=batch_size, max_batch=batch_size)
 
     def within(self, max_batch: int | None) -> Options:
@@ -147,7 +182,9 @@ class Options:
             for name in ("min_batch", "start_batch", "multiple_of"):
                 if getattr(self, name) not in (None, 1):
                     asked.append(f"{name}={getattr(self, name)}")
-            raise InvalidArgumentError(f"the data set has {max_batch} examples, too few for {', '.join(asked)}")
+            raise InvalidArgumentError(
+                f"the data set has {max_batch} examples, too few for {', '.join(asked)}"
+            )
         return replace(self, max_batch=max_batch)
 
     @property
@@ -160,7 +197,9 @@ def named_steps(step_fn: object, axis: Axis = NO_AXIS) -> dict[str, Step]:
     """Return the steps by name; a single one is named ``"step"``. Each must take the argument of the `axis`, if there is one."""
     given: Mapping[Any, Any] = step_fn if isinstance(step_fn, Mapping) else {"step": step_fn}
     if not given:
-        raise InvalidArgumentError("step_fn is an empty mapping: give at least one step, {'train': step_fn}")
+        raise InvalidArgumentError(
+            "step_fn is an empty mapping: give at least one step, {'train': step_fn}"
+        )
     steps = {}
     for name, step in given.items():
         if not isinstance(name, str):
@@ -189,7 +228,9 @@ def _check_step(name: str, step: object, axis: Axis) -> None:
     arguments = f"({', '.join(['model', 'batch_size', *axis.arguments(0)])})"
     first, second = [*map(str.lower, signature.parameters), "", ""][:2]
     if first in SIZE_NAMES and second in MODEL_NAMES:
-        raise InvalidArgumentError(f"{name}{signature} is called with {arguments}: swap its first two parameters")
+        raise InvalidArgumentError(
+            f"{name}{signature} is called with {arguments}: swap its first two parameters"
+        )
     try:
         signature.bind(None, None, **axis.arguments(0))
     except TypeError as error:
@@ -214,7 +255,9 @@ def check_model(model: object) -> torch.nn.Module:
     import torch
 
     if isinstance(model, type):
-        raise InvalidArgumentError(f"model must be a torch.nn.Module, not the class {model.__name__}: make an instance")
+        raise InvalidArgumentError(
+            f"model must be a torch.nn.Module, not the class {model.__name__}: make an instance"
+        )
     if inspect.isroutine(model):
         raise InvalidArgumentError(
             "the first argument is a function, and model must be a torch.nn.Module: swap the two, as in "

@@ -23,21 +23,29 @@ class Patience:
     # Many calls of a step. Of 162 answers confirmed over 8 calls, 6 failed within 200 calls under the cap; over 15, 2; over 25,
     # 1; over 50, none.
     look_calls: int = 50  # of a look and of a confirmation, if time allows
-    look_s: float = 10.0  # time for the calls of each, or as long as the search has taken if that is more
-    host_look_s: float = 1.0  # the same on host memory, where calls are slow and answers approximate
+    look_s: float = (
+        10.0  # time for the calls of each, or as long as the search has taken if that is more
+    )
+    host_look_s: float = (
+        1.0  # the same on host memory, where calls are slow and answers approximate
+    )
     unasked_host_s: float = 120.0  # for a whole probe of host memory that no option asked for
     # Where a failure is expensive, a deciding trial keeps calling for this share of its cost: more calls see more, and a failed
     # confirmation costs two failures.
     cost_share: float = 1 / 4
 
-    slow_start_s: float = 1.0  # of the first call of a size, beyond a later one: as torch.compile takes
+    slow_start_s: float = (
+        1.0  # of the first call of a size, beyond a later one: as torch.compile takes
+    )
     # Other processes on the device: the first wait for their memory; the next one takes twice as long.
     neighbour_s: float = 2.0
 
     # Processes that run trials.
     ending_s: float = 2.0  # between SIGTERM and SIGKILL
     cpu_reading_s: float = 1.0  # between readings of a session's processor time
-    stuck_s: float = 10.0  # a starting child that uses no processor time waits for threads that were not forked
+    stuck_s: float = (
+        10.0  # a starting child that uses no processor time waits for threads that were not forked
+    )
     stuck_in_step_s: float = 60.0  # the same inside a step, which may wait for data
 
     # Several ranks.
@@ -48,9 +56,7 @@ class Patience:
 
     # Commands.
     failed_s: float = 5.0  # for a command to end by itself after a process of it has failed
-    handling_s: float = (
-        60.0  # the same after an out-of-memory error that torch may have handled itself, if no step follows
-    )
+    handling_s: float = 60.0  # the same after an out-of-memory error that torch may have handled itself, if no step follows
     missing_s: float = 60.0  # for the ranks of other machines to report, after those of this one have made their steps
 
     sleep: Callable[[float], None] = time.sleep  # for memory that others are to give back
@@ -62,7 +68,9 @@ PATIENCE = Patience()
 class Clock:
     """The time limits of a probe, which starts with its clock, and how long its parts wait; times are on the monotonic clock."""
 
-    def __init__(self, options: Options, end_s: float | None = None, *, patience: Patience = PATIENCE) -> None:
+    def __init__(
+        self, options: Options, end_s: float | None = None, *, patience: Patience = PATIENCE
+    ) -> None:
         self.options, self.patience = options, patience
         self._started_s = time.monotonic()
         limit_s = options.time_limit_s

@@ -74,4 +74,6 @@ def reading(what: str, data: object, version: int) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidArgumentError(f"this is not a {what} that oomprobe wrote: {error!r}") from error
+        raise InvalidArgumentError(
+            f"this is not a {what} that oomprobe wrote: {error!r}"
+        ) from error

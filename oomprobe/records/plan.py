@@ -64,7 +64,9 @@ def plan(
     """
     check_size("global_batch", global_batch)
     check_size("world_size", world_size)
-    fitting = range(-(-min_micro_batch // multiple_of) * multiple_of, max_micro_batch + 1, multiple_of)
+    fitting = range(
+        -(-min_micro_batch // multiple_of) * multiple_of, max_micro_batch + 1, multiple_of
+    )
     splits = _near_splits(global_batch, world_size, fitting)
     exact = _exact_split(global_batch, world_size, fitting)
     if exact is not None:
@@ -121,7 +123,10 @@ def _near_splits(global_batch: int, world_size: int, fitting: range) -> list[tup
         if steps > 1:
             splits.append((largest, steps - 1))
     several = [split for split in splits if not _one_by_one(split)]
-    return sorted(several or splits, key=lambda split: (abs(split[0] * split[1] * world_size - global_batch), split))
+    return sorted(
+        several or splits,
+        key=lambda split: (abs(split[0] * split[1] * world_size - global_batch), split),
+    )
 
 
 def _one_by_one(split: tuple[int, int]) -> bool:

@@ -12,7 +12,12 @@ from oomprobe.ground.words import did_you_mean
 AXIS = "saving"  # of their table
 ALL = "all"
 AS_IS = "as is"
-EXPANDABLE, BF16, FP16, CHECKPOINT = "expandable_segments", "bf16_autocast", "fp16_autocast", "checkpoint"
+EXPANDABLE, BF16, FP16, CHECKPOINT = (
+    "expandable_segments",
+    "bf16_autocast",
+    "fp16_autocast",
+    "checkpoint",
+)
 FUSED, NO_FOREACH, OFFLOAD = "fused_optimizer", "no_foreach", "offload_activations"
 SAME, ROUNDING = "same numbers", "changes rounding"
 # From the cheapest: a setting, faster kernels, a third more computing, slower updates, and copies over the bus.

@@ -43,7 +43,9 @@ class Sizes:
         """Return ``size / divisor``, rounded down to a size, but at least `first`."""
         return max(self.first, size // divisor // self.step * self.step)
 
-    def middle(self, good: int | None, bad: int, *, geometric: bool = False, place: float = 1 / 2) -> int | None:
+    def middle(
+        self, good: int | None, bad: int, *, geometric: bool = False, place: float = 1 / 2
+    ) -> int | None:
         """Return a size halfway between, or None if the two are adjacent; `geometric` halves the ratio of a wide bracket.
 
         At another `place` than 1/2, the size divides the bracket there.

@@ -40,7 +40,9 @@ class Verdict(StrEnum):
     BUG = "bug"
 
 
-LOST = frozenset({Verdict.POISONED, Verdict.CRASHED})  # the process died or can give no further verdict
+LOST = frozenset(
+    {Verdict.POISONED, Verdict.CRASHED}
+)  # the process died or can give no further verdict
 NO_VERDICT = LOST | {Verdict.TIMED_OUT}  # the trial says nothing about the size
 
 
@@ -159,8 +161,19 @@ class Trial:
     @classmethod
     def of(cls, request: Request, verdict: Verdict, **measured: Any) -> Trial:
         """Return the trial of a request that ended like this; `measured` are its other fields."""
-        asked = {"batch_size": request.batch_size, "phase": request.phase, "cap_bytes": request.cap_bytes}
-        return cls(**{**asked, "accumulation_steps": request.accumulation_steps, **measured, "verdict": verdict})
+        asked = {
+            "batch_size": request.batch_size,
+            "phase": request.phase,
+            "cap_bytes": request.cap_bytes,
+        }
+        return cls(
+            **{
+                **asked,
+                "accumulation_steps": request.accumulation_steps,
+                **measured,
+                "verdict": verdict,
+            }
+        )
 
     @property
     def passed(self) -> bool:
@@ -170,7 +183,11 @@ class Trial:
 
 def last_of(trials: Sequence[Trial], batch_size: int, *, passed: bool = True) -> Trial:
     """Return the last trial of a size that passed, or failed, without gradient accumulation."""
-    return [t for t in trials if (t.batch_size, t.passed, t.accumulation_steps) == (batch_size, passed, 1)][-1]
+    return [
+        t
+        for t in trials
+        if (t.batch_size, t.passed, t.accumulation_steps) == (batch_size, passed, 1)
+    ][-1]
 
 
 # --- between a session and a runner ---
@@ -199,7 +216,9 @@ class DeviceInfo:
     replays: bool = False  # whether it can repeat and predict calls instead of running them, which takes no time
     not_covered: tuple[str, ...] = ()  # what a simulated card leaves out
     uuid: str = ""  # the same in every process; "" if unknown
-    half: str = "bf16"  # the 16-bit floats for which its attention kernels are fast: "bf16" or "fp16"
+    half: str = (
+        "bf16"  # the 16-bit floats for which its attention kernels are fast: "bf16" or "fp16"
+    )
 
     @property
     def emptying(self) -> str:
@@ -217,17 +236,27 @@ class RunnerInfo:
     device: DeviceInfo
     step_names: tuple[str, ...]
     threads: int
-    starts_anew: bool = False  # whether each call starts the loop anew, so that many calls show no more than few
+    starts_anew: bool = (
+        False  # whether each call starts the loop anew, so that many calls show no more than few
+    )
     max_batch: int | None = None  # the largest size that there are data for; None: unknown
     replaceable: bool = False  # whether a process that dies or is poisoned can be replaced, and its trial tried again
     world_size: int = 1  # ranks that run each trial
     grows_capped: bool = False  # whether trials that grow have the cap of all others
     confirmations: int = 1  # how often an answer must pass, each time in fresh processes
     failure_cost_s: float = 0.0  # what a failure takes, if that is as much as many passes
-    runs_plans: bool = True  # whether it can run several micro-batches per optimizer step, and record a breakdown
-    alone: str = "Run step_fn(model, {batch_size}) once by itself to see it"  # what to type to see a failure
-    not_covered: tuple[str, ...] | None = None  # what trials leave out; None: what those of a step function do
-    environment: Mapping[str, Any] = field(default_factory=dict)  # what the answer holds for, if not this process's
+    runs_plans: bool = (
+        True  # whether it can run several micro-batches per optimizer step, and record a breakdown
+    )
+    alone: str = (
+        "Run step_fn(model, {batch_size}) once by itself to see it"  # what to type to see a failure
+    )
+    not_covered: tuple[str, ...] | None = (
+        None  # what trials leave out; None: what those of a step function do
+    )
+    environment: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what the answer holds for, if not this process's
     model: str | None = None  # its class
     builds: bool = False  # whether its processes build the model as training will, which leaves something in the cache
 
@@ -239,10 +268,10 @@ class Call:
     step: str  # its name
     batch_size: int
     row: int = 0  # of a table: which of the axis's values the step gets
-    accumulates: bool = False  # whether gradients only accumulate, as in a micro-batch: no optimizer steps
-    decides: bool = (
-        False  # whether the answer rests on it: a device that replays may repeat it only if it was predicted
+    accumulates: bool = (
+        False  # whether gradients only accumulate, as in a micro-batch: no optimizer steps
     )
+    decides: bool = False  # whether the answer rests on it: a device that replays may repeat it only if it was predicted
     is_extra: bool = False  # whether the trial has passed by then, so that a bug only ends it
     is_recorded: bool = False  # whether to record its allocations, for a breakdown
 
@@ -254,10 +283,14 @@ class Until:
     It learns how many calls a full step takes, or, with a `period`, it ends once its calls repeat.
     """
 
-    turns: tuple[str, ...] = ()  # to learn: the steps in turn, each of which goes on until it has made `full_steps`
+    turns: tuple[
+        str, ...
+    ] = ()  # to learn: the steps in turn, each of which goes on until it has made `full_steps`
     full_steps: int = 0
     period: int = 0  # calls that must repeat together
-    most_calls: int = 0  # of each step, after which it ends in any case; 0, to learn: no more than that takes
+    most_calls: int = (
+        0  # of each step, after which it ends in any case; 0, to learn: no more than that takes
+    )
     within_s: float = 0.0  # to learn: the time for such further calls
 
 
@@ -272,11 +305,17 @@ class Request:
     looks: bool = False  # whether to find out how many calls a trial needs
     fresh: bool = False  # whether nothing may have run before: in a new process, if there are any, and compiled anew
     as_built: bool = False  # whether the first trial of a process that `builds` keeps what building left in the cache
-    exact: bool = True  # whether a device that replays must run the step instead of predicting the trial
+    exact: bool = (
+        True  # whether a device that replays must run the step instead of predicting the trial
+    )
     repeats: bool = False  # whether a device that replays may repeat calls that would be the same
-    deadline_s: float | None = None  # on this machine's monotonic clock, at the time of the request; None: no limit
+    deadline_s: float | None = (
+        None  # on this machine's monotonic clock, at the time of the request; None: no limit
+    )
     passed: tuple[int, ...] = ()  # the sizes that have passed
-    learned: Mapping[str, Sequence[int]] = field(default_factory=dict)  # `Outcome.learned` of earlier trials
+    learned: Mapping[str, Sequence[int]] = field(
+        default_factory=dict
+    )  # `Outcome.learned` of earlier trials
 
     @property
     def batch_size(self) -> int:
@@ -292,7 +331,9 @@ class Request:
     @property
     def accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
-        runs = [len([*calls]) for accumulates, calls in groupby(self.calls, _accumulates) if accumulates]
+        runs = [
+            len([*calls]) for accumulates, calls in groupby(self.calls, _accumulates) if accumulates
+        ]
         return max(runs, default=1)
 
     @property
@@ -341,7 +382,9 @@ class CallRecord:
     # Where the call completed a full step, in which every optimizer of the step has stepped: how many calls that took, up to the last
     # optimizer; 0 if the step has none. None: it completed none.
     stepped: int | None = None
-    mark: int | None = None  # for what it did on the device and left there; None if that cannot be seen
+    mark: int | None = (
+        None  # for what it did on the device and left there; None if that cannot be seen
+    )
     counted: int | None = (
         None  # the same as at the last check if nothing has changed that the user's code counts with; None: not checked
     )
@@ -360,17 +403,27 @@ class Outcome:
     outside_before_bytes: int | None = None  # `Measured.outside_bytes` before the trial
     outside_after_bytes: int | None = None
     refusal: str | None = None  # why the probe must stop, such as a large leak
-    holders: tuple[str, ...] = ()  # where memory grows from call to call, what the user's code held at the end
-    gradients_hold_graphs: bool = False  # where it grows: whether gradients are sums that keep the graph of each call
+    holders: tuple[
+        str, ...
+    ] = ()  # where memory grows from call to call, what the user's code held at the end
+    gradients_hold_graphs: bool = (
+        False  # where it grows: whether gradients are sums that keep the graph of each call
+    )
     is_spent: bool = False  # whether its process must end: the step has replaced parameters of which there is no copy
     contradicts_replay: bool = False  # whether it proves earlier predicted trials wrong
-    unpredicted: str = ""  # why a device that replays cannot predict trials; "" if it can, or cannot know yet
+    unpredicted: str = (
+        ""  # why a device that replays cannot predict trials; "" if it can, or cannot know yet
+    )
     in_steps_s: float = 0.0  # time inside the step
-    notes: tuple[Note, ...] = ()  # what a reader of the result should know; the same note may come again
+    notes: tuple[
+        Note, ...
+    ] = ()  # what a reader of the result should know; the same note may come again
     # For each step the places of the optimizers that step, among those that building made; negative for all others.
     learned: Mapping[str, Sequence[int]] = field(default_factory=dict)
     breakdown: Breakdown | None = None
-    recomputed: float = 0.0  # share of the forward's module calls that backward made again, for a saving
+    recomputed: float = (
+        0.0  # share of the forward's module calls that backward made again, for a saving
+    )
     typed: Mapping[str, str] = field(default_factory=dict)  # what to type for each saving
 
 

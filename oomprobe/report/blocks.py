@@ -67,7 +67,9 @@ class Report:
     warning: str = ""
     blocks: Sequence[Block]  # those without content are left out
     parts: Mapping[str, Report] = field(default_factory=dict)  # further reports, by name
-    pictures: Mapping[str, Callable[[], Figure]] = field(default_factory=dict)  # by title; the first is the plot
+    pictures: Mapping[str, Callable[[], Figure]] = field(
+        default_factory=dict
+    )  # by title; the first is the plot
     appendix: Sequence[Block] = ()  # of a page
 
 

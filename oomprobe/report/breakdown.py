@@ -10,7 +10,9 @@ from oomprobe.records.breakdown import Breakdown, ModuleMemory
 from oomprobe.report.blocks import Block, Row, Table
 
 MOST_MODULES = 10
-WHAT_FITS = "what would take less: --savings all (find_savings) runs the step with each saving of memory"
+WHAT_FITS = (
+    "what would take less: --savings all (find_savings) runs the step with each saving of memory"
+)
 
 
 def breakdown_blocks(breakdown: Breakdown) -> list[Block]:
@@ -27,14 +29,24 @@ def breakdown_blocks(breakdown: Breakdown) -> list[Block]:
         if 1000 * module.activation_bytes >= peak_bytes:
             modules[_name(module)] = module.activation_bytes
     if modules:
-        blocks.append(Block("modules that hold the most activation memory:", _shares(modules, peak_bytes)))
+        blocks.append(
+            Block("modules that hold the most activation memory:", _shares(modules, peak_bytes))
+        )
     return [*blocks, Block("", WHAT_FITS)]
 
 
 def _shares(sizes: Mapping[str, int], peak_bytes: int) -> Table:
     rows = []
     for name, nbytes in sizes.items():
-        rows.append(Row(cells=[f"{format_bytes(nbytes):>10}", f"{100 * nbytes / peak_bytes:5.1f} %", clean(name)]))
+        rows.append(
+            Row(
+                cells=[
+                    f"{format_bytes(nbytes):>10}",
+                    f"{100 * nbytes / peak_bytes:5.1f} %",
+                    clean(name),
+                ]
+            )
+        )
     return Table(rows=rows, texts={2})
 
 

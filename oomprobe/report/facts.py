@@ -23,7 +23,9 @@ def ranks(trials: Sequence[RankTrial], limiting_rank: int | None, *, verbose: bo
         return []
     limiting = next((trial for trial in trials if trial.rank == limiting_rank), trials[0])
     others = [trial for trial in trials if trial is not limiting]
-    shares = [(trial.peak_reserved_bytes or 0) / max(1, trial.available_bytes or 0) for trial in trials]
+    shares = [
+        (trial.peak_reserved_bytes or 0) / max(1, trial.available_bytes or 0) for trial in trials
+    ]
     if max(shares) - min(shares) <= ALIKE:
         facts = [Fact(f"{len(trials)} ranks, all alike: {_of_available(limiting)}")]
     else:
@@ -36,7 +38,10 @@ def ranks(trials: Sequence[RankTrial], limiting_rank: int | None, *, verbose: bo
 
 
 def _of_available(trial: RankTrial) -> str:
-    reserved, available = format_bytes(trial.peak_reserved_bytes or 0), format_bytes(trial.available_bytes or 0)
+    reserved, available = (
+        format_bytes(trial.peak_reserved_bytes or 0),
+        format_bytes(trial.available_bytes or 0),
+    )
     return f"{reserved} reserved of {available} available"
 
 
@@ -102,7 +107,9 @@ def linear_fit(
         return [Fact("none: fewer than three sizes ran")]
     prediction = Fact("no prediction: the line does not rise")
     if fit.predicted_max_batch is not None:
-        prediction = _judged(fit.predicted_max_batch - fit.predicted_max_batch % multiple_of, trials, answer)
+        prediction = _judged(
+            fit.predicted_max_batch - fit.predicted_max_batch % multiple_of, trials, answer
+        )
     off = "more than 1000 %"
     if fit.max_relative_error <= 10:
         off = f"up to {100 * fit.max_relative_error:.1f} %"
@@ -142,7 +149,9 @@ def plan(global_batch: int, world_size: int, entries: Iterable[PlanEntry]) -> li
         size = entry.micro_batch
         product = f"{entry.global_batch} = {size} x {entry.accumulation_steps}{by_ranks}"
         nearness = "exact" if entry.exact else "near"
-        facts.append(Fact(f"{product}, {nearness}; micro-batch {size}: {_what_ran(entry)}", (size,)))
+        facts.append(
+            Fact(f"{product}, {nearness}; micro-batch {size}: {_what_ran(entry)}", (size,))
+        )
     return facts
 
 

@@ -123,7 +123,9 @@ def _table(table: Table, caption: str) -> str:
     for row in table.rows:
         lines.append(f'<tr class="{row.kind}">{_cells("td", _marked(row, table), table)}</tr>')
         if row.remark:
-            lines.append(f'<tr><td class="why" colspan="{len(row.cells)}">{escape(row.remark)}</td></tr>')
+            lines.append(
+                f'<tr><td class="why" colspan="{len(row.cells)}">{escape(row.remark)}</td></tr>'
+            )
     foot = "".join(f"<p>{escape(line)}</p>" for line in table.foot)
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>{foot}'
 
@@ -149,7 +151,9 @@ def _svg(title: str, draw: Callable[[], Figure]) -> str:
     from matplotlib import rc_context
 
     stream = io.StringIO()
-    with rc_context({"svg.hashsalt": "oomprobe"}):  # without it ids are random, and the file differs each time
+    with rc_context(
+        {"svg.hashsalt": "oomprobe"}
+    ):  # without it ids are random, and the file differs each time
         draw().savefig(stream, format="svg", metadata={"Date": None})
     svg = stream.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)

@@ -55,7 +55,11 @@ def titled(figure: Figure, title: str, path: str | Path | None) -> Figure:
 
 
 def memory_figure(
-    trials: Iterable[Trial], answer: int, fit: LinearFit | None, budget_bytes: int, available_bytes: int
+    trials: Iterable[Trial],
+    answer: int,
+    fit: LinearFit | None,
+    budget_bytes: int,
+    available_bytes: int,
 ) -> Figure:
     """Plot peaks against batch size with budget and available memory, and throughput below if it was measured."""
     single = _without_accumulation(trials)
@@ -118,7 +122,9 @@ def bracket_figure(trials: Iterable[Trial], answer: int) -> Figure:
     return figure
 
 
-def values_figure(axis: str, sizes: Mapping[Any, int | None], products: Sequence[float | None]) -> Figure:
+def values_figure(
+    axis: str, sizes: Mapping[Any, int | None], products: Sequence[float | None]
+) -> Figure:
     """Plot the batch size of each value of an axis, and below it its product with the value if any value is a number."""
     if set(products) <= {None}:
         figure = new_figure(2.2)
@@ -135,7 +141,9 @@ def values_figure(axis: str, sizes: Mapping[Any, int | None], products: Sequence
     return figure
 
 
-def bars_figure(sizes: Mapping[str, int | None], *, required: int | None, marked: str | None) -> Figure:
+def bars_figure(
+    sizes: Mapping[str, int | None], *, required: int | None, marked: str | None
+) -> Figure:
     """Plot the batch size on each simulated card or with each saving, below one another; the smallest or cheapest is dark."""
     names = [name.removeprefix("sim:") for name in sizes]
     known = [size or 0 for size in sizes.values()]
@@ -146,7 +154,9 @@ def bars_figure(sizes: Mapping[str, int | None], *, required: int | None, marked
         colours[marked] = DARK
     figure = new_figure(0.8 + 0.16 * len(sizes))
     axes = figure.subplots()
-    axes.bar_label(axes.barh(names, known, color=[*colours.values()]), fontsize=SMALL - 1, padding=2)
+    axes.bar_label(
+        axes.barh(names, known, color=[*colours.values()]), fontsize=SMALL - 1, padding=2
+    )
     label = "batch size"
     if required is not None:
         label += f"; dotted: {required}"
@@ -180,7 +190,13 @@ def _draw_peaks(axes: Any, trials: Iterable[Trial], capacity_bytes: int, factor:
 
 
 def _draw_limit(axes: Any, nbytes: int, factor: int, name: str, style: str) -> None:
-    axes.axhline(nbytes / factor, color="black", linewidth=0.8, linestyle=style, label=f"{name} {format_bytes(nbytes)}")
+    axes.axhline(
+        nbytes / factor,
+        color="black",
+        linewidth=0.8,
+        linestyle=style,
+        label=f"{name} {format_bytes(nbytes)}",
+    )
 
 
 def _draw_line(axes: Any, fit: LinearFit, largest: int, factor: int) -> None:
@@ -191,9 +207,13 @@ def _draw_line(axes: Any, fit: LinearFit, largest: int, factor: int) -> None:
 def _draw_throughput(axes: Any, timed: Sequence[Trial]) -> None:
     rates = {}
     for trial in timed:
-        rates[trial.batch_size] = trial.samples_per_s or 0.0  # the last trial of a size has the most steps
+        rates[trial.batch_size] = (
+            trial.samples_per_s or 0.0
+        )  # the last trial of a size has the most steps
     best = max(rates.values())
-    axes.plot(*zip(*sorted(rates.items()), strict=True), "o-", color=DARK, markersize=3, linewidth=0.8)
+    axes.plot(
+        *zip(*sorted(rates.items()), strict=True), "o-", color=DARK, markersize=3, linewidth=0.8
+    )
     knee = min(size for size, speed in rates.items() if speed >= KNEE_SHARE * best)
     axes.axvline(knee, color=GREY, linewidth=0.8, linestyle="--")
     offset, side = 3, "left"
@@ -213,7 +233,9 @@ def _bars(axes: Any, heights: Sequence[float | None], name: str) -> None:
     rotation, padding = 0, PADDING
     if len(heights) > FEW:
         rotation, padding = 90, 1.3  # room for numbers that stand on end
-    axes.bar_label(bars, [cell(height, _short) for height in heights], fontsize=SMALL - 1, rotation=rotation)
+    axes.bar_label(
+        bars, [cell(height, _short) for height in heights], fontsize=SMALL - 1, rotation=rotation
+    )
     axes.set_ylim(0, max(known) * padding or 1)
     _label(axes, name)
 
@@ -224,7 +246,12 @@ def _short(height: float) -> str:
 
 
 def _scatter(
-    axes: Any, points: Sequence[tuple[float, float]], marker: str, colour: str, name: str, **style: str
+    axes: Any,
+    points: Sequence[tuple[float, float]],
+    marker: str,
+    colour: str,
+    name: str,
+    **style: str,
 ) -> None:
     if not points:
         return

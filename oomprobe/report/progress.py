@@ -47,7 +47,9 @@ class Reporter:
     row: Callable[[str], object] = _ignore  # before each row of a table, with its name
     started: Callable[[int, Phase], object] = _ignore  # before each trial
     finished: Callable[[Trial], object] = _ignore  # with each trial that ended, passed or not
-    close: Callable[[], object] = _ignore  # after the last trial: removes the status line from the screen
+    close: Callable[[], object] = (
+        _ignore  # after the last trial: removes the status line from the screen
+    )
 
 
 def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> Reporter:
@@ -62,13 +64,23 @@ def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic)
     if progress == "off":
         return Reporter()
     if progress not in ("auto", "plain"):
-        raise InvalidArgumentError(f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}")
+        raise InvalidArgumentError(
+            f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}"
+        )
     if progress == "auto" and (screen := _screen()):
         show, close = screen
         line = _StatusLine(show, clock)
-        return Reporter(opened=line.opened, row=line.row, started=line.started, finished=line.finished, close=close)
+        return Reporter(
+            opened=line.opened,
+            row=line.row,
+            started=line.started,
+            finished=line.finished,
+            close=close,
+        )
     log = _Log()
-    return Reporter(opened=log.opened, row=log.row, started=log.started, finished=log.finished, close=log.close)
+    return Reporter(
+        opened=log.opened, row=log.row, started=log.started, finished=log.finished, close=log.close
+    )
 
 
 class _Log:
@@ -136,7 +148,11 @@ class _StatusLine:
         good, failing = self._bracket()
         elapsed_s = int(self._clock() - self._start_s)
         elapsed = format_seconds(elapsed_s) if elapsed_s else "0 s"
-        parts = [f"oomprobe: {self._row}{doing}", f"last good {good or '--'}, first failing {failing or '--'}", elapsed]
+        parts = [
+            f"oomprobe: {self._row}{doing}",
+            f"last good {good or '--'}, first failing {failing or '--'}",
+            elapsed,
+        ]
         if good and failing and phase == Phase.BISECT:
             steps = (failing - good) / max(self._step, self._resolution * good)
             left = math.ceil(math.log2(max(1, steps))) + LAST_TRIALS
@@ -193,12 +209,22 @@ def _rich_screen() -> tuple[_Show, Callable[[], object]] | None:
         return None
     console = Console(file=sys.stderr)
     # No automatic refresh, because its thread would hold locks that forked children inherit.
-    live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+    live = Live(
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
 
     def show(line: str, trials: Sequence[Trial]) -> None:
         width = console.width - 1
         lines = [
-            Text(clip(trial_line(trial), width), style="green" if trial.passed else "red", no_wrap=True)
+            Text(
+                clip(trial_line(trial), width),
+                style="green" if trial.passed else "red",
+                no_wrap=True,
+            )
             for trial in trials[-max(1, console.height - FREE_LINES) :]
         ]
         with suppress(OSError, ValueError):  # a closed terminal must not end the probe

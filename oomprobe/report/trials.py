@@ -78,7 +78,12 @@ def _cells(trials: Sequence[Trial]) -> tuple[str, Sequence[str], Sequence[Sequen
     """Return the unit of memory, the heads of the columns that a trial measured, and the cells of each trial."""
     largest = 0
     for trial in trials:
-        largest = max(largest, trial.peak_allocated_bytes or 0, trial.peak_reserved_bytes or 0, trial.cap_bytes or 0)
+        largest = max(
+            largest,
+            trial.peak_allocated_bytes or 0,
+            trial.peak_reserved_bytes or 0,
+            trial.cap_bytes or 0,
+        )
     unit, factor = byte_unit(largest)
     digits = 2 if factor > 1 else 0
 
@@ -134,7 +139,11 @@ def trial_line(trial: Trial) -> str:
     parts = [f"batch {trial.batch_size}", trial.verdict.value, trial.phase.value]
     if trial.step_name:
         parts.append(clean(trial.step_name))
-    peaks = [nbytes for nbytes in (trial.peak_allocated_bytes, trial.peak_reserved_bytes) if nbytes is not None]
+    peaks = [
+        nbytes
+        for nbytes in (trial.peak_allocated_bytes, trial.peak_reserved_bytes)
+        if nbytes is not None
+    ]
     if peaks:
         parts.append(f"peak {format_bytes(max(peaks))}")
     if trial.cap_bytes is not None:

@@ -27,7 +27,9 @@ def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) 
         _line("peak reserved", _values("peak_reserved_bytes", confirmed), format_bytes),
         _line("time per step", _values("step_s", confirmed), format_seconds),
         _line("samples per second", _values("samples_per_s", confirmed), rate),
-        _line("memory per sample", _values("bytes_per_sample", (first.fit, second.fit)), format_bytes),
+        _line(
+            "memory per sample", _values("bytes_per_sample", (first.fit, second.fit)), format_bytes
+        ),
     ]
     if first.breakdown is not None and second.breakdown is not None:
         lines += ["", "memory at the answer"]
@@ -35,7 +37,10 @@ def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) 
             sizes = [first.breakdown.parts[kind], second.breakdown.parts.get(kind)]
             if any(sizes):
                 lines.append(_line(f"  {kind}", sizes, format_bytes))
-    changes = [*_changes(first.options, second.options), *_changes(first.environment, second.environment)]
+    changes = [
+        *_changes(first.options, second.options),
+        *_changes(first.environment, second.environment),
+    ]
     if changes:
         lines += ["", "other differences"]
     for change in changes:

@@ -10,7 +10,9 @@ from oomprobe.records.notes import Note
 from oomprobe.results.base import Reported
 
 LOGGER = logging.getLogger("oomprobe")
-LOGGER.addHandler(logging.NullHandler())  # so that nothing is printed unless the program configures logging
+LOGGER.addHandler(
+    logging.NullHandler()
+)  # so that nothing is printed unless the program configures logging
 Record = TypeVar("Record", bound=Reported)
 
 

@@ -16,9 +16,7 @@ NO_COMMON_SIZE = (
     "no batch size was traced in both results ({before}; {after}): make both with the same size, "
     "oomprobe run TARGET --require {size} --breakdown --json FILE"
 )
-ANOTHER = (
-    "the results are of two {kind}s, {before} and {after}, so their memory cannot be compared: make the first one anew"
-)
+ANOTHER = "the results are of two {kind}s, {before} and {after}, so their memory cannot be compared: make the first one anew"
 
 
 def stated_tolerance(text: str) -> float:
@@ -37,7 +35,9 @@ def stated_tolerance(text: str) -> float:
     except ValueError:
         fraction = -1.0
     if rest or not 0 <= fraction < 1:
-        raise InvalidArgumentError(f"a tolerance is a share of the memory, such as 2% or 0.02, not {text!r}")
+        raise InvalidArgumentError(
+            f"a tolerance is a share of the memory, such as 2% or 0.02, not {text!r}"
+        )
     return fraction
 
 
@@ -69,7 +69,9 @@ def grown(before: ProbeResult, after: ProbeResult, tolerance: float) -> list[str
     same_search = all(before.options.get(name) == after.options.get(name) for name in SEARCH)
     if same_search and after.batch_size < (1 - tolerance) * before.batch_size:
         fell = f"{100 * (1 - after.batch_size / before.batch_size):.1f} %"
-        sentences.append(f"the answer fell: {after.batch_size}, {fell} less than {before.batch_size}")
+        sentences.append(
+            f"the answer fell: {after.batch_size}, {fell} less than {before.batch_size}"
+        )
     return sentences
 
 

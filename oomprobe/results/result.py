@@ -25,7 +25,12 @@ from oomprobe.report.trials import trials_block
 from oomprobe.results.base import Reported
 
 SCHEMA_VERSION = 1
-MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_s", "samples_per_s")  # of a trial, for a summary
+MEASURED = (
+    "peak_allocated_bytes",
+    "peak_reserved_bytes",
+    "step_s",
+    "samples_per_s",
+)  # of a trial, for a summary
 Flat = dict[str, int | float | str | bool | None]  # what trackers of experiments take
 WARNING = (
     "WARNING: memory outside this process's allocator changed while probing. Another process, or a library in this one, "
@@ -125,7 +130,11 @@ class ProbeResult(Reported):
     def confirmation(self) -> Trial | None:
         """The last trial of the answer, which confirmed it; None if `trials` has none."""
         for trial in reversed(self.trials):
-            if trial.passed and trial.batch_size == self.batch_size and trial.accumulation_steps == 1:
+            if (
+                trial.passed
+                and trial.batch_size == self.batch_size
+                and trial.accumulation_steps == 1
+            ):
                 return trial
         return None
 
@@ -151,7 +160,9 @@ class ProbeResult(Reported):
             world_size = self.world_size
         largest = self.batch_size
         accumulated = [trial for trial in self.trials if trial.accumulation_steps > 1]
-        if not all(trial.passed for trial in accumulated):  # then trust only sizes that passed with accumulation
+        if not all(
+            trial.passed for trial in accumulated
+        ):  # then trust only sizes that passed with accumulation
             largest = max((trial.batch_size for trial in accumulated if trial.passed), default=1)
         ran = set()
         for trial in self.trials:
@@ -193,11 +204,17 @@ class ProbeResult(Reported):
         for part in ("environment", "options"):
             for name, value in plain[part].items():
                 plain[f"{part}/{name}"] = value
-        return {name: value for name, value in plain.items() if value is None or isinstance(value, int | float | str)}
+        return {
+            name: value
+            for name, value in plain.items()
+            if value is None or isinstance(value, int | float | str)
+        }
 
     def _noted(self) -> list[Note]:
         """Return the notes, each with what it means for the answer."""
-        return [Note(text=text, kind=self.note_kinds.get(text, NoteKind.REMARK)) for text in self.notes]
+        return [
+            Note(text=text, kind=self.note_kinds.get(text, NoteKind.REMARK)) for text in self.notes
+        ]
 
     def _with_notes(self, before: Iterable[Note] = (), after: Iterable[Note] = ()) -> ProbeResult:
         """Return this result with further notes, before and after its own."""
@@ -206,7 +223,9 @@ class ProbeResult(Reported):
             self,
             notes=tuple(note.text for note in notes),
             note_kinds={note.text: note.kind for note in notes if note.warns},
-            noted_sizes=tuple(dict.fromkeys([*self.noted_sizes, *(size for note in notes for size in note.sizes)])),
+            noted_sizes=tuple(
+                dict.fromkeys([*self.noted_sizes, *(size for note in notes for size in note.sizes)])
+            ),
         )
 
     def report(self, *, verbose: bool = False, all_trials: bool = False) -> Report:
@@ -215,12 +234,20 @@ class ProbeResult(Reported):
         mentioned = None
         if not verbose and not all_trials:
             mentioned = _mentioned(sentences) | {*self.noted_sizes}
-        blocks = [trials_block(self.trials, self.batch_size, mentioned=mentioned), Block("", sentences)]
+        blocks = [
+            trials_block(self.trials, self.batch_size, mentioned=mentioned),
+            Block("", sentences),
+        ]
         if self.breakdown is not None:
             blocks += breakdown_blocks(self.breakdown)
         blocks += [Block(NOTES, self.notes), not_covered_block(self)]
         draw_memory = partial(
-            memory_figure, self.trials, self.batch_size, self.fit, self.budget_bytes, self.available_bytes
+            memory_figure,
+            self.trials,
+            self.batch_size,
+            self.fit,
+            self.budget_bytes,
+            self.available_bytes,
         )
         return Report(
             subject=subject(self),
@@ -229,7 +256,9 @@ class ProbeResult(Reported):
             blocks=blocks,
             pictures={
                 "peak memory and throughput against batch size": draw_memory,
-                "each trial in order, closing in on the answer": partial(bracket_figure, self.trials, self.batch_size),
+                "each trial in order, closing in on the answer": partial(
+                    bracket_figure, self.trials, self.batch_size
+                ),
             },
             appendix=appendix(self),
         )
@@ -256,7 +285,9 @@ def _verdict(result: ProbeResult) -> str:
 
 def within(result: ProbeResult, what: str) -> str:
     """Return a verdict that says in which memory something fits."""
-    fraction = result.options.get("memory_fraction") or result.budget_bytes / max(1, result.available_bytes)
+    fraction = result.options.get("memory_fraction") or result.budget_bytes / max(
+        1, result.available_bytes
+    )
     share = f"{100 * fraction:.3g} % of {format_bytes(result.available_bytes)} on "
     verdict = f"{what} in {format_bytes(result.budget_bytes)} ({share}"
     return f"{verdict}{clip(clean(result.device), max(8, VERDICT_WIDTH - 1 - len(verdict)))})"
@@ -280,7 +311,11 @@ def appendix(result: ProbeResult) -> list[Block]:
     """Return what the page adds: where and when the probe ran, and its options."""
     blocks = []
     for title, part in (("environment", result.environment), ("options", result.options)):
-        given = {name: [Fact(_text(value))] for name, value in part.items() if value not in (None, {}, "")}
+        given = {
+            name: [Fact(_text(value))]
+            for name, value in part.items()
+            if value not in (None, {}, "")
+        }
         if part:
             blocks.append(Block(title, given))
     return blocks
@@ -309,9 +344,13 @@ def facts_of(result: ProbeResult, *, verbose: bool) -> Facts:
     else:
         sentences["limited by"] = [_limit(result)]
     if result.confirmation is not None:
-        sentences["ranks"] = facts.ranks(result.confirmation.ranks, result.limiting_rank, verbose=verbose)
+        sentences["ranks"] = facts.ranks(
+            result.confirmation.ranks, result.limiting_rank, verbose=verbose
+        )
     sentences["holds for"] = [_holds_for(result)]
-    sentences["throughput"] = facts.throughput(result.trials, result.batch_size, per_rank=_counts_per_rank(result))
+    sentences["throughput"] = facts.throughput(
+        result.trials, result.batch_size, per_rank=_counts_per_rank(result)
+    )
     multiple_of = result.options.get("multiple_of", 1)
     sentences["linear fit"] = facts.linear_fit(
         result.fit, result.trials, result.batch_size, multiple_of=multiple_of, verbose=verbose
@@ -320,7 +359,9 @@ def facts_of(result: ProbeResult, *, verbose: bool) -> Facts:
         sentences["estimates"] = _estimates(result)
     if global_batch := result.options.get("global_batch"):
         world_size = result.options.get("world_size", result.world_size)
-        sentences["plan"] = facts.plan(global_batch, world_size, result.plan(global_batch, world_size))
+        sentences["plan"] = facts.plan(
+            global_batch, world_size, result.plan(global_batch, world_size)
+        )
     sentences["state"] = [_state(result)]
     sentences["time"] = [_time(result)]
     return {label: some for label, some in sentences.items() if some}
@@ -360,7 +401,11 @@ def _limit(result: ProbeResult) -> Fact:
         kind = "optimizer step" if _is_of_command(result) else "call"
         sentence += f" for {count(result.confirmation.steps, kind, f'{kind}s')}"
     larger = [trial for trial in _telling(result) if trial.batch_size > size]
-    failed = min((trial for trial in larger if not trial.passed), key=lambda trial: trial.batch_size, default=None)
+    failed = min(
+        (trial for trial in larger if not trial.passed),
+        key=lambda trial: trial.batch_size,
+        default=None,
+    )
     if failed is None:
         return Fact(sentence, (size,))
     sentence += f"; batch {failed.batch_size} failed"
@@ -388,7 +433,11 @@ def _without_the_cap(result: ProbeResult, failed: Trial) -> Fact | None:
     largest, cap_bytes = result.limit_batch_size, failed.cap_bytes or math.inf
     ran = []
     for trial in _telling(result):
-        if trial.passed and trial.batch_size == largest and (trial.cap_bytes or math.inf) > cap_bytes:
+        if (
+            trial.passed
+            and trial.batch_size == largest
+            and (trial.cap_bytes or math.inf) > cap_bytes
+        ):
             ran.append(trial)
     if largest < failed.batch_size or not ran:
         return None
@@ -413,7 +462,9 @@ def _holds_for(result: ProbeResult) -> Fact:
     elif not environment.get("isolated"):
         where += ", and this one in its state before the probe"
     parts = [where]
-    versions = [f"{name} {environment[name]}" for name in ("torch", "cuda", "hip") if environment.get(name)]
+    versions = [
+        f"{name} {environment[name]}" for name in ("torch", "cuda", "hip") if environment.get(name)
+    ]
     if versions:
         parts.append(", ".join(versions))
     for name, value in environment.get("allocator_settings", {}).items():
@@ -448,5 +499,7 @@ def _time(result: ProbeResult) -> Fact:
     share = result.in_steps_s / result.elapsed_s
     if _is_of_command(result):
         each = format_seconds(result.elapsed_s / max(1, len(result.trials)))
-        return Fact(f"{total}, {each} each; {100 * (1 - share):.0f} % of it to start and end the command")
+        return Fact(
+            f"{total}, {each} each; {100 * (1 - share):.0f} % of it to start and end the command"
+        )
     return Fact(f"{total}, {100 * share:.0f} % of it inside the step")

@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
 Results = Mapping[str, "ProbeResult | None"]
 
-HEADS = ("saving", "allocated", "reserved", "difference", "largest", "step", "samples/s", "recomputed")
+HEADS = (
+    "saving",
+    "allocated",
+    "reserved",
+    "difference",
+    "largest",
+    "step",
+    "samples/s",
+    "recomputed",
+)
 RAISES = "raises the peak, so it saves nothing here"
 FAILED = "out of memory"
 CHEAPEST = "the cheapest that runs batch {size}{same}: {name}"
@@ -106,8 +115,13 @@ def _cheapest(rows: Results, size: int, *, same_numbers: bool) -> str:
 
 def blocks_of_savings(rows: Results, compared: Comparison) -> Iterator[Block]:
     """Yield the table, what to type for each saving, and where each acts if that was recorded."""
-    yield Block(f"peaks at batch {compared.batch_size}, and the largest batch:", _table(rows, compared))
-    yield Block("what to type:", [f"{name} ({NUMBERS[name]}): {line}" for name, line in compared.typed.items()])
+    yield Block(
+        f"peaks at batch {compared.batch_size}, and the largest batch:", _table(rows, compared)
+    )
+    yield Block(
+        "what to type:",
+        [f"{name} ({NUMBERS[name]}): {line}" for name, line in compared.typed.items()],
+    )
     yield Block("not run:", [f"{name}: {reason}" for name, reason in compared.not_run.items()])
     parts = {}
     for name, result in rows.items():
@@ -120,7 +134,9 @@ def blocks_of_savings(rows: Results, compared: Comparison) -> Iterator[Block]:
 
 def _table(rows: Results, compared: Comparison) -> Table:
     size, marked = compared.batch_size, cheapest(rows, compared.batch_size, same_numbers=False)
-    heads, cells = measured_columns(HEADS, [_cells(rows, name, compared) for name in rows], always=3)
+    heads, cells = measured_columns(
+        HEADS, [_cells(rows, name, compared) for name in rows], always=3
+    )
     lines = []
     for name, line in zip(rows, cells, strict=True):
         kind, remark = "passed", ""
@@ -175,5 +191,7 @@ def _where(parts: Mapping[str, Mapping[str, int]]) -> Table:
     heads = ["saving", *(kind.removesuffix(" temporaries") for kind in kinds)]
     lines = []
     for name, by_kind in parts.items():
-        lines.append(Row(cells=[clean(name), *(format_bytes(by_kind.get(kind, 0)) for kind in kinds)]))
+        lines.append(
+            Row(cells=[clean(name), *(format_bytes(by_kind.get(kind, 0)) for kind in kinds)])
+        )
     return Table(heads=heads, rows=lines, texts={0}, clips=False)

@@ -145,7 +145,11 @@ class ProbeTable(Reported):
         """
         if self.required is None:
             return None
-        able = {name: card.available_bytes for name, card in self.fitting() if card.batch_size >= self.required}
+        able = {
+            name: card.available_bytes
+            for name, card in self.fitting()
+            if card.batch_size >= self.required
+        }
         return min(able, key=able.__getitem__, default=None)
 
     def at(self, batch_size: int) -> dict[Any, tuple[int, int] | None]:
@@ -165,7 +169,9 @@ class ProbeTable(Reported):
         for value, result in self.rows.items():
             trial = None if result is None else trial_at(result, batch_size)
             if trial is None and (result is not None or self.savings is None):
-                raise InvalidArgumentError(f"batch {batch_size} was not run in row {text_of_value(value)}")
+                raise InvalidArgumentError(
+                    f"batch {batch_size} was not run in row {text_of_value(value)}"
+                )
             peaks[value] = None
             if trial is not None and trial.passed:
                 peaks[value] = (trial.peak_allocated_bytes or 0, trial.peak_reserved_bytes or 0)
@@ -247,7 +253,9 @@ class ProbeTable(Reported):
             rows, mixed, unfit = {}, {}, {}
             for row in data["rows"]:
                 value = _value(row["value"])
-                rows[value] = None if row["result"] is None else ProbeResult.from_dict(row["result"])
+                rows[value] = (
+                    None if row["result"] is None else ProbeResult.from_dict(row["result"])
+                )
                 if row["mixed_batch_size"]:
                     mixed[value] = row["mixed_batch_size"]
                 if row["unfit"] is not None:
@@ -259,7 +267,9 @@ class ProbeTable(Reported):
                 mixed_failed=data.get("mixed_failed", False),
                 unfit=unfit,
                 required=data.get("required"),
-                savings=None if data.get("savings") is None else from_plain(Comparison, data["savings"]),
+                savings=None
+                if data.get("savings") is None
+                else from_plain(Comparison, data["savings"]),
                 notes=tuple(data["notes"]),
                 elapsed_s=data["elapsed_s"],
             )
@@ -279,7 +289,9 @@ class ProbeTable(Reported):
             if len(values) == len(rows):
                 shared.append(note)
             elif (self.axis != CARDS and self.savings is None) or note.warns:
-                of_some_rows.append(replace(note, text=f"{self.axis}={', '.join(values)}: {note.text}"))
+                of_some_rows.append(
+                    replace(note, text=f"{self.axis}={', '.join(values)}: {note.text}")
+                )
         return [*map(remark, self.notes), *shared, *of_some_rows]
 
     def report(self, *, verbose: bool = False, all_trials: bool = False) -> Report:
@@ -289,10 +301,20 @@ class ProbeTable(Reported):
         for value, result in self.fitting():
             results.append(result)
             if has_rows:
-                parts[f"{self.axis}={text_of_value(value)}"] = result.report(verbose=verbose, all_trials=all_trials)
+                parts[f"{self.axis}={text_of_value(value)}"] = result.report(
+                    verbose=verbose, all_trials=all_trials
+                )
         is_contaminated = any(result.contaminated for result in results)
-        shown = [Block("", _rows(self))] if self.savings is None else blocks_of_savings(self.rows, self.savings)
-        blocks = [*shown, Block("", _facts(self)), Block(NOTES, [note.text for note in self._noted()])]
+        shown = (
+            [Block("", _rows(self))]
+            if self.savings is None
+            else blocks_of_savings(self.rows, self.savings)
+        )
+        blocks = [
+            *shown,
+            Block("", _facts(self)),
+            Block(NOTES, [note.text for note in self._noted()]),
+        ]
         about, last_lines = "", []
         if results:
             about, last_lines = subject(results[-1]), appendix(results[-1])
@@ -335,7 +357,9 @@ def _verdict(table: ProbeTable) -> str:
     if table.axis == CARDS:
         return _verdict_of_cards(table)
     results = [result for _, result in table.fitting()]
-    verdict = f"{len(results)} of {count(len(table.rows), 'value', 'values')} of {clean(table.axis)} fit"
+    verdict = (
+        f"{len(results)} of {count(len(table.rows), 'value', 'values')} of {clean(table.axis)} fit"
+    )
     if not results:
         return verdict
     return within(results[-1], verdict)
@@ -343,7 +367,11 @@ def _verdict(table: ProbeTable) -> str:
 
 def _verdict_of_cards(table: ProbeTable) -> str:
     """Name the smallest card on which the required size runs or, if none is required, the range of answers."""
-    cards, required, sizes = count(len(table.rows), "card", "cards"), table.required, table.batch_sizes()
+    cards, required, sizes = (
+        count(len(table.rows), "card", "cards"),
+        table.required,
+        table.batch_sizes(),
+    )
     if required is not None:
         able = [size for size in sizes.values() if size >= required]
         verdict = f"batch {required} runs on {len(able)} of {cards}"
@@ -390,7 +418,9 @@ def _rows(table: ProbeTable) -> Table:
     if best is not None:
         foot.append(f"* largest batch x {axis}: {largest:.12g}")
     if table.mixed and table.mixed == table.batch_sizes():
-        foot.append(f"training that meets all values of {axis} in one process runs with these batch sizes too")
+        foot.append(
+            f"training that meets all values of {axis} in one process runs with these batch sizes too"
+        )
     elif table.mixed:
         foot.append("mixed: batch sizes for training that meets all values in one process")
     return Table(heads=heads, rows=rows, marks=True, clips=False, foot=foot)
@@ -448,8 +478,12 @@ def _rows_of_cards(table: ProbeTable) -> Table:
     if smallest is not None:
         foot.append(f"* the smallest card that runs batch {required}")
     if has_replays:
-        foot.append("replay: the step ran on a larger card of the kind, and its allocations were replayed on this one")
-    return Table(heads=heads, rows=rows, texts={0, len(heads) - 1}, marks=True, clips=False, foot=foot)
+        foot.append(
+            "replay: the step ran on a larger card of the kind, and its allocations were replayed on this one"
+        )
+    return Table(
+        heads=heads, rows=rows, texts={0, len(heads) - 1}, marks=True, clips=False, foot=foot
+    )
 
 
 def _cells_of_card(name: str, result: ProbeResult) -> list[str]:

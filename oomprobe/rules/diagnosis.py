@@ -64,7 +64,9 @@ class Calls:
     @classmethod
     def of(cls, records: Records) -> Calls:
         """Add up those of all steps."""
-        later = [record for calls in look.by_step(records).values() for record in look.after_first(calls)]
+        later = [
+            record for calls in look.by_step(records).values() for record in look.after_first(calls)
+        ]
         call_s, starting_s = look.step_s(records[1:]), 0.0
         if call_s:
             starting_s = max(0.0, (records[0].seconds or 0.0) - call_s)
@@ -89,7 +91,9 @@ def growth(trial: Trial, taken: Mapping[int, Calls], total_bytes: int, slow_star
     return 4 if starts_slowly and is_far else 2
 
 
-def same_memory_smaller(trials: Sequence[Trial], allocated: Mapping[int, Calls], *, on_host: bool) -> Trial | None:
+def same_memory_smaller(
+    trials: Sequence[Trial], allocated: Mapping[int, Calls], *, on_host: bool
+) -> Trial | None:
     """Return a much smaller trial that took as much memory as the last one that grew; None if there is none."""
     grown = _grown(trials)
     now = grown[-1]
@@ -142,7 +146,9 @@ def known_so_far(trials: Sequence[Trial]) -> str:
         if trial.verdict not in NO_VERDICT and trial.accumulation_steps == 1 and not trial.replayed:
             last[trial.batch_size] = trial
     failed = min((size for size, trial in last.items() if not trial.passed), default=0)
-    ran = max((size for size, trial in last.items() if trial.passed and not 0 < failed < size), default=0)
+    ran = max(
+        (size for size, trial in last.items() if trial.passed and not 0 < failed < size), default=0
+    )
     parts = []
     if ran and last[ran].steps:
         parts.append(f"batch {ran} ran for {count(last[ran].steps, 'step', 'steps')}")

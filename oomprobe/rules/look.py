@@ -112,7 +112,10 @@ def merged(ranks: Sequence[Records]) -> list[CallRecord]:
                 blocks=max(record.blocks for record in records),
                 live_bytes=max(record.live_bytes for record in records),
                 peak_bytes=max(record.peak_bytes for record in records),
-                seconds=max((record.seconds for record in records if record.seconds is not None), default=None),
+                seconds=max(
+                    (record.seconds for record in records if record.seconds is not None),
+                    default=None,
+                ),
                 stepped=stepped,
                 mark=_together(record.mark for record in records),
                 counted=_together(record.counted for record in records),
@@ -196,7 +199,9 @@ def calls_needed(
 def _largest_calls(served_bytes: Sequence[int], first_calls: int) -> list[int]:
     """Return the numbers of the calls that handed out the most, counted from 0, without those that created state."""
     level = (1 - LARGER) * max(served_bytes[first_calls:], default=0)
-    return [number for number in range(first_calls, len(served_bytes)) if served_bytes[number] >= level]
+    return [
+        number for number in range(first_calls, len(served_bytes)) if served_bytes[number] >= level
+    ]
 
 
 def _longest_gap(largest: Sequence[int]) -> int:
@@ -291,7 +296,10 @@ def checks_of(records: Records) -> list[int]:
 def growth_of(records: Records) -> int:
     """Return the bytes by which each further call adds to live memory, over the last turn of each step."""
     last_turns = {turn[0].step: turn for turn in turns_of(records)}
-    return sum(growth_bytes([record.live_bytes for record in _steady(turn)]) for turn in last_turns.values())
+    return sum(
+        growth_bytes([record.live_bytes for record in _steady(turn)])
+        for turn in last_turns.values()
+    )
 
 
 def _steady(turn: Records) -> Records:
@@ -327,7 +335,10 @@ def growth_bytes(live_bytes: Sequence[int]) -> int:
     if last - heights[-1] > longest_rest:
         return 0  # it has levelled off
     quarter = max(1, len(live_bytes) // 4)
-    lows = [min(live_bytes[start : start + quarter]) for start in range(0, min(4 * quarter, len(live_bytes)), quarter)]
+    lows = [
+        min(live_bytes[start : start + quarter])
+        for start in range(0, min(4 * quarter, len(live_bytes)), quarter)
+    ]
     is_rising = all(later > earlier for earlier, later in pairwise(lows))
     if not is_rising:
         return 0  # it keeps something of the last call, whose size varies
@@ -349,7 +360,12 @@ def is_varying(records: Records) -> bool:
     for calls in by_step(records).values():
         later, length = after_first(calls), max(1, _last_stepped(calls))
         starts = range(0, len(later) - length + 1, length)
-        if varies([sum(record.served_bytes for record in later[start : start + length]) for start in starts]):
+        if varies(
+            [
+                sum(record.served_bytes for record in later[start : start + length])
+                for start in starts
+            ]
+        ):
             return True
     return False
 

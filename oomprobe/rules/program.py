@@ -70,7 +70,9 @@ class Program:
         self._turns = 2 if len(self._names) > 1 else 1
         self.first = self.needed = self.confirmed = 0
         self._full = 0  # calls of a full step after that; 0: no trial has passed yet
-        self._most = self._most_to_confirm = patience.look_calls  # the first: fewer if a late call failed with a bug
+        self._most = self._most_to_confirm = (
+            patience.look_calls
+        )  # the first: fewer if a late call failed with a bug
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
         self._counts = False  # whether the user's code may know which call it is
         self._decided = 0  # calls of the last trial that passed and was no confirmation
@@ -80,7 +82,12 @@ class Program:
 
     def follow(self, last: Program) -> None:
         """Begin with what another row of the table has shown of the step; its look and its confirmation count for all rows."""
-        self.first, self._full, self._most, self._counts = last.first, last._full, last._most, last._counts
+        self.first, self._full, self._most, self._counts = (
+            last.first,
+            last._full,
+            last._most,
+            last._counts,
+        )
         self.needed, self.looked, self.varies = last.needed, last.looked, last.varies
         self._most_to_confirm = ROW_CALLS
 
@@ -100,7 +107,9 @@ class Program:
         """
         calls = at_most = self._calls_of(self._options.steps)
         if self._facts.failure_cost_s:
-            at_most = self.affordable(size, limit_s=self._patience.cost_share * self._facts.failure_cost_s)
+            at_most = self.affordable(
+                size, limit_s=self._patience.cost_share * self._facts.failure_cost_s
+            )
         return self._request(phase, size, calls, at_most=at_most)
 
     def confirming(self, size: int) -> Request:
@@ -114,7 +123,9 @@ class Program:
         is_slow = self.may_repeat and len(self._names) > 1
         if not self._facts.starts_anew and not is_slow:
             at_most = min(self._most_to_confirm, self.affordable(size))
-        return self._request(Phase.CONFIRM, size, calls, at_most=at_most, extra_from=self._passed_after)
+        return self._request(
+            Phase.CONFIRM, size, calls, at_most=at_most, extra_from=self._passed_after
+        )
 
     def looking(self, size: int, calls: int) -> Request:
         """Return the look: many calls of a small size, which tell how many calls each later trial needs."""
@@ -141,11 +152,19 @@ class Program:
 
     def in_turn(self, sizes: Sequence[tuple[int, int]]) -> Request:
         """Return a trial whose calls have these rows and sizes, as training with a bucket for each value does."""
-        calls = tuple(Call(step=name, batch_size=size, row=row) for name in self._names for row, size in sizes)
+        calls = tuple(
+            Call(step=name, batch_size=size, row=row) for name in self._names for row, size in sizes
+        )
         return Request(phase=Phase.CONFIRM, calls=calls)
 
     def _request(
-        self, phase: Phase, size: int, calls: int, *, at_most: int = 0, extra_from: int | None = None
+        self,
+        phase: Phase,
+        size: int,
+        calls: int,
+        *,
+        at_most: int = 0,
+        extra_from: int | None = None,
     ) -> Request:
         """Return a trial that makes these calls, and goes on to `at_most` unless they repeat before."""
         if not self._full:
@@ -161,7 +180,9 @@ class Program:
         listed = self._in_turns(size, total, extra_from=extra_from, run_at_least=run_at_least)
         return Request(phase=phase, calls=listed, until=until, repeats=not self._counts)
 
-    def _in_turns(self, size: int, calls: int, *, extra_from: int | None, run_at_least: int) -> tuple[Call, ...]:
+    def _in_turns(
+        self, size: int, calls: int, *, extra_from: int | None, run_at_least: int
+    ) -> tuple[Call, ...]:
         """Return this many calls of each step, half of them in each of its turns if there are several steps.
 
         Those from the one numbered `extra_from` on are extra. A device that replays must run the first `run_at_least`.
@@ -190,7 +211,9 @@ class Program:
         if confirms and not self._facts.starts_anew:
             until = replace(until, most_calls=self._patience.look_calls, within_s=self._look_s)
         first = Call(step=self._names[0], batch_size=size, row=self._row, decides=confirms)
-        return Request(phase=phase, calls=(first,) * full_steps, until=until, repeats=not self._counts)
+        return Request(
+            phase=phase, calls=(first,) * full_steps, until=until, repeats=not self._counts
+        )
 
     # --- how many calls ---
 
@@ -257,7 +280,9 @@ class Program:
         calls = self.affordable(size, share=LOOK_SHARE)
         return calls if calls > self._ordinary(self._options.steps) else 0
 
-    def affordable(self, size: int, *, share: float = CONFIRM_SHARE, limit_s: float | None = None) -> int:
+    def affordable(
+        self, size: int, *, share: float = CONFIRM_SHARE, limit_s: float | None = None
+    ) -> int:
         """Return how many calls of this size, up to `Patience.look_calls`, fit in this share of the time that is left.
 
         They take no longer than `limit_s`; by default, than the search has taken, or `Patience.look_s` if that is more.
@@ -265,7 +290,11 @@ class Program:
         if self._takes_no_time:
             return self._most
         if limit_s is None:
-            limit_s = self._look_s if self._facts.device.on_host else max(self._look_s, self._clock.elapsed_s)
+            limit_s = (
+                self._look_s
+                if self._facts.device.on_host
+                else max(self._look_s, self._clock.elapsed_s)
+            )
         if self._clock.left_s is not None:
             limit_s = min(limit_s, share * self._clock.left_s)
         if self._options.trial_time_limit_s is not None:
@@ -303,7 +332,9 @@ class Program:
         made = max(map(len, look.by_step(records).values()))
         self._most = min(self._most, made)
         self.needed = min(self.needed, self._most)
-        text = ENDED_EARLY.format(number=made + 1, size=trial.batch_size, error=words.shortened(error))
+        text = ENDED_EARLY.format(
+            number=made + 1, size=trial.batch_size, error=words.shortened(error)
+        )
         return remark(text, trial.batch_size)
 
     def _learn_from_look(self, outcome: Outcome) -> Iterator[Note]:
@@ -314,7 +345,9 @@ class Program:
         needed = look.needed(outcome.records, ordinary, starts_alike=outcome.starts_alike)
         self.needed = min(self._most, max(self.needed, needed))
         if trial.steps >= self._patience.look_calls and len(self._names) == 1:
-            self._period = look.period_of(outcome.records, ordinary)  # of several steps, calls do not follow each other
+            self._period = look.period_of(
+                outcome.records, ordinary
+            )  # of several steps, calls do not follow each other
         self.varies = needed > ordinary
         if self.varies:
             yield remark(LONG_CALLS.format(calls=self.needed))
@@ -355,7 +388,10 @@ def _shows_full_steps(outcome: Outcome) -> bool:
 
 def _failed_late(trial: Trial, *, before: int, calls: int) -> Note:
     made, earlier = count(trial.steps, "call", "calls"), count(before, "call", "calls")
-    return remark(FAILED_LATE.format(size=trial.batch_size, made=made, before=earlier, calls=calls), trial.batch_size)
+    return remark(
+        FAILED_LATE.format(size=trial.batch_size, made=made, before=earlier, calls=calls),
+        trial.batch_size,
+    )
 
 
 def _expected_s(call_s: Mapping[int, float], size: int, *, grows: bool) -> float:
@@ -435,7 +471,9 @@ def _until_stepped(request: Request, until: Until, records: Records, now_s: floa
     if longest_s:
         extra = min(extra, math.floor(left_s / longest_s))
     each_turn = -(-extra // (len(until.turns) // len({*until.turns})))
-    return [replace(call, step=name, is_extra=True) for name in until.turns for _ in range(each_turn)]
+    return [
+        replace(call, step=name, is_extra=True) for name in until.turns for _ in range(each_turn)
+    ]
 
 
 def _extra_seconds(turn: Records, full_steps: int) -> Iterator[float]:

@@ -79,8 +79,12 @@ class Found:
 
     batch_size: int | None  # the confirmed answer; None if nothing fits
     limit: int | None = None  # largest size that passed at all
-    first_failing: int | None = None  # smallest size that failed without the margin and did not pass later
-    deciding: int | None = None  # smallest failure above the answer, under the cap or in confirmation
+    first_failing: int | None = (
+        None  # smallest size that failed without the margin and did not pass later
+    )
+    deciding: int | None = (
+        None  # smallest failure above the answer, under the cap or in confirmation
+    )
     transient: tuple[int, ...] = ()  # sizes that failed, then passed when tried again
     unconfirmed: tuple[int, ...] = ()  # sizes that passed, then failed in confirmation
 
@@ -181,13 +185,17 @@ class _Search:
     confirmations: int = 1
     failures_cost: bool = False
     near: float = NEAR
-    starts_near_limit: bool = False  # whether an earlier search of the same step expects the limit near `start`
+    starts_near_limit: bool = (
+        False  # whether an earlier search of the same step expects the limit near `start`
+    )
     varies: bool = False  # whether later calls of a step need more memory than earlier ones
     full_good: int | None = None  # the bracket with all the memory
     full_bad: int | None = None
     good: int | None = None  # the bracket under the cap
     bad: int | None = None
-    within_cap: int | None = None  # largest size whose peak with all the memory stayed within the cap
+    within_cap: int | None = (
+        None  # largest size whose peak with all the memory stayed within the cap
+    )
     passed: set[int] = field(default_factory=set)
     failed_full: set[int] = field(default_factory=set)  # with all the memory
     failed: set[int] = field(default_factory=set)  # under the cap
@@ -235,7 +243,9 @@ class _Search:
         while True:
             reply = self.ask(size, Phase.GROW, capped=self.grows_capped)
             if not reply.passed and size == self.sizes.first:
-                reply = self.ask(size, Phase.RECHECK, capped=self.grows_capped)  # nothing is below it
+                reply = self.ask(
+                    size, Phase.RECHECK, capped=self.grows_capped
+                )  # nothing is below it
                 if reply.passed:
                     self._forget_failure(size, reply)
             if not reply.passed:
@@ -259,7 +269,9 @@ class _Search:
         """Look for what happens only at some calls, at a size where many calls are cheap. If it does, believe only that size."""
         size = look_size(self.sizes, largest)
         reply = self.ask(size, Phase.GROW, capped=False, looks=True)
-        while not reply.passed and size > self.sizes.first:  # a late call needs far more memory than the others
+        while (
+            not reply.passed and size > self.sizes.first
+        ):  # a late call needs far more memory than the others
             self.full_bad, size = size, self.sizes.down(size, LOOK_DIVISOR)
             reply = self.ask(size, Phase.GROW, capped=False, looks=True)
         if reply.is_certain:
@@ -285,7 +297,11 @@ class _Search:
         assert last_good is not None
         holds_under_cap = not self.has_cap or self.within_cap == last_good
         is_left_to_confirm = self._only_choice()
-        if not holds_under_cap and not is_left_to_confirm and not self.ask(last_good, Phase.BISECT, capped=True).passed:
+        if (
+            not holds_under_cap
+            and not is_left_to_confirm
+            and not self.ask(last_good, Phase.BISECT, capped=True).passed
+        ):
             self.good, self.bad = self.within_cap, last_good
         last = self.sizes.last
         # If nothing failed, and the last size has not passed, the look took back what growing had passed.
@@ -320,7 +336,9 @@ class _Search:
 
     def _only_choice(self) -> bool:
         """Return whether only the first size is left, with nothing below or between: confirmation alone decides it."""
-        return self.good == self.sizes.first and self.bad == self.sizes.up(self.sizes.first, self.sizes.step)
+        return self.good == self.sizes.first and self.bad == self.sizes.up(
+            self.sizes.first, self.sizes.step
+        )
 
     def bisect(self) -> None:
         """Close the bracket under the cap. Its upper end must fail there too, not just with all the memory."""
@@ -342,7 +360,10 @@ class _Search:
             assert self.good is not None
             return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)
         if self.good is not None:
-            is_narrow = self.bad - self.good <= max(self.resolution, self.tolerance, self.least_tolerance) * self.good
+            is_narrow = (
+                self.bad - self.good
+                <= max(self.resolution, self.tolerance, self.least_tolerance) * self.good
+            )
             if is_narrow or self.out_of_time(self.good, self.bad):
                 return None
         place = PLACE if self.failures_cost else 1 / 2
@@ -353,7 +374,9 @@ class _Search:
         return middle
 
     def _failure_above(self, size: int) -> int | None:
-        return min((failed for failed in self.failed | self.failed_full if failed > size), default=None)
+        return min(
+            (failed for failed in self.failed | self.failed_full if failed > size), default=None
+        )
 
     def recheck(self) -> None:
         """Repeat the deciding failure once: a leak, another process or fragmentation may have caused it.
@@ -379,8 +402,14 @@ class _Search:
         self.tolerance = STRIDE
         self.bisect()
         while self.good is not None and self.bad is not None:
-            hole, stride = self.bad, round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step
-            width, narrow = hole - self.good, max(self.sizes.step, max(STRIDE, self.least_tolerance) * self.good)
+            hole, stride = (
+                self.bad,
+                round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step,
+            )
+            width, narrow = (
+                hole - self.good,
+                max(self.sizes.step, max(STRIDE, self.least_tolerance) * self.good),
+            )
             if width > max(narrow, self.resolution * self.good):
                 break  # no time is left
             size = self.sizes.up(self.good if width <= narrow else hole, stride)
@@ -436,7 +465,12 @@ class _Search:
         return good, bad
 
     def _search_below(self, size: int, tolerance: float) -> None:
-        self.good, self.bad, self.varies, self.least_tolerance = None, size, True, max(STRIDE, tolerance)
+        self.good, self.bad, self.varies, self.least_tolerance = (
+            None,
+            size,
+            True,
+            max(STRIDE, tolerance),
+        )
         self.passed.clear()
         self.begin_at(size - self._near(size))
         self.bisect()
@@ -457,7 +491,9 @@ class _Search:
             if not reply.passed:
                 return reply
         reply = self.ask(size, Phase.CONFIRM, capped=True)
-        if not reply.passed and size == self.sizes.first:  # nothing is below it, so one failure does not decide
+        if (
+            not reply.passed and size == self.sizes.first
+        ):  # nothing is below it, so one failure does not decide
             reply = self.ask(size, Phase.CONFIRM, capped=True)
             if reply.passed:
                 self._forget_failure(size, reply)

@@ -11,7 +11,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 from oomprobe.devices import Device
@@ -68,10 +71,14 @@ class OptimizerWatch:
     """
 
     def __init__(
-        self, before_step: Callable[[torch.optim.Optimizer], None], model: torch.nn.Module | None = None
+        self,
+        before_step: Callable[[torch.optim.Optimizer], None],
+        model: torch.nn.Module | None = None,
     ) -> None:
         self._before_step = before_step
-        self._trained = set() if model is None else {id(parameter) for parameter in model.parameters()}
+        self._trained = (
+            set() if model is None else {id(parameter) for parameter in model.parameters()}
+        )
         self._handles: list[Any] = []
         self.stepped: set[int] = set()
         self._thread = threading.get_ident()
@@ -81,11 +88,15 @@ class OptimizerWatch:
             register_optimizer_step_pre_hook(
                 lambda optimizer, args, kwargs: self._if_ours(self._before_step, optimizer)
             ),
-            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._if_ours(self._end, optimizer)),
+            register_optimizer_step_post_hook(
+                lambda optimizer, args, kwargs: self._if_ours(self._end, optimizer)
+            ),
         ]
         return self
 
-    def _if_ours(self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer) -> None:
+    def _if_ours(
+        self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer
+    ) -> None:
         """Call `act`. Hooks are process-wide; ignore optimizers that train another model in another thread."""
         if threading.get_ident() == self._thread or any(
             id(parameter) in self._trained for parameter in parameters_of(optimizer)
@@ -112,13 +123,21 @@ class Stepping:
 
     def __init__(self, watch: OptimizerWatch, tracker: Tracker, device: Device) -> None:
         self._watch, self._tracker, self._device = watch, tracker, device
-        self._expected: dict[str, set[int]] = {}  # by the name of a step that is known; empty: it steps none
+        self._expected: dict[
+            str, set[int]
+        ] = {}  # by the name of a step that is known; empty: it steps none
         self._last_call: set[int] = set()  # that stepped in the last call that ran
         self._idle: set[int] = set()  # that were waited for in vain
         self._waited_calls = 0
         self._size, self._is_learning = 0, False
         # Of the turn: the step, and its full steps.
-        self._name, self._max_calls, self._completed, self._turn_calls, self._longest = "", 0, 0, 0, 1
+        self._name, self._max_calls, self._completed, self._turn_calls, self._longest = (
+            "",
+            0,
+            0,
+            0,
+            1,
+        )
         # Of the full step: what has stepped, the calls until now, and until the last one in which another optimizer stepped.
         self._stepped: set[int] = set()
         self._wanted: Set[int] | None = NO_OPTIMIZER
@@ -131,7 +150,12 @@ class Stepping:
 
     def start_turn(self, name: str, step: Step, batch_size: int, *, learns: bool) -> None:
         """Begin the calls of a step; where the trial `learns`, they go on until an optimizer has stepped, or cannot."""
-        self._name, self._max_calls, self._size, self._is_learning = name, step.max_calls, batch_size, learns
+        self._name, self._max_calls, self._size, self._is_learning = (
+            name,
+            step.max_calls,
+            batch_size,
+            learns,
+        )
         self._completed, self._turn_calls, self._longest = 0, 0, 1
         self._start_full_step()
 
@@ -156,7 +180,12 @@ class Stepping:
     def end_turn(self) -> None:
         """Raise NotTrainedError if no full step was made in a turn that had as many calls as one takes."""
         is_known = self._name in self._expected
-        if self._wanted is not NO_OPTIMIZER and is_known and not self._completed and not self._is_learning:
+        if (
+            self._wanted is not NO_OPTIMIZER
+            and is_known
+            and not self._completed
+            and not self._is_learning
+        ):
             raise self._not_trained(self._turn_calls)
 
     def did_all(self) -> bool:
@@ -171,7 +200,9 @@ class Stepping:
             self._last = self._calls
         if not self._is_complete():
             return None
-        if self._name not in self._expected:  # only here: if a call raises, the next trial learns it
+        if (
+            self._name not in self._expected
+        ):  # only here: if a call raises, the next trial learns it
             self._waited_calls = max(self._waited_calls, self._calls)
             self._expected[self._name] = set(self._stepped)
             wanted = self._wanted or ANY_OPTIMIZER
@@ -199,7 +230,9 @@ class Stepping:
         """Return the optimizers that complete a full step, or one of the two values with a name."""
         if self._name in self._expected:
             return self._expected[self._name] or NO_OPTIMIZER
-        within_reach = {id(optimizer) for optimizer in self._tracker.optimizers if not wraps_another(optimizer)}
+        within_reach = {
+            id(optimizer) for optimizer in self._tracker.optimizers if not wraps_another(optimizer)
+        }
         of_other_steps = set[int]().union(*self._expected.values())
         if not of_other_steps:
             return within_reach or ANY_OPTIMIZER
@@ -221,7 +254,9 @@ class Stepping:
             raise self._not_trained(self._calls)
         waiting = self._waiting() if self._calls >= MAX_CALLS else None
         if waiting is not None:
-            raise NotRunError(NEVER_STEPPED.format(kind=waiting, calls=count(self._calls, "call", "calls")))
+            raise NotRunError(
+                NEVER_STEPPED.format(kind=waiting, calls=count(self._calls, "call", "calls"))
+            )
         return True
 
     def _have_stepped(self, wanted: Set[int]) -> bool:
@@ -237,7 +272,10 @@ class Stepping:
         return bool(self._stepped - wanted) and len(self._stepped) >= len(wanted)
 
     def _has_gradients(self) -> bool:
-        return any(parameter.is_leaf and parameter.grad is not None for parameter in self._tracker.parameters())
+        return any(
+            parameter.is_leaf and parameter.grad is not None
+            for parameter in self._tracker.parameters()
+        )
 
     def _waits(self) -> bool:
         """Return whether to go on calling a step of the user's, because an optimizer within reach has gradients to step."""
@@ -269,7 +307,10 @@ class Stepping:
         """
         if not self._expected:
             return None  # more calls will tell
-        said = {"steps": " and ".join(map(repr, step_names)), "calls": count(self._waited_calls, "call", "calls")}
+        said = {
+            "steps": " and ".join(map(repr, step_names)),
+            "calls": count(self._waited_calls, "call", "calls"),
+        }
         has_stepped = bool(self._stepped) or any(self._expected.values())
         if has_stepped and self._idle:
             return remark(IDLE.format(count=len(self._idle), **said))
@@ -313,7 +354,9 @@ def outside_modes() -> Iterator[None]:
 
 
 @contextmanager
-def accumulating(optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module) -> Iterator[None]:
+def accumulating(
+    optimizers: Iterable[torch.optim.Optimizer], model: torch.nn.Module
+) -> Iterator[None]:
     """Make `zero_grad` and the optimizers' `step` do nothing, so that full steps accumulate like micro-batches.
 
     A `step` attribute of the model stays: it belongs to the user, such as the method of a cell or a counting buffer.
@@ -334,7 +377,9 @@ class Compiled:
     """
 
     def __init__(self) -> None:
-        self._frames = _count("frames", "total")  # that dynamo tried until its last reset, successfully or not
+        self._frames = _count(
+            "frames", "total"
+        )  # that dynamo tried until its last reset, successfully or not
         self._graphs = _count("stats", "unique_graphs")  # compiled before this probe
         self._size: tuple[int, int] | None = None
 

@@ -30,7 +30,17 @@ from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.notes import Note, NoteKind, Notes, remark, take_told
 from oomprobe.records.options import Step
-from oomprobe.records.trials import Call, CallRecord, Measured, Outcome, Phase, Request, RunnerInfo, Trial, Verdict
+from oomprobe.records.trials import (
+    Call,
+    CallRecord,
+    Measured,
+    Outcome,
+    Phase,
+    Request,
+    RunnerInfo,
+    Trial,
+    Verdict,
+)
 from oomprobe.rules import look, program
 from oomprobe.runners.hooks import (
     COMPILED,
@@ -43,7 +53,14 @@ from oomprobe.runners.hooks import (
 from oomprobe.runners.ranks_here import check_process_group
 from oomprobe.runners.savings import Savings
 from oomprobe.runners.signals import Interrupts
-from oomprobe.state import Snapshot, Tracker, addresses_of, can_copy, generator_states, largest_added
+from oomprobe.state import (
+    Snapshot,
+    Tracker,
+    addresses_of,
+    can_copy,
+    generator_states,
+    largest_added,
+)
 from oomprobe.verdicts import Evidence, classify
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
@@ -114,7 +131,11 @@ class TrialCalls:
     """
 
     def __init__(
-        self, work: Workload, request: Request, stepping: Stepping, counted: Callable[[], list[object] | None]
+        self,
+        work: Workload,
+        request: Request,
+        stepping: Stepping,
+        counted: Callable[[], list[object] | None],
     ) -> None:
         self._work, self._device, self._tracker = work, work.device, work.tracker
         self._request, self._stepping, self._counted = request, stepping, counted
@@ -151,7 +172,9 @@ class TrialCalls:
         """Make the requested calls, and then the calls that `further` adds from what these have shown."""
         calls: Sequence[Call] = self._request.calls
         while calls:
-            for (step, is_recorded), of_a_kind in groupby(calls, key=lambda call: (call.step, call.is_recorded)):
+            for (step, is_recorded), of_a_kind in groupby(
+                calls, key=lambda call: (call.step, call.is_recorded)
+            ):
                 with self._recording(step) if is_recorded else nullcontext():
                     for call in of_a_kind:
                         if not self.records or call.step != self.call.step:
@@ -188,11 +211,18 @@ class TrialCalls:
         self._tracker.restore_modes()
         until = self._request.until
         learns = until is not None and until.full_steps > 0
-        self._stepping.start_turn(call.step, self._work.steps[call.step], self._request.batch_size, learns=learns)
+        self._stepping.start_turn(
+            call.step, self._work.steps[call.step], self._request.batch_size, learns=learns
+        )
 
     def _may_repeat(self, call: Call) -> bool:
         is_like_the_last = not call.accumulates and not call.is_recorded
-        return self._request.repeats and is_like_the_last and len(self._work.steps) == 1 and self._stepping.did_all()
+        return (
+            self._request.repeats
+            and is_like_the_last
+            and len(self._work.steps) == 1
+            and self._stepping.did_all()
+        )
 
     def _run(self, call: Call) -> float:
         """Run the step once, and return how long it took."""
@@ -200,14 +230,18 @@ class TrialCalls:
         micro_batch: AbstractContextManager[None] = nullcontext()
         if call.accumulates:
             micro_batch = accumulating(self._tracker.optimizers, work.model)
-        delivered = work.interrupts.delivered_until(self._request.deadline_s, polled=self._device.replays)
+        delivered = work.interrupts.delivered_until(
+            self._request.deadline_s, polled=self._device.replays
+        )
         self._stepping.start_call()
         started_s = time.perf_counter()
         try:
             with micro_batch, self._device.session(), delivered, work.savings.on(work.model):
                 step.run(work.model, call.batch_size, **work.axis.arguments(call.row))
                 self._device.synchronize()
-                check_process_group(max(work.ranks, self._device.world_size))  # the step may have made one
+                check_process_group(
+                    max(work.ranks, self._device.world_size)
+                )  # the step may have made one
         finally:
             seconds = time.perf_counter() - started_s
             self.in_steps_s += seconds
@@ -229,13 +263,19 @@ class TrialCalls:
         fingerprint = self._device.fingerprint()
         if fingerprint is None or was_collected:
             return None
-        places = [place for tensor in self._tracker.resident_tensors() for place in addresses_of(tensor)]
+        places = [
+            place for tensor in self._tracker.resident_tensors() for place in addresses_of(tensor)
+        ]
         return hash((fingerprint, *places))
 
     def _check_counters(self) -> None:
         """Note what the user's code counts with, if the device's calls seem to repeat: that takes up to 0.2 s."""
         until = self._request.until
-        if until is None or not self._settles or not look.calls_since(look.marks_of(self.records), until.period):
+        if (
+            until is None
+            or not self._settles
+            or not look.calls_since(look.marks_of(self.records), until.period)
+        ):
             return
         counted = self._counted()
         if counted is None:
@@ -283,7 +323,9 @@ class TrialCalls:
         if len(self._work.steps) > 1:
             step_name = look.limiting_step(records) if verdict is Verdict.FITS else self.call.step
         if verdict is Verdict.FITS and self._settles and self.ended_early is None:
-            settled_after = len(records) if until is not None and len(records) < until.most_calls else None
+            settled_after = (
+                len(records) if until is not None and len(records) < until.most_calls else None
+            )
         is_timed = self._work.steps[self.call.step].is_timed
         return Trial.of(
             request,
@@ -306,7 +348,12 @@ class LocalRunner:
     """Runs trials of one model and its steps in this process; see `oomprobe.records.trials.Runner`."""
 
     def __init__(self, work: Workload) -> None:
-        self._work, self._device, self._tracker, self._snapshot = work, work.device, work.tracker, work.snapshot
+        self._work, self._device, self._tracker, self._snapshot = (
+            work,
+            work.device,
+            work.tracker,
+            work.snapshot,
+        )
         self.facts = RunnerInfo(
             device=describe(work.device),
             step_names=tuple(work.steps),
@@ -314,7 +361,10 @@ class LocalRunner:
             starts_anew=any(step.starts_anew for step in work.steps.values()),
             world_size=work.device.world_size,
             model=type(work.model).__name__,
-            max_batch=min((step.max_batch for step in work.steps.values() if step.max_batch is not None), default=None),
+            max_batch=min(
+                (step.max_batch for step in work.steps.values() if step.max_batch is not None),
+                default=None,
+            ),
             builds=work.snapshot is None and not work.ends_with_trial,
         )
         self._stepping = Stepping(work.watch, work.tracker, work.device)
@@ -322,7 +372,9 @@ class LocalRunner:
         self._is_cold = False  # whether nothing has run since the last clean-up
         self._in_steps_s = 0.0
         # What the default random number generators were; a process that ends with its trial needs none.
-        self._generators = [] if work.ends_with_trial else generator_states(work.device.torch_device.type)
+        self._generators = (
+            [] if work.ends_with_trial else generator_states(work.device.torch_device.type)
+        )
         self.compiled = Compiled()
         self._shapes = self._shapes_now()
         self._begin_row(0)
@@ -365,7 +417,9 @@ class LocalRunner:
             is_spent=self._snapshot is None and self._tracker.has_replaced_parameters,
         )
         trial = outcome.trial
-        self.facts = replace(self.facts, device=describe(self._device))  # what it leaves out may show only then
+        self.facts = replace(
+            self.facts, device=describe(self._device)
+        )  # what it leaves out may show only then
         self._tracker.end_trial(passed=trial.passed)
         if trial.verdict is Verdict.POISONED or self._work.ends_with_trial:
             return outcome
@@ -399,7 +453,10 @@ class LocalRunner:
     def _run_cold(self, request: Request) -> Outcome:
         """Start cold, set the cap, make the calls, and judge how they ended."""
         # A fresh trial drops code compiled for its own size too: its captured graphs hold memory.
-        if self.compiled.start_size((request.row, request.batch_size), anew=request.fresh) or not self._is_cold:
+        if (
+            self.compiled.start_size((request.row, request.batch_size), anew=request.fresh)
+            or not self._is_cold
+        ):
             self._start_cold(keeps_cache=request.as_built and self._number == 1)
         self._is_cold = False
         self._device.start_trial()
@@ -467,14 +524,22 @@ class LocalRunner:
         """
         if self._device.on_host:
             return
-        with suppress(Exception), torch.inference_mode(False), outside_modes():  # there may be no memory for it
+        with (
+            suppress(Exception),
+            torch.inference_mode(False),
+            outside_modes(),
+        ):  # there may be no memory for it
             torch.zeros((), device=self._device.torch_device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
 
     def _settled(self, request: Request, outcome: Outcome) -> Outcome:
         """Clean up after a trial, and add what it has left and what memory is available."""
         leaked_bytes = self._baseline.settle(keeps=not self._tracker.is_exact)
         trial = replace(outcome.trial, leaked_bytes=leaked_bytes)
-        emptying = [cache.emptied_by for cache in self._tracker.opaque if cache.emptied_by and cache.has_changed]
+        emptying = [
+            cache.emptied_by
+            for cache in self._tracker.opaque
+            if cache.emptied_by and cache.has_changed
+        ]
         measured = None
         if trial.passed and not self._baseline.known:
             measured = self.measure()
@@ -483,7 +548,9 @@ class LocalRunner:
             outcome,
             trial=trial,
             measured=measured,
-            outside_after_bytes=self._device.outside_bytes() if measured is None else measured.outside_bytes,
+            outside_after_bytes=self._device.outside_bytes()
+            if measured is None
+            else measured.outside_bytes,
             refusal=self._baseline.refusal(trial, emptying),
             contradicts_replay=self._device.learn(request, outcome),
             unpredicted=self._device.unpredicted,
@@ -507,13 +574,17 @@ class LocalRunner:
         """
         return None if self.compiled.is_used else self._tracker.counted()
 
-    def _judge(self, request: Request, calls: TrialCalls, error: Exception) -> tuple[Verdict, Failure | None, Usage]:
+    def _judge(
+        self, request: Request, calls: TrialCalls, error: Exception
+    ) -> tuple[Verdict, Failure | None, Usage]:
         """Return the verdict on a call that raised, its failure, and the memory in use then.
 
         Raise StepFailedError for a bug of the step, unless it came in an extra call: then the trial has passed.
         """
         usage = self._usage()
-        clear_frames(error)  # what the failed step holds, before the error's own code makes a text of it
+        clear_frames(
+            error
+        )  # what the failed step holds, before the error's own code makes a text of it
         failure = failure_of(error)
         evidence = Evidence(
             # On the host, an ambiguous text at the first size is as likely to be about memory as at a later one.
@@ -528,7 +599,9 @@ class LocalRunner:
             return verdict, failure, usage
         if not self._device.healthy():
             return Verdict.POISONED, failure, usage
-        if is_own_fault(error) and not isinstance(error, OomProbeError):  # which is of another probe, inside the step
+        if is_own_fault(error) and not isinstance(
+            error, OomProbeError
+        ):  # which is of another probe, inside the step
             raise error
         if calls.call.is_extra:
             calls.ended_early = failure.text
@@ -573,7 +646,11 @@ class LocalRunner:
             self._notes.add(Note(text=self._device.not_compared, kind=NoteKind.NOT_COMPARED))
         if self.compiled.is_used:
             self._notes.add(Note(text=COMPILED, kind=NoteKind.COMPILES))
-        if self._snapshot is not None and not self._tracker.is_exact and self._shapes_now() != self._shapes:
+        if (
+            self._snapshot is not None
+            and not self._tracker.is_exact
+            and self._shapes_now() != self._shapes
+        ):
             self._notes.add(remark(WENT_ON))
         # Not before the confirmation: an optimizer may step only then.
         if trial.passed and trial.phase is Phase.CONFIRM:
@@ -588,7 +665,9 @@ class LocalRunner:
     def _trains(self) -> bool:
         """Return whether the model may be there to be trained: not in eval mode, not frozen, and with gradients on."""
         parameters = list(self._tracker.parameters())
-        is_frozen = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+        is_frozen = bool(parameters) and not any(
+            parameter.requires_grad for parameter in parameters
+        )
         return self._work.model.training and torch.is_grad_enabled() and not is_frozen
 
     # --- between trials ---
@@ -603,7 +682,9 @@ class LocalRunner:
 
 def _is_over_cap(usage: Usage, cap_bytes: int | None) -> bool:
     """Return whether cached blocks pushed the peak over the cap, which torch checks only when it asks the driver for memory."""
-    if cap_bytes is None or usage.peak_reserved_bytes is None:  # without reserved memory there is no such cache
+    if (
+        cap_bytes is None or usage.peak_reserved_bytes is None
+    ):  # without reserved memory there is no such cache
         return False
     return (usage.peak_allocated_bytes or 0) > cap_bytes
 

@@ -65,7 +65,11 @@ def check_process_group(ranks: int = 1, *, has_stepped: bool = True) -> None:
     Other ranks would wait in a step that this one abandons. A group of several must exist once the step has been called.
     """
     distributed = torch.distributed
-    made = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 0
+    made = (
+        distributed.get_world_size()
+        if distributed.is_available() and distributed.is_initialized()
+        else 0
+    )
     if ranks == 1:
         refuse_ranks("torch.distributed has", made)
         return
@@ -81,20 +85,30 @@ def refuse_in_a_rank() -> None:
     ranks, local = os.environ.get("WORLD_SIZE", "1"), os.environ.get("LOCAL_WORLD_SIZE", "")
     if "RANK" in os.environ and ranks not in ("", "1"):
         text = IN_A_RANK.format(rank=os.environ["RANK"], ranks=ranks, local=local or ranks)
-        raise InvalidArgumentError(f"{text}. {SEVERAL_MACHINES}" if local not in ("", ranks) else text)
+        raise InvalidArgumentError(
+            f"{text}. {SEVERAL_MACHINES}" if local not in ("", ranks) else text
+        )
 
 
 def ranks_to_start(nproc_per_node: int | str, device: object, *, isolate: bool) -> int:
     """Return the number of ranks, after checking that each has an accelerator; this process opens none."""
     refuse_in_a_rank()
     if (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
-        raise InvalidArgumentError(f"this is one of {tasks} tasks that srun has started. {SEVERAL_MACHINES}")
+        raise InvalidArgumentError(
+            f"this is one of {tasks} tasks that srun has started. {SEVERAL_MACHINES}"
+        )
     if not isolate:
-        raise InvalidArgumentError("ranks are processes of their own: leave out isolate=False (--in-process)")
+        raise InvalidArgumentError(
+            "ranks are processes of their own: leave out isolate=False (--in-process)"
+        )
     if device is not None and (not isinstance(device, str) or not _KINDS.fullmatch(device)):
         raise InvalidArgumentError(NO_RANKS_THERE.format(device=device))
     kind = torch.accelerator.current_accelerator()  # that torch was built for, present or not
-    cards = 0 if kind is None or kind.type == "mps" else int(torch.get_device_module(kind).device_count())
+    cards = (
+        0
+        if kind is None or kind.type == "mps"
+        else int(torch.get_device_module(kind).device_count())
+    )
     if nproc_per_node != "gpu":
         check_size("nproc_per_node", nproc_per_node)
     ranks = cards if nproc_per_node == "gpu" else int(nproc_per_node)
@@ -121,4 +135,6 @@ def check_cards(devices: Sequence[DeviceInfo]) -> None:
     for shared in ranks.values():
         if len(shared) > 1:
             place = devices[shared[0]].torch_device
-            raise InvalidArgumentError(SHARED_CARD.format(ranks=" and ".join(map(str, shared)), device=place))
+            raise InvalidArgumentError(
+                SHARED_CARD.format(ranks=" and ".join(map(str, shared)), device=place)
+            )

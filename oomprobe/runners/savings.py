@@ -15,7 +15,10 @@ from typing import Any
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.checkpoint import checkpoint
 
 from oomprobe.devices import Device
@@ -25,7 +28,11 @@ from oomprobe.ground.replaced import ABSENT, put, replaced
 from oomprobe.records.savings import BF16, CHECKPOINT, EXPANDABLE, FP16, FUSED, NO_FOREACH, OFFLOAD
 
 HALVES = {BF16: torch.bfloat16, FP16: torch.float16}
-HAVE_FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)  # on accelerators, in every torch since 2.6
+HAVE_FUSED = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+)  # on accelerators, in every torch since 2.6
 # Methods of a model that make it recompute its blocks in backward, and what to type.
 SWITCHES: dict[str, tuple[dict[str, Any], str]] = {
     # transformers, and its older versions
@@ -90,9 +97,13 @@ class Savings:
     """
 
     def __init__(self, saving: Sequence[str] = (), device: Device | None = None) -> None:
-        self._saving = tuple(name for name in saving if name != EXPANDABLE)  # that one is a setting of the process
+        self._saving = tuple(
+            name for name in saving if name != EXPANDABLE
+        )  # that one is a setting of the process
         self._type = "cuda" if device is None or device.replays else device.torch_device.type
-        self._pins = OFFLOAD in self._saving and device is not None and device.torch_device.type == "cuda"
+        self._pins = (
+            OFFLOAD in self._saving and device is not None and device.torch_device.type == "cuda"
+        )
         self.typed: dict[str, str] = {}
         self._why_not: dict[str, str] = {}  # the savings that did nothing in a call
         self._scopes: list[_Scope] = []
@@ -130,7 +141,9 @@ class Savings:
         }  # fmt: skip
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings("ignore", message=".*there are global hooks on modules")  # the next one
+            warnings.filterwarnings(
+                "ignore", message=".*there are global hooks on modules"
+            )  # the next one
             stack.enter_context(self._hooked())
             stack.enter_context(backward_wrapped(self._outside_forward))
             stack.callback(self._leave_scopes)
@@ -155,7 +168,9 @@ class Savings:
     # --- forward, loss and backward ---
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # the compiled module has been entered from outside already
+        if (
+            torch.compiler.is_compiling()
+        ):  # the compiled module has been entered from outside already
             return
         if self._in_backward:
             self._recomputed_calls += 1
@@ -189,7 +204,9 @@ class Savings:
             scope.leave()
         self._scopes.clear()
 
-    def _scaled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _scaled(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of backward with scaled losses."""
         if args:
             return (self._scaler.scale(args[0]), *args[1:]), kwargs
@@ -234,7 +251,9 @@ class Savings:
     def _scale(self, stack: ExitStack) -> None:
         """Scale losses until `stack` closes, and unscale gradients, as a GradScaler does."""
         if self._scaler is None:
-            self._scaler = torch.amp.GradScaler(self._type, init_scale=1.0)  # a larger one would skip first steps
+            self._scaler = torch.amp.GradScaler(
+                self._type, init_scale=1.0
+            )  # a larger one would skip first steps
         scaler = self._scaler
 
         def unscale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -261,7 +280,9 @@ class Savings:
                     self._why_not[name] = NO_BLOCKS
                 for block in blocks:
                     self.typed[name] = TYPED[name].format(kind=type(block).__name__)
-                    stack.enter_context(replaced([(block, "forward", self._recomputing(block.forward))]))
+                    stack.enter_context(
+                        replaced([(block, "forward", self._recomputing(block.forward))])
+                    )
             yield
 
     def _switched(self, modules: list[torch.nn.Module], stack: ExitStack) -> bool:
@@ -335,7 +356,9 @@ def _why_no_flags(name: str, optimizer: torch.optim.Optimizer) -> str:
     if any(group.get("fused") for group in groups):
         return ALREADY_ON if name == FUSED else NO_LISTS.format(kind=f"a fused {kind}")
     if name == FUSED:
-        is_able = type(optimizer) in HAVE_FUSED and not any(group.get("differentiable") for group in groups)
+        is_able = type(optimizer) in HAVE_FUSED and not any(
+            group.get("differentiable") for group in groups
+        )
         return "" if is_able else NO_FUSED.format(kind=kind)
     if all(group.get("foreach") is False for group in groups):
         return ALREADY_ON
@@ -370,19 +393,32 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
         >>> len(repeated_blocks(torch.nn.Sequential(stage(), stage())))
         6
     """
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)]
+    lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
+    ]
     blocks = max(_by_class(lists).values(), key=_parameter_bytes, default=[])
     outer = {id(block) for block in blocks}
-    blocks = [block for block in blocks if outer.isdisjoint(id(inner) for inner in [*block.modules()][1:])]
+    blocks = [
+        block for block in blocks if outer.isdisjoint(id(inner) for inner in [*block.modules()][1:])
+    ]
     if len(blocks) < 2:
         return []
-    sequences = [module for block in blocks for module in block.modules() if isinstance(module, torch.nn.Sequential)]
+    sequences = [
+        module
+        for block in blocks
+        for module in block.modules()
+        if isinstance(module, torch.nn.Sequential)
+    ]
     smaller = max(_by_class(sequences).values(), key=_parameter_bytes, default=[])
     is_stages = _parameter_bytes(smaller) > MOST_OF_A_STAGE * _parameter_bytes(blocks)
     return smaller if is_stages and len(smaller) > len(blocks) else blocks
 
 
-def _by_class(lists: Iterable[torch.nn.ModuleList | torch.nn.Sequential]) -> dict[type, list[torch.nn.Module]]:
+def _by_class(
+    lists: Iterable[torch.nn.ModuleList | torch.nn.Sequential],
+) -> dict[type, list[torch.nn.Module]]:
     """Return the modules in lists, by class. One without children, such as an activation, is no block."""
     members: dict[type, list[torch.nn.Module]] = defaultdict(list)
     for modules in lists:

@@ -43,14 +43,21 @@ class Interrupts:
         self._open = False
         if ALARM in self._before:
             signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in reversed(self._before.items()):  # SIGINT last: once restored, it may raise anywhere
+        for number, handler in reversed(
+            self._before.items()
+        ):  # SIGINT last: once restored, it may raise anywhere
             signal.signal(number, handler)
-        if kind is KeyboardInterrupt and self._before.get(signal.SIGINT) is signal.default_int_handler:
+        if (
+            kind is KeyboardInterrupt
+            and self._before.get(signal.SIGINT) is signal.default_int_handler
+        ):
             # Drop a second Ctrl-C: the exception of the first carries the trials so far.
             self._pending = [number for number in self._pending if number != signal.SIGINT]
         self._deliver_pending()
 
-    def delivered_until(self, deadline_s: float | None, *, polled: bool = False) -> AbstractContextManager[None]:
+    def delivered_until(
+        self, deadline_s: float | None, *, polled: bool = False
+    ) -> AbstractContextManager[None]:
         """Let signals through, and raise `TimeUp` at `deadline_s` on the monotonic clock.
 
         With `polled`, a signal that arrives inside library code waits for the next call of `poll`.
@@ -67,7 +74,9 @@ class Interrupts:
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Defer signals during oomprobe's own work inside a step, which must not stop half-way."""
-        self._busy = True  # first, because an alarm is dropped if neither `_open` nor `_busy` is set
+        self._busy = (
+            True  # first, because an alarm is dropped if neither `_open` nor `_busy` is set
+        )
         was_open, self._open = self._open, False
         try:
             yield
@@ -79,7 +88,9 @@ class Interrupts:
         if self._open and self._polled and interrupts_library(frame):
             self._pending.append(number)
         elif self._open:
-            self._open = False  # if this one raises, a second signal waits until everything is restored
+            self._open = (
+                False  # if this one raises, a second signal waits until everything is restored
+            )
             self._deliver(number, frame)
             self._deliver_pending()  # signals that arrived while the handler ran
             self._open = True  # the handler returned, so the step continues
@@ -114,7 +125,10 @@ class _Delivered:
         try:
             self._interrupts._open, self._interrupts._polled = True, self._polled
             if self._alarm_s is not None:
-                signal.setitimer(signal.ITIMER_REAL, min(LONGEST_TIMER_S, max(1e-3, self._alarm_s - time.monotonic())))
+                signal.setitimer(
+                    signal.ITIMER_REAL,
+                    min(LONGEST_TIMER_S, max(1e-3, self._alarm_s - time.monotonic())),
+                )
         except BaseException:
             self._hold_back()
             raise
@@ -127,10 +141,14 @@ class _Delivered:
     def _hold_back(self) -> None:
         self._interrupts._open = False
         # A late alarm is redundant: `__exit__` checks the deadline.
-        self._interrupts._pending = [number for number in self._interrupts._pending if number != ALARM]
+        self._interrupts._pending = [
+            number for number in self._interrupts._pending if number != ALARM
+        ]
         if self._alarm_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _is_free(alarm: int) -> bool:
-    return signal.getsignal(alarm) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    return (
+        signal.getsignal(alarm) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    )

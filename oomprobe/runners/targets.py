@@ -29,7 +29,10 @@ def name_of(target: object) -> str:
     if isinstance(target, str):
         _split(target)
         return target
-    name, module = getattr(target, "__qualname__", ""), sys.modules.get(getattr(target, "__module__", None) or "")
+    name, module = (
+        getattr(target, "__qualname__", ""),
+        sys.modules.get(getattr(target, "__module__", None) or ""),
+    )
     if module is None or not name.isidentifier() or getattr(module, name, None) is not target:
         raise InvalidArgumentError(
             f"{name or type(target).__name__} cannot be imported in another process: it is a lambda, a closure, a method or an "
@@ -54,7 +57,9 @@ def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
     with device.building() if isinstance(device, Device) else nullcontext():
         built = load(target)()
     if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], torch.nn.Module):
-        raise InvalidArgumentError(f"{target} returned {type(built).__name__}, not a pair (model, step_fn). {RECIPE}")
+        raise InvalidArgumentError(
+            f"{target} returned {type(built).__name__}, not a pair (model, step_fn). {RECIPE}"
+        )
     return built
 
 
@@ -65,19 +70,27 @@ def load(target: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if not callable(function):
         functions = [one for one, value in vars(module).items() if callable(value)]
-        raise InvalidArgumentError(f"{place} has no function {name!r}{did_you_mean(name, functions) or '.'} {RECIPE}")
+        raise InvalidArgumentError(
+            f"{place} has no function {name!r}{did_you_mean(name, functions) or '.'} {RECIPE}"
+        )
     return function  # type: ignore[no-any-return]
 
 
 def _split(target: str) -> tuple[str, str]:
     """Return the module or file of a target, and the name of the function."""
     place, _, name = target.rpartition(":")
-    if not place or (place.startswith(".") and not place.endswith(".py")) or not name.isidentifier():
+    if (
+        not place
+        or (place.startswith(".") and not place.endswith(".py"))
+        or not name.isidentifier()
+    ):
         raise InvalidArgumentError(f"{target!r} is not a target. {RECIPE}")
     if place.endswith(".py") and not Path(place).is_file():
         files = (one.name for one in Path(place).parent.glob("*.py") if one.is_file())
         meant = did_you_mean(Path(place).name, files) or "."
-        raise InvalidArgumentError(f"there is no file {str(Path(place).resolve())!r}{meant} {RECIPE}")
+        raise InvalidArgumentError(
+            f"there is no file {str(Path(place).resolve())!r}{meant} {RECIPE}"
+        )
     return place, name
 
 
@@ -108,5 +121,7 @@ def _from_name(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise InvalidArgumentError(f"there is no module {error.name!r} to import. {RECIPE}") from None
+            raise InvalidArgumentError(
+                f"there is no module {error.name!r} to import. {RECIPE}"
+            ) from None
         raise

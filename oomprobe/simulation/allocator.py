@@ -23,8 +23,12 @@ MIB = 2**20
 SMALLEST_BLOCK = 512  # kMinBlockSize
 SMALL = MIB  # kSmallSize: the largest request of the small pool
 SMALL_SEGMENT = 2 * MIB  # kSmallBuffer
-LARGE_SEGMENT = 20 * MIB  # kLargeBuffer: for requests below `_OWN_SEGMENT`; page size of large expandable segments
-_OWN_SEGMENT = 10 * MIB  # kMinLargeAlloc: requests of this size or more get a segment of their own size
+LARGE_SEGMENT = (
+    20 * MIB
+)  # kLargeBuffer: for requests below `_OWN_SEGMENT`; page size of large expandable segments
+_OWN_SEGMENT = (
+    10 * MIB
+)  # kMinLargeAlloc: requests of this size or more get a segment of their own size
 _SEGMENT_STEP = 2 * MIB  # kRoundLarge
 _FIRST_ADDRESS = 0x7F00_0000_0000  # resembles CUDA's addresses
 _DEFAULTS = AllocatorSettings()
@@ -97,7 +101,12 @@ class Block:
     def twin(self, pool: Pool) -> Block:
         """Return a copy for another allocator's pool, without links."""
         twin = Block(pool, self.address, self.size, self.order)
-        twin.free, twin.mapped, twin.origin, twin.requested = self.free, self.mapped, self.origin, self.requested
+        twin.free, twin.mapped, twin.origin, twin.requested = (
+            self.free,
+            self.mapped,
+            self.origin,
+            self.requested,
+        )
         twin.is_shared = self.is_shared
         return twin
 
@@ -112,7 +121,9 @@ class Pool:
         expandable = settings.expandable_segments
         self.page = SMALL_SEGMENT if is_small else LARGE_SEGMENT
         # should_split: sizes are multiples of 512, so "more than 1 MiB" is "at least 1 MiB + 512"
-        self.smallest_remainder = SMALLEST_BLOCK if is_small or expandable else SMALL + SMALLEST_BLOCK
+        self.smallest_remainder = (
+            SMALLEST_BLOCK if is_small or expandable else SMALL + SMALLEST_BLOCK
+        )
         self.free: list[tuple[int, int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []
 
@@ -179,7 +190,11 @@ class CachingAllocator:
     )  # fmt: skip
 
     def __init__(
-        self, capacity_bytes: int, settings: AllocatorSettings = _DEFAULTS, *, total_bytes: int | None = None
+        self,
+        capacity_bytes: int,
+        settings: AllocatorSettings = _DEFAULTS,
+        *,
+        total_bytes: int | None = None,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.total_bytes = capacity_bytes if total_bytes is None else total_bytes
@@ -338,7 +353,10 @@ class CachingAllocator:
         if index == len(free):
             return -1
         if free[index][-1].origin >= 0:
-            while index + 1 < len(free) and free[index + 1][-1].expandable_size < free[index][-1].expandable_size:
+            while (
+                index + 1 < len(free)
+                and free[index + 1][-1].expandable_size < free[index][-1].expandable_size
+            ):
                 index += 1
         return index
 
@@ -397,7 +415,9 @@ class CachingAllocator:
             return None
         while block.size < size:
             following = block.next
-            if following is None or not self._map(following, min(size - block.size, following.size)):
+            if following is None or not self._map(
+                following, min(size - block.size, following.size)
+            ):
                 return None
             block = following  # has absorbed the previous block
         pool.discard(block)
@@ -513,7 +533,9 @@ def adopt(
     for (start, requested), (next_start, _) in pairwise([*blocks, (end, 0)]):
         size = _rounded_up(requested, SMALLEST_BLOCK)
         if rest is None or not rest.address <= start < start + size <= next_start:
-            raise ValueError(f"a block of {requested} bytes overlaps another, or the end of a segment of {nbytes}")
+            raise ValueError(
+                f"a block of {requested} bytes overlaps another, or the end of a segment of {nbytes}"
+            )
         block = rest
         if start > block.address:
             block = rest.cut_after(start - rest.address)
@@ -539,7 +561,11 @@ def oom_message(allocator: CachingAllocator, segment: int) -> str:
 
     Source: strings in libc10_cuda.so of torch 2.13.0; their order is in CUDACachingAllocator.cpp.
     """
-    reserved, allocated, total = allocator.reserved_bytes, allocator.allocated_bytes, allocator.total_bytes
+    reserved, allocated, total = (
+        allocator.reserved_bytes,
+        allocator.allocated_bytes,
+        allocator.total_bytes,
+    )
     free = allocator.capacity_bytes - reserved
     allowed = ""
     if allocator.limit_bytes is not None:

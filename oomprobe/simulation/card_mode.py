@@ -74,7 +74,11 @@ _LINEAR_ALGEBRA = {
 }  # fmt: skip
 _META = torch.device("meta")
 _ADDMM = {_aten.addmm.default, _aten._addmm_activation.default}
-_RESIZING = {_aten.resize_.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor}
+_RESIZING = {
+    _aten.resize_.default,
+    _aten.set_.source_Storage_storage_offset,
+    _aten.set_.source_Tensor,
+}
 
 
 class CardMode(TorchDispatchMode):
@@ -82,9 +86,14 @@ class CardMode(TorchDispatchMode):
 
     def __init__(self, memory: CardMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory, self.cuda_api = memory, replacements(memory, lambda text: self.not_covered.setdefault(text))
+        self.memory, self.cuda_api = (
+            memory,
+            replacements(memory, lambda text: self.not_covered.setdefault(text)),
+        )
         self.fake_mode = FakeTensorMode()
-        self.fake_mode._allow_unsafe_data_ptr_access = False  # a custom kernel would crash on address 0
+        self.fake_mode._allow_unsafe_data_ptr_access = (
+            False  # a custom kernel would crash on address 0
+        )
         self.depth = 0  # above 0 inside torch's code, which must see the fakes' own devices
         self.poll: Callable[[], None] = lambda: None
         self.notes, self.not_covered = dict[str, None](), dict[str, None]()
@@ -98,7 +107,9 @@ class CardMode(TorchDispatchMode):
         self.counts_values = self._was_on_card = False
         self.is_building = self.whole_program = self.is_rank = False  # is_rank: one of several
         self.host_is_card = False  # for floating-point tensors without a device
-        self.refused_building: str | None = None  # where building first asked for more than the card has
+        self.refused_building: str | None = (
+            None  # where building first asked for more than the card has
+        )
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # later versions of torch ask
@@ -186,12 +197,16 @@ class CardMode(TorchDispatchMode):
             except _NEEDS_VALUES:
                 needs_values = True
         if self.is_rank and simulated is not None and _only_writes_numbers(func, args):
-            return args[0]  # weights of a shard, which nobody reads: memory that is never written takes none
+            return args[
+                0
+            ]  # weights of a shard, which nobody reads: memory that is never written takes none
         result = _run_for_real(func, args, kwargs, simulated)
         for real, fake in zip(tree_leaves(result), tree_leaves(simulated), strict=False):
             if isinstance(fake, FakeTensor):
                 self.fakes.bind(real, fake)
-        if needs_values:  # the real operator has them: what it returns is what it takes from the card
+        if (
+            needs_values
+        ):  # the real operator has them: what it returns is what it takes from the card
             for real in tree_leaves(result):
                 if isinstance(real, torch.Tensor) and real.layout is torch.strided:
                     self.put_on_card(real)
@@ -205,14 +220,19 @@ class CardMode(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             return self._scalar(args[0])
         if self._was_on_card and _makes_number(func, args, kwargs):
-            kwargs = {**kwargs, "device": CARD}  # torch makes it beside the tensor that it is about to use
+            kwargs = {
+                **kwargs,
+                "device": CARD,
+            }  # torch makes it beside the tensor that it is about to use
         if self.host_is_card and getattr(kwargs.get("dtype"), "is_floating_point", False):
             kwargs = {**kwargs, "device": CARD}
         self._was_on_card = operands.on_card
         if not operands.are_simulated:
             if kwargs.get("device", HOST) in (None, HOST, _META):
                 return self._run_on_host(func, args, kwargs, operands)
-        elif func in _COMPARISONS or (func is _aten._to_copy.default and kwargs.get("device") == HOST):
+        elif func in _COMPARISONS or (
+            func is _aten._to_copy.default and kwargs.get("device") == HOST
+        ):
             if operands.known:
                 return self.fakes.values.compute(func, args, kwargs)
             if func in _COMPARISONS:
@@ -223,13 +243,21 @@ class CardMode(TorchDispatchMode):
         return self._run_on_card(func, args, kwargs, operands.on_host, known=known)
 
     def _run_on_card(
-        self, func: Any, args: Any, kwargs: dict[str, Any], on_host: list[torch.Tensor], *, known: bool
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        on_host: list[torch.Tensor],
+        *,
+        known: bool,
     ) -> Any:
         """Simulate an operator with tensors on the card, and perhaps others in host memory."""
         if _only_writes_lists(func):
             return None
         if func is _aten.copy_.default and on_host and self._is_transfer(args[0], on_host):
-            with self.memory.running(table.find_launch(self._processors, func, self._faked(args), kwargs)):
+            with self.memory.running(
+                table.find_launch(self._processors, func, self._faked(args), kwargs)
+            ):
                 self._keep_values(func, args, kwargs, args[0], known=known)
             return args[0]
         if func is _aten.histc.default:  # CUDA accepts integers, the CPU does not
@@ -255,16 +283,22 @@ class CardMode(TorchDispatchMode):
             return True
         return self.whole_program and not in_backward()
 
-    def _keep_values(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, *, known: bool) -> None:
+    def _keep_values(
+        self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, *, known: bool
+    ) -> None:
         if known and not self.is_building and func not in _RESIZING:
             self.fakes.values.keep(func, args, kwargs, result)
         else:
             self.fakes.values.forget(func, args, kwargs)
 
-    def _simulate(self, func: Any, args: Any, kwargs: dict[str, Any], *, on_card: bool, known: bool) -> Any:
+    def _simulate(
+        self, func: Any, args: Any, kwargs: dict[str, Any], *, on_card: bool, known: bool
+    ) -> Any:
         """Run an operator on fakes, and take from the card what its kernel takes."""
         given = args, kwargs
-        in_place = self._formulas.run_in_place(func, args)  # before anything else refers to the arguments
+        in_place = self._formulas.run_in_place(
+            func, args
+        )  # before anything else refers to the arguments
         to_card = on_card and kwargs.get("device") != HOST
         args = self._faked(args)
         kwargs = {name: self._faked(value) for name, value in kwargs.items()}
@@ -280,7 +314,9 @@ class CardMode(TorchDispatchMode):
             propagate_bool(self._known_bools, func, args, result)
             if in_place and self.memory.holds(args[0].untyped_storage()):
                 if result.stride() != args[0].stride():
-                    result = self._results.run(_aten.as_strided.default, (result, args[0].shape, args[0].stride()), {})
+                    result = self._results.run(
+                        _aten.as_strided.default, (result, args[0].shape, args[0].stride()), {}
+                    )
                 result.fake_device = CARD
                 self.memory.transfer(args[0].untyped_storage(), result.untyped_storage())
             result_bytes = None if launch is None else launch.result_bytes
@@ -289,15 +325,21 @@ class CardMode(TorchDispatchMode):
             if to_card and torch.backends.cudnn.benchmark and convolutions.is_convolution(func):
                 self.memory.tune(convolutions.problem(func, args))
             if to_card:
-                self.memory.uncompared.ran(func, self.memory.allocator.allocated_bytes, (args, result))
+                self.memory.uncompared.ran(
+                    func, self.memory.allocator.allocated_bytes, (args, result)
+                )
         return result
 
     def _workspace_user(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], None]:
         """Return what provides a matrix product with its workspace."""
-        is_lt = func in _ADDMM and torch_versions.uses_lt(args[0], args[1], args[2], kwargs.get("beta", 1))
+        is_lt = func in _ADDMM and torch_versions.uses_lt(
+            args[0], args[1], args[2], kwargs.get("beta", 1)
+        )
         return functools.partial(self.memory.use_workspace, is_lt=is_lt, in_backward=in_backward())
 
-    def _result(self, func: Any, args: Any, kwargs: dict[str, Any], *, known: bool, to_card: bool) -> Any:
+    def _result(
+        self, func: Any, args: Any, kwargs: dict[str, Any], *, known: bool, to_card: bool
+    ) -> Any:
         """Return what an operator returns for fakes, if it chooses elements: as many as it would, or as it could at most."""
         try:
             return self._results.run(func, args, kwargs)
@@ -316,13 +358,17 @@ class CardMode(TorchDispatchMode):
                 made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in chosen]
             return made[0] if len(func._schema.returns) == 1 else tuple(made)
 
-    def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any], operands: _Operands) -> Any:
+    def _run_on_host(
+        self, func: Any, args: Any, kwargs: dict[str, Any], operands: _Operands
+    ) -> Any:
         """Run an operator for real, unless it creates a large tensor, which has no values."""
         result = None
         if not operands.any and kwargs.get("device") != _META:
             with self.fake_mode:
                 fake = func(*args, **kwargs)
-            if isinstance(fake, torch.Tensor) and _stays_fake(func, fake, whole_program=self.whole_program):
+            if isinstance(fake, torch.Tensor) and _stays_fake(
+                func, fake, whole_program=self.whole_program
+            ):
                 result = fake
         if result is None:
             with torch._C._DisableTorchDispatch():
@@ -396,7 +442,9 @@ def _run_for_real(func: Any, args: Any, kwargs: dict[str, Any], simulated: Any) 
 
 def _stays_fake(func: Any, fake: torch.Tensor, *, whole_program: bool) -> bool:
     """Return whether a tensor in host memory is too large to have values."""
-    if whole_program and "empty" not in func.__name__:  # which makes weights, before they are initialised
+    if (
+        whole_program and "empty" not in func.__name__
+    ):  # which makes weights, before they are initialised
         return fake.numel() * fake.element_size() > MAX_REAL_BYTES
     return fake.numel() > MAX_REAL_NUMEL[fake.is_floating_point()]
 
@@ -409,19 +457,27 @@ def zeros_of(fake: FakeTensor) -> torch.Tensor:
 
 def _makes_number(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether torch's own code, such as ``at::ones({}, grad.options())``, makes a tensor of one number; Python passes pin_memory."""
-    is_one = func is _aten.scalar_tensor.default or (func in (_aten.zeros.default, _aten.ones.default) and not args[0])
+    is_one = func is _aten.scalar_tensor.default or (
+        func in (_aten.zeros.default, _aten.ones.default) and not args[0]
+    )
     return is_one and "pin_memory" not in kwargs and kwargs.get("device") == HOST
 
 
 @functools.cache
 def _only_writes_lists(func: Any) -> bool:
     """Whether an operator only writes to lists of tensors, as optimizers do: slow to fake, without results."""
-    return not func._schema.returns and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+    return not func._schema.returns and func._schema.name.startswith(
+        ("aten::_foreach_", "aten::_fused_")
+    )
 
 
 def _only_writes_numbers(func: Any, args: Any) -> bool:
     """Whether an operator only writes floating-point numbers to its first argument, such as ``normal_``."""
-    if not func.overloadpacket.__name__.endswith("_") or func in _RESIZING or torch.Tag.inplace_view in func.tags:
+    if (
+        not func.overloadpacket.__name__.endswith("_")
+        or func in _RESIZING
+        or torch.Tag.inplace_view in func.tags
+    ):
         return False
     return isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
 

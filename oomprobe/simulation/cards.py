@@ -50,7 +50,11 @@ class Card:
     def processors(self) -> Processors:
         """Processor data that determine scratch sizes; an unlisted capability uses the next lower one listed."""
         known = [capability for capability in _MAX_THREADS if capability <= self.compute_capability]
-        return Processors(self.compute_capability, self.multi_processor_count, _MAX_THREADS[max(known, default=(6, 0))])
+        return Processors(
+            self.compute_capability,
+            self.multi_processor_count,
+            _MAX_THREADS[max(known, default=(6, 0))],
+        )
 
     @property
     def available_bytes(self) -> int:
@@ -69,7 +73,11 @@ class Card:
         pairs = _WORKSPACE.findall(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
         if pairs:
             return sum(int(size) * 1024 * int(count) for size, count in pairs)
-        return _LARGE_WORKSPACE_BYTES if has_large_workspace(self.compute_capability) else _SMALL_WORKSPACE_BYTES
+        return (
+            _LARGE_WORKSPACE_BYTES
+            if has_large_workspace(self.compute_capability)
+            else _SMALL_WORKSPACE_BYTES
+        )
 
 
 def generic_card(total: int) -> Card:
@@ -79,7 +87,9 @@ def generic_card(total: int) -> Card:
         InvalidArgumentError: The size is not positive.
     """
     if total < 1:
-        raise InvalidArgumentError(f"a card of {total} bytes is not possible: give a size such as 'sim:24GiB'")
+        raise InvalidArgumentError(
+            f"a card of {total} bytes is not possible: give a size such as 'sim:24GiB'"
+        )
     unit, factor = byte_unit(total)
     name = f"{total / factor:.1f} {unit}"
     return Card(

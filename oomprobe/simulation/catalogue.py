@@ -28,21 +28,35 @@ from oomprobe.simulation.cards import Card, generic_card
 _MIB = 2**20
 LARGEST_GB = 300  # a number below it is rather a size without a unit than the name of a card
 _STATED_SIZE = re.compile(r"(?<![a-z0-9])(\d{1,4}) *g(?:i?b)?\b")
-_NOISE = re.compile(r"^ *sim *:|\b(?:nvidia|geforce|tesla|graphics|card|gpu)\b|\bhbm\d\w?|sxm\d?\b|[^a-z0-9]")
+_NOISE = re.compile(
+    r"^ *sim *:|\b(?:nvidia|geforce|tesla|graphics|card|gpu)\b|\bhbm\d\w?|sxm\d?\b|[^a-z0-9]"
+)
 
 _CONTEXT_MIB: dict[tuple[int, int], int] = {
     (6, 0): 512,  # no figure for a Pascal card: the V100's
     (6, 1): 512,
-    (7, 0): 512,  # 30.40 GiB - 29.53 GiB - 378.92 MiB on a card of 31.73 GiB: log; 379 MiB in three others
-    (7, 5): 274,  # total less free with lazy loading, card not named: pytorch/pytorch#86509; more than the T4's own
+    (
+        7,
+        0,
+    ): 512,  # 30.40 GiB - 29.53 GiB - 378.92 MiB on a card of 31.73 GiB: log; 379 MiB in three others
+    (
+        7,
+        5,
+    ): 274,  # total less free with lazy loading, card not named: pytorch/pytorch#86509; more than the T4's own
     (8, 0): 502,  # 14.25 GiB - 12.87 GiB - 912.01 MiB on an A100-40GB: TianheWu/CoSeR#10
-    (8, 6): 360,  # total less free less reserved, to the byte, on a card of an RTX 3090's total: log
+    (
+        8,
+        6,
+    ): 360,  # total less free less reserved, to the byte, on a card of an RTX 3090's total: log
     (8, 9): 507,  # 11.13 GiB - 10.25 GiB - 394.50 MiB on an L40: QwenLM/Qwen3-VL#2097
     (9, 0): 676,  # 91.91 GiB - 86.10 GiB - 5.15 GiB on an H100 NVL: ali-vilab/VACE#56
     # 168.34 GiB - 167.64 GiB - 4.62 MiB on a card of 178.35 GiB, a B200's:
     # https://github.com/stas00/ml-engineering/blob/master/debug/pytorch.md
     (10, 0): 713,
-    (12, 0): 619,  # 26.89 GiB - 25.95 GiB - 343.86 MiB on an RTX 5090: TrajectoryCrafter/TrajectoryCrafter#20
+    (
+        12,
+        0,
+    ): 619,  # 26.89 GiB - 25.95 GiB - 343.86 MiB on an RTX 5090: TrajectoryCrafter/TrajectoryCrafter#20
 }
 
 
@@ -55,7 +69,8 @@ def _card(
         name=name,
         full_name=full_name,
         total_bytes=total_mib * _MIB,
-        context_bytes=(_CONTEXT_MIB[compute_capability] if context_mib is None else context_mib) * _MIB,
+        context_bytes=(_CONTEXT_MIB[compute_capability] if context_mib is None else context_mib)
+        * _MIB,
         compute_capability=compute_capability,
         multi_processor_count=multi_processor_count,
     )
@@ -109,7 +124,9 @@ CATALOGUE: tuple[Card, ...] = (
     # 43.94 GiB - 41.95 MiB, in DINGYANB/MTVCrafter#21
     _card("RTX-6000-Ada", "NVIDIA RTX 6000 Ada Generation", 48_497, (8, 9), 142, 430),
     # total_memory=97250MB on torch 2.7.1+cu128: log
-    _card("RTX-PRO-6000-96GB", "NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_250, (12, 0), 188),
+    _card(
+        "RTX-PRO-6000-96GB", "NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_250, (12, 0), 188
+    ),
     # --- consumer ---
     # deviceQuery of CUDA 9 in ethereum-mining/ethminer#536
     _card("GTX-1080Ti", "NVIDIA GeForce GTX 1080 Ti", 11_172, (6, 1), 28),
@@ -210,12 +227,16 @@ def find_card(name: str) -> Card:
         problem = f"is the name of no card; did you mean 'sim:{key}GiB'?"
     else:
         problem = f"is not in the catalogue{_similar(key)}"
-    raise NoDeviceError(f"{name!r} {problem}\n`oomprobe devices` lists all cards; 'sim:24GiB' is one of 24 GiB")
+    raise NoDeviceError(
+        f"{name!r} {problem}\n`oomprobe devices` lists all cards; 'sim:24GiB' is one of 24 GiB"
+    )
 
 
 def _key(name: str) -> str:
     """Return the distinctive part of a name: ``"NVIDIA GeForce RTX 3080 10GB"`` -> ``"3080"``."""
-    return _NOISE.sub("", _STATED_SIZE.sub("", _words(name))).removeprefix("rtx").removeprefix("gtx")
+    return (
+        _NOISE.sub("", _STATED_SIZE.sub("", _words(name))).removeprefix("rtx").removeprefix("gtx")
+    )
 
 
 def _words(name: str) -> str:

@@ -24,7 +24,14 @@ _WITHOUT_EFFECT = (
     "reset_peak_host_memory_stats", "reset_accumulated_host_memory_stats", "caching_allocator_enable", "check_error",
 )  # fmt: skip
 # Answered with 0.
-_MEASURED = ("utilization", "memory_usage", "temperature", "power_draw", "clock_rate", "get_sync_debug_mode")
+_MEASURED = (
+    "utilization",
+    "memory_usage",
+    "temperature",
+    "power_draw",
+    "clock_rate",
+    "get_sync_debug_mode",
+)
 _REFUSED = {
     "takes memory past the simulated allocator: make a tensor": (
         "caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator", "CUDAPluggableAllocator", "MemPool", "MemPoolContext",
@@ -77,8 +84,12 @@ class Stream:
     device_type, device_index = 1, 0  # 1: CUDA, as torch's C++ numbers them
     device = property(lambda _: SEEN.device)
 
-    def __init__(self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **_: Any) -> None:
-        self.stream_id = self.memory.stream_numbers.next(priority) if stream_id is None else stream_id
+    def __init__(
+        self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **_: Any
+    ) -> None:
+        self.stream_id = (
+            self.memory.stream_numbers.next(priority) if stream_id is None else stream_id
+        )
         self.cuda_stream, self.priority = self.stream_id, priority
         self._before: list[int] = []
 
@@ -153,7 +164,11 @@ class _OfLegacyType(type):
     dtype: torch.dtype
 
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and value.device.type == "cuda" and value.dtype is cls.dtype
+        return (
+            isinstance(value, torch.Tensor)
+            and value.device.type == "cuda"
+            and value.dtype is cls.dtype
+        )
 
 
 def _legacy(name: str, dtype: torch.dtype) -> type:
@@ -164,7 +179,9 @@ def _legacy(name: str, dtype: torch.dtype) -> type:
             return torch.as_tensor(args[0], dtype=dtype, device="cuda")
         return torch.empty(*args or (0,), dtype=dtype, device="cuda")
 
-    return _OfLegacyType(name, (), {"__new__": make, "__module__": "torch.cuda", "dtype": dtype, "is_cuda": True})
+    return _OfLegacyType(
+        name, (), {"__new__": make, "__module__": "torch.cuda", "dtype": dtype, "is_cuda": True}
+    )
 
 
 def legacy_type(dtype: torch.dtype, *, on_card: bool) -> str:
@@ -215,7 +232,9 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
     """Return replacements by their names in ``torch.cuda`` and ``torch.accelerator``; `leave_out` learns what they do not cover."""
     card = memory.card
     major, minor = card.compute_capability
-    stream_type = type("Stream", (Stream,), {"memory": memory, "leave_out": staticmethod(leave_out)})
+    stream_type = type(
+        "Stream", (Stream,), {"memory": memory, "leave_out": staticmethod(leave_out)}
+    )
 
     def properties(*_: Any, **__: Any) -> SimpleNamespace:
         return SimpleNamespace(
@@ -227,7 +246,9 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
         return lambda *_, **__: value
 
     def constants(names: Iterable[str], value: Any) -> dict[str, Any]:
-        return {name: constant(value) for name in names}  # one for each: compilers tell functions apart
+        return {
+            name: constant(value) for name in names
+        }  # one for each: compilers tell functions apart
 
     def mem_get_info(*_: Any, **__: Any) -> tuple[int, int]:
         return memory.card.available_bytes - memory.allocator.reserved_bytes, card.total_bytes
@@ -248,7 +269,10 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
         **constants(("is_available", "is_initialized"), True),
         **constants(("is_bf16_supported", "is_tf32_supported"), major >= 8),
         **dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), requested_device),
-        **dict.fromkeys(("current_device", "current_device_index", "current_device_idx"), lambda: SEEN.device.index),
+        **dict.fromkeys(
+            ("current_device", "current_device_index", "current_device_idx"),
+            lambda: SEEN.device.index,
+        ),
         **dict.fromkeys(("seed", "seed_all"), lambda: torch.default_generator.seed()),
         "initial_seed": lambda: torch.default_generator.initial_seed(),
         "default_generators": (torch.default_generator,),
@@ -275,9 +299,12 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
         "empty_cache": lambda: memory.empty_cache(by_step=True),
         "memory_allocated": lambda *_, **__: memory.allocator.allocated_bytes,
         "max_memory_allocated": lambda *_, **__: memory.allocator.peak_allocated_bytes,
-        **dict.fromkeys(("memory_reserved", "memory_cached"), lambda *_, **__: memory.allocator.reserved_bytes),
         **dict.fromkeys(
-            ("max_memory_reserved", "max_memory_cached"), lambda *_, **__: memory.allocator.peak_reserved_bytes
+            ("memory_reserved", "memory_cached"), lambda *_, **__: memory.allocator.reserved_bytes
+        ),
+        **dict.fromkeys(
+            ("max_memory_reserved", "max_memory_cached"),
+            lambda *_, **__: memory.allocator.peak_reserved_bytes,
         ),
         "memory_stats": lambda *_, **__: memory.allocator.stats(),
         "memory_stats_as_nested_dict": lambda *_, **__: _nested(memory.allocator.stats()),
@@ -291,11 +318,17 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
 def called_by_torch(memory: CardMemory) -> dict[str, Callable[..., Any]]:
     """Return what functions of ``torch.cuda`` and ``torch.accelerator`` call, which a program may have imported by name."""
     return {
-        **dict.fromkeys(("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"), memory.reset_peaks),
         **dict.fromkeys(
-            ("_cuda_resetAccumulatedMemoryStats", "_accelerator_resetAccumulatedStats"), memory.reset_counters
+            ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"), memory.reset_peaks
         ),
-        **dict.fromkeys(("_cuda_emptyCache", "_accelerator_emptyCache"), lambda: memory.empty_cache(by_step=True)),
+        **dict.fromkeys(
+            ("_cuda_resetAccumulatedMemoryStats", "_accelerator_resetAccumulatedStats"),
+            memory.reset_counters,
+        ),
+        **dict.fromkeys(
+            ("_cuda_emptyCache", "_accelerator_emptyCache"),
+            lambda: memory.empty_cache(by_step=True),
+        ),
         "_accelerator_isAllocatorInitialized": lambda: True,
         "_cuda_synchronize": lambda: None,
     }

@@ -28,7 +28,11 @@ _FLASH_MAX_HEAD = 256
 _CUDNN_MAX_HEAD = 128
 _MAX_GRID = 65_535  # blocks in the second dimension of a kernel's grid: flash attention's has one for each sample
 _HALF = (torch.float16, torch.bfloat16)
-_EFFICIENT_MULTIPLES = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}  # of the heads' widths, by dtype
+_EFFICIENT_MULTIPLES = {
+    torch.float16: 8,
+    torch.bfloat16: 8,
+    torch.float32: 4,
+}  # of the heads' widths, by dtype
 
 
 class CudaKernels:
@@ -55,9 +59,17 @@ class CudaKernels:
                 library.impl("one_hot", self._one_hot, key)
                 for name in ("softmax", "log_softmax"):
                     library.impl(f"{name}.int", functools.partial(self._softmax, name), key)
-            if hasattr(_aten, "_fused_rms_norm_backward"):  # one kernel on CUDA since torch 2.9, several on the CPU
-                library.impl("_fused_rms_norm", functools.partial(_composite, _aten._fused_rms_norm.default), "CPU")
-                library.impl("_fused_rms_norm_backward", decompositions._fused_rms_norm_backward, "CPU")
+            if hasattr(
+                _aten, "_fused_rms_norm_backward"
+            ):  # one kernel on CUDA since torch 2.9, several on the CPU
+                library.impl(
+                    "_fused_rms_norm",
+                    functools.partial(_composite, _aten._fused_rms_norm.default),
+                    "CPU",
+                )
+                library.impl(
+                    "_fused_rms_norm_backward", decompositions._fused_rms_norm_backward, "CPU"
+                )
         self._library = library
         if torch.is_autocast_enabled("cpu"):
             self.set_autocast_enabled("cpu", True)
@@ -84,16 +96,24 @@ class CudaKernels:
             return tensor
         return torch.native_dropout(tensor, p, train)[0]
 
-    def _linear(self, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def _linear(
+        self, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Add the bias in place if the input is not contiguous; torch itself does not do so for fakes."""
         is_gapped = tensor.dim() >= 3 and not tensor.is_contiguous()
         if is_gapped and bias is not None and self._active():
             return torch.matmul(tensor, weight.t()).add_(bias)
         return _composite(_aten.linear.default, tensor, weight, bias)  # type: ignore[no-any-return]
 
-    def _batch_norm(self, tensor: torch.Tensor, weight: torch.Tensor | None, *args: Any) -> torch.Tensor:
+    def _batch_norm(
+        self, tensor: torch.Tensor, weight: torch.Tensor | None, *args: Any
+    ) -> torch.Tensor:
         """Make the input contiguous for cuDNN, which keeps the copy for the backward pass."""
-        uses_cudnn = weight is not None and weight.dtype is torch.float32 and tensor.dtype is not torch.bfloat16
+        uses_cudnn = (
+            weight is not None
+            and weight.dtype is torch.float32
+            and tensor.dtype is not torch.bfloat16
+        )
         if self._active() and uses_cudnn and tensor.dim() > 2:
             chosen = torch.contiguous_format
             if tensor.dim() == 4 and has_only_format(tensor, torch.channels_last):
@@ -108,15 +128,21 @@ class CudaKernels:
         zeros = torch.zeros((*index.shape, num_classes), dtype=torch.int64, device=index.device)
         return zeros.scatter_(-1, index.unsqueeze(-1), 1)
 
-    def _softmax(self, name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def _softmax(
+        self, name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Convert 16 to 32 bits inside the kernel; the CPU makes a copy first."""
         if self._active() and tensor.dtype is torch.float16 and dtype is torch.float32:
             return getattr(_aten, f"_{name}")(tensor, dim, True)  # type: ignore[no-any-return]
         return _composite(getattr(_aten, name).int, tensor, dim, dtype)  # type: ignore[no-any-return]
 
-    def _attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def _attention(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         if not self._active():
-            return _composite(_aten.scaled_dot_product_attention.default, query, key, value, *args, **kwargs)
+            return _composite(
+                _aten.scaled_dot_product_attention.default, query, key, value, *args, **kwargs
+            )
         return _attend(self._capability, query, key, value, *args, **kwargs)
 
 
@@ -138,20 +164,28 @@ def _attend(
         if enable_gqa:
             key, value = _repeat_heads(query, key), _repeat_heads(query, value)
         return _attend_step_by_step(query, key, value, attn_mask, dropout_p, is_causal, scale)[0]
-    needs_backward = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    needs_backward = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (query, key, value)
+    )
     is_plain = attn_mask is None and dropout_p == 0
     if is_plain and _uses_cudnn(capability, query, key, value):
         return _aten._scaled_dot_product_cudnn_attention(
             query, key, value, None, needs_backward, dropout_p, is_causal, False, scale=scale
         )[0]
     if _uses_flash(capability, query, key, attn_mask):
-        if query.shape[0] > _MAX_GRID:  # pytorch/pytorch#146704; efficient attention divides the batch
-            raise RuntimeError(f"CUDA error: invalid configuration argument (attention over {query.shape[0]} samples)")
+        if (
+            query.shape[0] > _MAX_GRID
+        ):  # pytorch/pytorch#146704; efficient attention divides the batch
+            raise RuntimeError(
+                f"CUDA error: invalid configuration argument (attention over {query.shape[0]} samples)"
+            )
         head = query.shape[-1]
         query, key, value = _pad(query, 8), _pad(key, 8), _pad(value, 8)
         if scale is None:
             scale = head**-0.5
-        out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        out = _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )[0]
         return out[..., :head]
     if enable_gqa:
         key, value = _repeat_heads(query, key), _repeat_heads(query, value)
@@ -176,7 +210,9 @@ def _attend_step_by_step(
     factor = (query.shape[-1] ** -0.5 if scale is None else abs(scale)) ** 0.5
     scaled = query * factor
     if is_causal:
-        allowed = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        allowed = torch.ones(
+            query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
+        ).tril()
         mask = _additive(allowed, query)
         del allowed
     weights = scaled @ (key.transpose(-2, -1) * factor)
@@ -189,7 +225,9 @@ def _attend_step_by_step(
     return (weights @ value).to(dtype), returned
 
 
-def _uses_cudnn(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _uses_cudnn(
+    capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> bool:
     if not torch_versions.prefers_cudnn_attention(capability):
         return False
     if not torch.backends.cuda.cudnn_sdp_enabled():  # type: ignore[no-untyped-call]
@@ -203,7 +241,10 @@ def _uses_cudnn(capability: tuple[int, int], query: torch.Tensor, key: torch.Ten
 
 
 def _uses_flash(
-    capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, attn_mask: torch.Tensor | None
+    capability: tuple[int, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attn_mask: torch.Tensor | None,
 ) -> bool:
     if not torch.backends.cuda.flash_sdp_enabled():  # type: ignore[no-untyped-call]
         return False
@@ -214,7 +255,9 @@ def _uses_flash(
     return query.shape[-1] == key.shape[-1] and query.shape[-1] <= _FLASH_MAX_HEAD
 
 
-def _uses_efficient(capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _uses_efficient(
+    capability: tuple[int, int], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> bool:
     if not torch.backends.cuda.mem_efficient_sdp_enabled():  # type: ignore[no-untyped-call]
         return False
     multiple = _EFFICIENT_MULTIPLES.get(query.dtype)
@@ -369,7 +412,9 @@ _AS_ON_CUDA: dict[Any, Callable[[Any, Any], Any]] = {
 }
 
 if hasattr(_aten, "_fused_rms_norm_backward"):
-    _AS_ON_CUDA[_aten._fused_rms_norm_backward.default] = lambda _, result: _contiguous_first(result)
+    _AS_ON_CUDA[_aten._fused_rms_norm_backward.default] = lambda _, result: _contiguous_first(
+        result
+    )
 
 
 def convolution_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
@@ -412,7 +457,13 @@ _PROMOTED = [
     "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
     "scatter_add",
 ]  # fmt: skip
-_IN_LOW_PRECISION = ["addmv", "addr", "mv", "convolution", "einsum"]  # in addition to the CPU's own list
+_IN_LOW_PRECISION = [
+    "addmv",
+    "addr",
+    "mv",
+    "convolution",
+    "einsum",
+]  # in addition to the CPU's own list
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
@@ -429,7 +480,9 @@ def _autocast_kernels() -> dict[str, Any]:
         for name in names:
             if _has_kernel(name, "AutocastCUDA"):  # rms_norm has none before torch 2.12
                 base, _, overload = name.partition(".")
-                kernels[name] = functools.partial(kernel, getattr(getattr(_aten, base), overload or "default"))
+                kernels[name] = functools.partial(
+                    kernel, getattr(getattr(_aten, base), overload or "default")
+                )
     return kernels
 
 
@@ -460,7 +513,9 @@ def _in_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_low_precision(op: Any, *args: Any, **kwargs: Any) -> Any:
-    return _without_autocast(op, *_cast(args, (torch.float32,), torch.get_autocast_dtype("cpu")), **kwargs)
+    return _without_autocast(
+        op, *_cast(args, (torch.float32,), torch.get_autocast_dtype("cpu")), **kwargs
+    )
 
 
 def _with_float32_result(op: Any, *args: Any, **kwargs: Any) -> Any:

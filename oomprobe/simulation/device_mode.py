@@ -24,7 +24,9 @@ RECURRENT = (
     "recurrent networks are simulated one time step at a time, as CUDA runs them without cuDNN; with cuDNN they take less "
     "memory"
 )
-NOT_A_LEAF = "{line}: only leaf tensors can be copied by copy.deepcopy; copy tensor.detach() instead"
+NOT_A_LEAF = (
+    "{line}: only leaf tensors can be copied by copy.deepcopy; copy tensor.detach() instead"
+)
 _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
@@ -45,8 +47,12 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             _T.to: self._to,
             torch._C._nn._parse_to: _parse_to,
             torch.device: _device,
-            _T.cuda: lambda tensor, *_, memory_format=None, **__: self._move(tensor, CARD, memory_format=memory_format),
-            _T.cpu: lambda tensor, memory_format=None: self._move(tensor, EXPLICIT_HOST, memory_format=memory_format),
+            _T.cuda: lambda tensor, *_, memory_format=None, **__: self._move(
+                tensor, CARD, memory_format=memory_format
+            ),
+            _T.cpu: lambda tensor, memory_format=None: self._move(
+                tensor, EXPLICIT_HOST, memory_format=memory_format
+            ),
             _T.numpy: self._numpy,
             _T.__array__: self._as_array,
             _T.tolist: self.to_list,
@@ -110,7 +116,9 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             return self._to(tensor, device, target.dtype, *args, **kwargs)
         copy = bool(kwargs.pop("copy", False))
         device, dtype, _, memory_format = _parse_to(*args, **kwargs)
-        return self._move(tensor, requested_device(device), dtype, copy=copy, memory_format=memory_format)
+        return self._move(
+            tensor, requested_device(device), dtype, copy=copy, memory_format=memory_format
+        )
 
     def _move(
         self, tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None = None, *, copy: bool = False,
@@ -119,7 +127,9 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
         current = CARD if self._card_mode.is_on_card(tensor) else EXPLICIT_HOST
         if device in (None, current):
             return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format)
-        moved: torch.Tensor = torch.ops.aten._to_copy(tensor, dtype=dtype, device=device, memory_format=memory_format)
+        moved: torch.Tensor = torch.ops.aten._to_copy(
+            tensor, dtype=dtype, device=device, memory_format=memory_format
+        )
         return moved
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, *_: Any, **__: Any) -> Any:
@@ -132,13 +142,17 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             dtype = LEGACY_TYPES[name.rpartition(".")[2]]
         return self._move(tensor, device, dtype)
 
-    def _from_data(self, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def _from_data(
+        self, data: Any, dtype: Any = None, device: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
         if isinstance(data, torch.Tensor):
             created = self._move(data, requested_device(device), dtype)
         else:
             device = torch.get_default_device() if device is None else _parse_to(device)[0]
             place = HOST if device.type != "meta" else device
-            created = self._move(torch.as_tensor(data, dtype=dtype, device=place), requested_device(device))
+            created = self._move(
+                torch.as_tensor(data, dtype=dtype, device=place), requested_device(device)
+            )
         if kwargs.get("requires_grad"):
             created.requires_grad_()
         return created
@@ -176,7 +190,9 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
         value = self._card_mode.invented_value(tensor)
         dtype = torch.float32 if tensor.dtype is torch.bfloat16 else tensor.dtype
         numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
-        return np.broadcast_to(numpy_dtype.type(value), tuple(tensor.shape)).view(Ones)  # any size, no memory
+        return np.broadcast_to(numpy_dtype.type(value), tuple(tensor.shape)).view(
+            Ones
+        )  # any size, no memory
 
     def _deepcopy(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
         """Copy a tensor with its whole storage, once for all its views, as torch does; it would read the address of the data."""
@@ -198,7 +214,9 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
                 copied = torch.nn.Parameter(copied, tensor.requires_grad)
             copied.requires_grad_(tensor.requires_grad)
             memo[id(tensor)] = copied
-            added = {name: value for name, value in vars(tensor).items() if name not in vars(copied)}  # by the user
+            added = {
+                name: value for name, value in vars(tensor).items() if name not in vars(copied)
+            }  # by the user
             vars(copied).update(copy.deepcopy(added, memo))
             if tensor.grad is not None:
                 copied.grad = copy.deepcopy(tensor.grad, memo)
@@ -242,7 +260,10 @@ class BuildingMode(DeviceMode):
 
         def wrapped(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
             result = load(f, map_location="cpu", **kwargs)
-            if isinstance(map_location, str | int | torch.device) and requested_device(map_location) == CARD:
+            if (
+                isinstance(map_location, str | int | torch.device)
+                and requested_device(map_location) == CARD
+            ):
                 tree_map_only(torch.Tensor, self._card_mode.put_on_card, result)
             return result
 

@@ -26,8 +26,20 @@ from oomprobe.simulation.values import Values
 CARD = torch.device("cpu", 0)
 HOST = torch.device("cpu")
 EXPLICIT_HOST = torch.device("cpu", 1)  # the step named "cpu"; a plain "cpu" may be torch's default
-MOST_RESULTS = 2**16  # to remember: a number that differs at each call, such as Adam's, makes them many
-_PLAIN = {bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+MOST_RESULTS = (
+    2**16
+)  # to remember: a number that differs at each call, such as Adam's, makes them many
+_PLAIN = {
+    bool,
+    int,
+    float,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+}
 _UntypedStorage: Any = torch.UntypedStorage
 OTHER_CARD = (
     "{line} uses cuda:{other}, and this process is on cuda:{index}: one simulated card stands for each process. Start a process for each "
@@ -48,7 +60,9 @@ class SeenCard:
         if self.is_claimed is False:
             self.device, self.is_claimed = torch.device("cuda", index), True
         elif self.is_claimed and index != self.device.index:
-            raise SimulationError(OTHER_CARD.format(line=user_line(), other=index, index=self.device.index))
+            raise SimulationError(
+                OTHER_CARD.format(line=user_line(), other=index, index=self.device.index)
+            )
 
 
 SEEN = SeenCard()
@@ -114,9 +128,15 @@ class Fakes:
     def __init__(self, mode: FakeTensorMode, views: Views, memory: CardMemory) -> None:
         self._mode, self._make_view, self._memory = mode, views.make, memory
         self.pinned = WeakSet[torch.UntypedStorage]()  # host memory that the step asked for as such
-        self._storages: WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = WeakKeyDictionary()
-        self._views: WeakKeyDictionary[torch.UntypedStorage, dict[tuple[Any, ...], FakeTensor]] = WeakKeyDictionary()
-        self._copies: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}  # card copies of views, by id of the view
+        self._storages: WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = (
+            WeakKeyDictionary()
+        )
+        self._views: WeakKeyDictionary[torch.UntypedStorage, dict[tuple[Any, ...], FakeTensor]] = (
+            WeakKeyDictionary()
+        )
+        self._copies: dict[
+            int, tuple[weakref.ref[Any], torch.Tensor]
+        ] = {}  # card copies of views, by id of the view
         self.values = Values(self.has_values, self.fake)
         self.keeps_parameters = False  # whether parameters in host memory stay there
 
@@ -181,7 +201,9 @@ class Fakes:
             self.put_on_card(tensor)
             return
         with self._mode:
-            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CARD)
+            copy = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CARD
+            )
         self.values.learn(copy, tensor)
         self._memory.allocate(copy.untyped_storage())
         key = id(tensor)
@@ -212,7 +234,9 @@ class Fakes:
     def _make_fake(self, tensor: torch.Tensor) -> FakeTensor:
         storage = self._storage_of(tensor)
         shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return self._make_view(storage, shape, stride, offset, tensor.dtype, self._device_of(storage))
+        return self._make_view(
+            storage, shape, stride, offset, tensor.dtype, self._device_of(storage)
+        )
 
     def _storage_of(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         real = tensor.untyped_storage()
@@ -230,7 +254,9 @@ class Results:
     def __init__(self, mode: FakeTensorMode, views: Views) -> None:
         self._mode, self._make_view = mode, views.make
         # By an operator and its arguments: what makes each result, and what puts the results together.
-        self._known: dict[tuple[Any, ...], tuple[Callable[[list[Any]], Any], list[Callable[[list[Any]], Any]]]] = {}
+        self._known: dict[
+            tuple[Any, ...], tuple[Callable[[list[Any]], Any], list[Callable[[list[Any]], Any]]]
+        ] = {}
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return what an operator returns for fakes."""
@@ -276,8 +302,13 @@ class Results:
         geometry: list[Any] = []
         if type(result) is not FakeTensor or not _describe([result], geometry, tensors):
             return None
-        nbytes, keys = result.untyped_storage().nbytes(), [tensor.untyped_storage()._cdata for tensor in tensors[1:]]
-        source = 1 + keys.index(keys[-1])  # the first with the same storage; it may be the only one itself
+        nbytes, keys = (
+            result.untyped_storage().nbytes(),
+            [tensor.untyped_storage()._cdata for tensor in tensors[1:]],
+        )
+        source = 1 + keys.index(
+            keys[-1]
+        )  # the first with the same storage; it may be the only one itself
 
         def make(tensors: list[Any]) -> Any:
             if source == len(tensors):
@@ -292,7 +323,10 @@ class Results:
 
 def _depends_on_shapes(func: Any) -> bool:
     """Whether an operator returns the same for arguments of the same shapes; ``set_`` moves one to another's storage."""
-    return func.namespace == "aten" and getattr(func, "overloadpacket", None) is not torch.ops.aten.set_
+    return (
+        func.namespace == "aten"
+        and getattr(func, "overloadpacket", None) is not torch.ops.aten.set_
+    )
 
 
 def _describe(values: Any, parts: list[Any], tensors: list[Any]) -> bool:
@@ -307,7 +341,13 @@ def _describe(values: Any, parts: list[Any], tensors: list[Any]) -> bool:
                 or value.constant is not None
             ):
                 return False
-            parts += (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
+            parts += (
+                value.shape,
+                value.stride(),
+                value.storage_offset(),
+                value.dtype,
+                value.fake_device,
+            )
             tensors.append(value)
         elif kind in _PLAIN:
             parts += (kind, value)

@@ -65,7 +65,9 @@ class Files:
                 self._save(obj, f, *args, **kwargs)
                 return
             if self._may_write(f):
-                module = SimpleNamespace(**{**vars(pickle), "Pickler": _pickler(self._card_mode, [])})
+                module = SimpleNamespace(
+                    **{**vars(pickle), "Pickler": _pickler(self._card_mode, [])}
+                )
                 self._save(obj, f, **{**kwargs, "pickle_module": module})
 
     def load(self, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -86,21 +88,27 @@ class Files:
         """Make what rebuilds a tensor without data, inside a module too, return one of the simulation."""
 
         @functools.wraps(rebuild)  # which pickle looks for
-        def rebuild_without_data(dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool) -> torch.Tensor:
+        def rebuild_without_data(
+            dtype: torch.dtype, size: Any, stride: Any, requires_grad: bool
+        ) -> torch.Tensor:
             with self._card_mode.fake_mode:
                 fake = torch.empty_strided(size, stride, dtype=dtype)
             return self._loaded(fake).requires_grad_(requires_grad)
 
         return rebuild_without_data
 
-    def save_arrays(self, save: Callable[..., None], file: Any, *arrays: Any, **kwargs: Any) -> None:
+    def save_arrays(
+        self, save: Callable[..., None], file: Any, *arrays: Any, **kwargs: Any
+    ) -> None:
         """Answer numpy's functions that save."""
         leaves = tree_leaves((arrays, kwargs))
         is_simulated = any(isinstance(leaf, Ones) for leaf in leaves) or self._has_simulated(leaves)
         if not is_simulated or self._may_write(file):
             save(file, *arrays, **kwargs)
 
-    def save_tensors(self, save: Callable[..., None], tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
+    def save_tensors(
+        self, save: Callable[..., None], tensors: Any, filename: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """Answer the functions of safetensors that save; simulated tensors are written as `torch.save` would."""
         if not self._has_simulated(tensors):
             save(tensors, filename, *args, **kwargs)
@@ -144,7 +152,11 @@ def _pickler(card_mode: CardMode, simulated: list[torch.Tensor]) -> type[pickle.
                 return NotImplemented
             simulated.append(value)
             if isinstance(value, torch.nn.Parameter):
-                return torch._utils._rebuild_parameter, (value.detach(), value.requires_grad, OrderedDict())
+                return torch._utils._rebuild_parameter, (
+                    value.detach(),
+                    value.requires_grad,
+                    OrderedDict(),
+                )
             geometry = value.dtype, value.size(), value.stride(), value.requires_grad
             return torch._utils._rebuild_meta_tensor_no_storage, geometry
 

@@ -29,7 +29,9 @@ _INTO_ZEROS = {
 _MASKED = frozenset((_aten.masked_fill.Scalar,))
 _ALL_EXTREMES = frozenset((_aten.logical_or.default, _aten.logical_and.default))
 _IN_PLACE_IN_NODE = {
-    **dict.fromkeys(("MaximumBackward0", "MinimumBackward0", "FmaxBackward0", "FminBackward0"), _MASKED),
+    **dict.fromkeys(
+        ("MaximumBackward0", "MinimumBackward0", "FmaxBackward0", "FminBackward0"), _MASKED
+    ),
     **dict.fromkeys(("MaxBackward1", "MinBackward1"), _ALL_EXTREMES),
     "BinaryCrossEntropyWithLogitsBackward0": frozenset(
         (_aten.sub.Tensor, _aten.mul.Tensor, _aten.div.Tensor, _aten.div.Scalar)
@@ -95,7 +97,9 @@ class DeviceThread:
     def _renumber(self, first: int, gradients: list[torch.Tensor | None]) -> None:
         mine = self._begun + 2 * self._count  # twice: the main thread's numbers include these nodes
         for node in _nodes(gradients, first):
-            if not hasattr(node, "variable"):  # what sums the gradients of a leaf has the highest number
+            if not hasattr(
+                node, "variable"
+            ):  # what sums the gradients of a leaf has the highest number
                 node._set_sequence_nr(mine + node._sequence_nr() - first)
 
 

@@ -69,15 +69,22 @@ class CardMemory:
 
     def __init__(self, card: Card, settings: AllocatorSettings) -> None:
         self.card = card
-        self.allocator = CachingAllocator(card.available_bytes, settings, total_bytes=card.total_bytes)
+        self.allocator = CachingAllocator(
+            card.available_bytes, settings, total_bytes=card.total_bytes
+        )
         self.fraction = settings.per_process_memory_fraction
         self.set_limit(None)
         self.largest_workspace_bytes = 0
         self.tuned: set[Hashable] = set()
         self.uncompared = Uncompared()
         self.tape = Tape()
-        self._peaks_before, self._retries_before = (0, 0), 0  # of this trial, before the step reset them
-        self._repeated: tuple[RecordedCall, object] | None = None  # the last, and the memory in which it began
+        self._peaks_before, self._retries_before = (
+            (0, 0),
+            0,
+        )  # of this trial, before the step reset them
+        self._repeated: tuple[RecordedCall, object] | None = (
+            None  # the last, and the memory in which it began
+        )
         self._served = self._served_bytes = 0  # blocks and bytes in it
         self._allocations: dict[int, _Allocation] = {}
         self._policy = workspaces()
@@ -132,7 +139,9 @@ class CardMemory:
     def peaks(self) -> tuple[int, int]:
         """Peak allocated and peak reserved bytes of this trial."""
         allocated, reserved = self._peaks_before
-        return max(allocated, self.allocator.peak_allocated_bytes), max(reserved, self.allocator.peak_reserved_bytes)
+        return max(allocated, self.allocator.peak_allocated_bytes), max(
+            reserved, self.allocator.peak_reserved_bytes
+        )
 
     @property
     def alloc_retries(self) -> int:
@@ -175,7 +184,9 @@ class CardMemory:
         """Move a block to another storage: the operator was faked out of place, but runs in place on the card."""
         allocation = self._allocations.pop(storage._cdata)
         key = to._cdata
-        self._allocations[key] = replace(allocation, on_death=weakref.ref(to, self._death_callback(key)))
+        self._allocations[key] = replace(
+            allocation, on_death=weakref.ref(to, self._death_callback(key))
+        )
 
     def free(self, storage: _Storage) -> None:
         """Take a storage off the card before it dies."""
@@ -321,7 +332,10 @@ class CardMemory:
         """
         live = self.live_blocks
         state = state_of(self.allocator, live)
-        if self._repeated == (call, state):  # the last repetition has changed nothing, and this one would not either
+        if self._repeated == (
+            call,
+            state,
+        ):  # the last repetition has changed nothing, and this one would not either
             self.allocator.served_bytes += self._served_bytes
             self.allocator.served += self._served
             return

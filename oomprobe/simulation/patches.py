@@ -44,7 +44,10 @@ def simulated(card_mode: CardMode) -> Iterator[None]:
             # The collector must not free cycles at random moments: identical calls must make identical tapes.
             stack.callback(gc.enable)
             gc.disable()
-        with replaced([(torch, "save", _wrap_save(card_mode, torch.save))]), without_values(card_mode):
+        with (
+            replaced([(torch, "save", _wrap_save(card_mode, torch.save))]),
+            without_values(card_mode),
+        ):
             yield
 
 
@@ -75,7 +78,9 @@ def _on_cuda(card_mode: CardMode) -> Iterator[None]:
     """Let code inside take CUDA's paths, in this thread."""
     thread = threading.get_ident()
     with ExitStack() as stack:
-        kernels = CudaKernels(lambda: threading.get_ident() == thread, card_mode.memory.card.compute_capability)
+        kernels = CudaKernels(
+            lambda: threading.get_ident() == thread, card_mode.memory.card.compute_capability
+        )
         stack.enter_context(kernels)
         stack.enter_context(replaced(_patches(card_mode, kernels)))
         # Inference mode would pass operators such as einsum to the mode whole, with what they allocate out of sight.
@@ -107,24 +112,46 @@ def _patches(card_mode: CardMode, kernels: CudaKernels) -> Iterator[Patch]:
         yield torch, name, _query_cpu(getattr(torch, name))
     yield torch, "set_autocast_enabled", _query_cpu(kernels.set_autocast_enabled)
     yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")
-    yield torch.nn.DataParallel, "forward", lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs)  # one card
+    yield (
+        torch.nn.DataParallel,
+        "forward",
+        lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs),
+    )  # one card
     yield torch.Tensor, "record_stream", _record_stream(card_mode)
-    yield clip_grad, "_has_foreach_support", lambda *_, **__: True  # of plain tensors, which fakes stand for
+    yield (
+        clip_grad,
+        "_has_foreach_support",
+        lambda *_, **__: True,
+    )  # of plain tensors, which fakes stand for
     yield optimizers, "_foreach_supported_types", [*optimizers._foreach_supported_types, FakeTensor]
-    yield torch.UntypedStorage, "resize_", _resize_on_card(card_mode.memory, torch.UntypedStorage.resize_)
+    yield (
+        torch.UntypedStorage,
+        "resize_",
+        _resize_on_card(card_mode.memory, torch.UntypedStorage.resize_),
+    )
     yield torch.UntypedStorage, "data_ptr", _address_of(card_mode, torch.UntypedStorage.data_ptr)
     yield torch, "Generator", _Generator
     for name in ("Stream", "Event"):
         yield torch, name, card_mode.cuda_api[name]
     autograd: Any = torch.autograd
-    yield autograd, "_engine_run_backward", card_mode.device_thread.wrap(autograd._engine_run_backward)
+    yield (
+        autograd,
+        "_engine_run_backward",
+        card_mode.device_thread.wrap(autograd._engine_run_backward),
+    )
     yield torch, "set_default_tensor_type", set_default_tensor_type
     for name in ("range_push", "range_pop", "mark"):
         yield torch.cuda.nvtx, name, lambda *_, **__: 0
     transformers = sys.modules.get("transformers.utils.import_utils")
-    if hasattr(transformers, "is_fake_tensor"):  # it makes masks that are not needed where it cannot look at values
+    if hasattr(
+        transformers, "is_fake_tensor"
+    ):  # it makes masks that are not needed where it cannot look at values
         values = card_mode.fakes.values
-        yield transformers, "is_fake_tensor", lambda it: isinstance(it, FakeTensor) and not values.knows(it)
+        yield (
+            transformers,
+            "is_fake_tensor",
+            lambda it: isinstance(it, FakeTensor) and not values.knows(it),
+        )
     checks = checkpoint._allowed_determinism_checks_to_fns
     yield checkpoint, "_allowed_determinism_checks_to_fns", {**checks, "default": _metadata}
 
@@ -156,7 +183,9 @@ def _imitate_inference_mode(guard: Any) -> None:
     if guard.mode and not INFERENCE_KEEPS_CASTS:
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
-        stack.enter_context(replaced([(torch, "set_autocast_cache_enabled", lambda _: None)]))  # by autocast inside
+        stack.enter_context(
+            replaced([(torch, "set_autocast_cache_enabled", lambda _: None)])
+        )  # by autocast inside
 
 
 def _wrap_save(card_mode: CardMode, save: Any) -> Any:
@@ -227,7 +256,11 @@ def _metadata(tensor: torch.Tensor) -> dict[str, Any]:
 
 def _device_getter(card_mode: CardMode) -> Any:
     def device(tensor: FakeTensor) -> torch.device:
-        if tensor.fake_mode is not card_mode.fake_mode or card_mode.depth or tensor.fake_mode.in_kernel_invocation:
+        if (
+            tensor.fake_mode is not card_mode.fake_mode
+            or card_mode.depth
+            or tensor.fake_mode.in_kernel_invocation
+        ):
             return _DEVICE.fget(tensor)  # type: ignore[no-any-return]
         return SEEN.device if tensor.fake_device == CARD else HOST
 

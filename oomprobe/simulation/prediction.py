@@ -31,7 +31,9 @@ class Line:
     def at(self, batch_size: int) -> RecordedCall:
         """Return the call predicted for a batch size."""
         more = batch_size - self.batch_size
-        sizes = (size + slope * more for size, slope in zip(self.call.sizes, self.slopes, strict=True))
+        sizes = (
+            size + slope * more for size, slope in zip(self.call.sizes, self.slopes, strict=True)
+        )
         return RecordedCall(self.call.events, tuple(sizes))
 
     def on(self, processors: Processors) -> Line:
@@ -169,7 +171,10 @@ class Predictor:
             made = min(len(calls), len(other_calls))
             calls, other_calls, names = calls[:made], other_calls[:made], names[:made]
         lines = None
-        if before.repeats == now.repeats and before.names[: len(names)] == names[: len(before.names)]:
+        if (
+            before.repeats == now.repeats
+            and before.names[: len(names)] == names[: len(before.names)]
+        ):
             lines = lines_through(before.batch_size, other_calls, now.batch_size, calls)
         if lines is not None:
             self.lines, self._repeats, self._names, self.reason = lines, now.repeats, names, ""
@@ -190,7 +195,9 @@ class Predictor:
         predicted = [line.at(batch_size) for line in self.lines[:count]]
         return [*predicted, *predicted[-1:] * further]
 
-    def next_call(self, batch_size: int, name: str, calls: Sequence[RecordedCall]) -> RecordedCall | None:
+    def next_call(
+        self, batch_size: int, name: str, calls: Sequence[RecordedCall]
+    ) -> RecordedCall | None:
         """Return the call that would follow these, all of one step, if it is known to repeat from there on; None if it must run.
 
         It is known where the last two calls are alike, where all were as predicted, or where they do what another size did before
@@ -207,7 +214,9 @@ class Predictor:
         events_before = [call.events for call in self._last.calls]
         return calls[-1] if [call.events for call in calls] == events_before else None
 
-    def _as_predicted(self, batch_size: int, name: str, calls: Sequence[RecordedCall]) -> RecordedCall | None:
+    def _as_predicted(
+        self, batch_size: int, name: str, calls: Sequence[RecordedCall]
+    ) -> RecordedCall | None:
         predicted = self.calls(batch_size, [name] * (len(calls) + 1))
         if predicted is None:
             return None
@@ -218,5 +227,8 @@ class Predictor:
 
     def workspace_at(self, batch_size: int) -> int:
         """Bound what a convolution may want at a size that did not run: it grows no faster than the batch."""
-        ran = max((size for size in self.workspace_bytes if size <= batch_size), default=min(self.workspace_bytes))
+        ran = max(
+            (size for size in self.workspace_bytes if size <= batch_size),
+            default=min(self.workspace_bytes),
+        )
         return -(-self.workspace_bytes[ran] * max(ran, batch_size) // ran)

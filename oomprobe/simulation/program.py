@@ -40,15 +40,15 @@ from oomprobe.simulation.tape import RecordedCall, write_calls
 from oomprobe.simulation.unknown import needs_cuda, refuse_address, wants_data
 
 TOO_OLD = "the command's torch is {version}: a simulated card needs {oldest} or later"
-EAGER = "torch.compile was left out: compiled steps mostly take less memory, so a larger batch may fit"
+EAGER = (
+    "torch.compile was left out: compiled steps mostly take less memory, so a larger batch may fit"
+)
 NOT_TRACED = "torch.jit.trace and TensorBoard's add_graph ran the model and recorded nothing"
 OTHER_THREAD = (
     "{line} uses the card in another thread than the main one, and only the main thread is simulated: move tensors to the card there, or "
     "probe on a real device"
 )
-NEEDS_CUDA = (
-    "{where} needs CUDA itself ({error}), and a simulated card has none: leave that out, or probe on a real device"
-)
+NEEDS_CUDA = "{where} needs CUDA itself ({error}), and a simulated card has none: leave that out, or probe on a real device"
 # What launchers are called that start ranks as processes of their own.
 _LAUNCHERS = {
     "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate-launch", "accelerate.commands.launch",
@@ -258,7 +258,11 @@ class Program:
         yield threading.Thread, "_bootstrap_inner", begin_thread
         yield torch, "compile", compile_nothing
         yield torch.jit, "trace", trace_nothing
-        yield DataLoader, "pin_memory", property(lambda _: False, lambda *_: None)  # host memory does not count
+        yield (
+            DataLoader,
+            "pin_memory",
+            property(lambda _: False, lambda *_: None),
+        )  # host memory does not count
 
 
 class OtherThread(TorchFunctionMode):

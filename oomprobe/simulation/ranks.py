@@ -52,7 +52,9 @@ def with_nccl(card: Card, ranks: int) -> tuple[Card, str]:
 
 
 @contextmanager
-def first_of(ranks: int, variables: Mapping[str, str], notes: dict[str, None], sharding: Sharding) -> Iterator[None]:
+def first_of(
+    ranks: int, variables: Mapping[str, str], notes: dict[str, None], sharding: Sharding
+) -> Iterator[None]:
     """Let code inside be the first of several ranks, whatever process group it asks for.
 
     Args:
@@ -121,7 +123,9 @@ def _join(init: Callable[..., None], rank: int, ranks: int) -> None:
     init("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 
-def _patches(init: Callable[..., None], notes: dict[str, None], sharding: Sharding) -> Iterator[Patch]:
+def _patches(
+    init: Callable[..., None], notes: dict[str, None], sharding: Sharding
+) -> Iterator[Patch]:
     """Yield replacements for torch's attributes, each with its owner and name."""
     new_group = distributed.new_group
     make, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook

@@ -71,7 +71,9 @@ def buffers(
 def _dims(kind: Reduction, shape: Sequence[int], strides: Sequence[int]) -> list[_Dim]:
     """Return the dimensions, fastest first."""
     dims, out_stride = [], kind.partial_bytes
-    for size, stride, reduced in zip(reversed(shape), reversed(strides), reversed(kind.reduced), strict=True):
+    for size, stride, reduced in zip(
+        reversed(shape), reversed(strides), reversed(kind.reduced), strict=True
+    ):
         if reduced:
             dims.append(_Dim(size, stride * kind.item_bytes, 0))
         else:
@@ -98,7 +100,10 @@ def _compare_dims(first: _Dim, second: _Dim) -> int:
     """Return 1 if the second comes first, -1 if the first does, 0 if undecided."""
     if (first.out_stride == 0) != (second.out_stride == 0):
         return 1 if second.out_stride == 0 else -1
-    for stride, second_stride in ((first.out_stride, second.out_stride), (first.stride, second.stride)):
+    for stride, second_stride in (
+        (first.out_stride, second.out_stride),
+        (first.stride, second.stride),
+    ):
         if stride == 0 or second_stride == 0:
             continue
         if stride != second_stride:
@@ -113,7 +118,9 @@ def _coalesced(dims: list[_Dim]) -> list[_Dim]:
     coalesced = dims[:1]
     for dim in dims[1:]:
         last = coalesced[-1]
-        follows = last.size * last.stride == dim.stride and last.size * last.out_stride == dim.out_stride
+        follows = (
+            last.size * last.stride == dim.stride and last.size * last.out_stride == dim.out_stride
+        )
         if last.size == 1:
             coalesced[-1] = dim
         elif dim.size == 1 or follows:
@@ -135,7 +142,9 @@ def _split(dims: list[_Dim]) -> Iterator[list[_Dim]]:
     longest = max(range(len(dims)), key=lambda at: (extents[at], at))
     half = dims[longest].size // 2
     for size in (half, dims[longest].size - half):
-        yield from _split([*dims[:longest], dims[longest]._replace(size=size), *dims[longest + 1 :]])
+        yield from _split(
+            [*dims[:longest], dims[longest]._replace(size=size), *dims[longest + 1 :]]
+        )
 
 
 def _kernel_buffers(kind: Reduction, dims: list[_Dim], offset: int) -> tuple[int, ...]:
@@ -168,7 +177,9 @@ def _kernel_buffers(kind: Reduction, dims: list[_Dim], offset: int) -> tuple[int
     return kind.partial_bytes * outputs * blocks * step_out * out_vector, 4 * grid
 
 
-def _blocks_per_output(processors: Processors, threads: int, values_per_thread: int, grid: int) -> int:
+def _blocks_per_output(
+    processors: Processors, threads: int, values_per_thread: int, grid: int
+) -> int:
     """Return how many blocks share an output: as many as the multiprocessors run, each with enough values."""
     target_grid = processors.multiprocessors * (processors.threads // threads)
     if values_per_thread < _MAX_VALUES or grid > target_grid:
@@ -188,7 +199,10 @@ def _out_vector(kind: Reduction, dims: list[_Dim], first_kept: int, offset: int)
 
 
 def _block(width_limit: int, height_limit: int, max_threads: int) -> tuple[int, int]:
-    max_width, max_height = _power_below(width_limit, max_threads), _power_below(height_limit, max_threads)
+    max_width, max_height = (
+        _power_below(width_limit, max_threads),
+        _power_below(height_limit, max_threads),
+    )
     height = min(max_height, max_threads // min(max_width, _WARP))
     return min(max_width, max_threads // height), height
 

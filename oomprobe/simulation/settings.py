@@ -51,7 +51,9 @@ class AllocatorSettings:
             InvalidArgumentError: a value is invalid, or the setting is not simulated.
         """
         fields = {}
-        for item in re.split(r",(?![^\[]*\])", "".join(text.split())):  # but not at commas inside brackets
+        for item in re.split(
+            r",(?![^\[]*\])", "".join(text.split())
+        ):  # but not at commas inside brackets
             name, _, value = item.partition(":")
             if name in _NOT_SIMULATED and item != "backend:native":
                 raise InvalidArgumentError(
@@ -61,7 +63,9 @@ class AllocatorSettings:
                 try:
                     fields[name] = _READERS[name](value)
                 except (ValueError, KeyError):
-                    raise InvalidArgumentError(f"{item!r} in PYTORCH_ALLOC_CONF cannot be read") from None
+                    raise InvalidArgumentError(
+                        f"{item!r} in PYTORCH_ALLOC_CONF cannot be read"
+                    ) from None
         return cls(**fields)
 
     @classmethod
@@ -71,5 +75,7 @@ class AllocatorSettings:
         Raises:
             InvalidArgumentError: see `from_text`.
         """
-        settings = [os.environ[name] for name in variables_of(torch.__version__) if name in os.environ]
+        settings = [
+            os.environ[name] for name in variables_of(torch.__version__) if name in os.environ
+        ]
         return cls.from_text(next(iter(settings), ""))

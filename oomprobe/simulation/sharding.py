@@ -132,7 +132,11 @@ def _on_one_rank() -> Iterator[Patch]:
     for module in (_api, _dispatch, _random):  # random values do not exist on the card
         if hasattr(module, "is_rng_supported_mesh"):
             yield module, "is_rng_supported_mesh", lambda _: False
-    yield torch._C, "_get_accelerator", lambda *_: torch.device("cuda")  # of the mesh that fully_shard makes
+    yield (
+        torch._C,
+        "_get_accelerator",
+        lambda *_: torch.device("cuda"),
+    )  # of the mesh that fully_shard makes
     yield FSDPParamGroup, "lazy_init", init_eager
 
 
@@ -155,7 +159,9 @@ def _refusals() -> Iterator[Patch]:
     get_rank = distributed.get_rank
 
     def get_rank_outside_stages(*args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__") == _STAGES:  # which takes half a second to import
+        if (
+            sys._getframe(1).f_globals.get("__name__") == _STAGES
+        ):  # which takes half a second to import
             _refuse(PIPELINE)
         return get_rank(*args, **kwargs)
 
@@ -167,7 +173,9 @@ def _is_compiled(modules: Iterable[torch.nn.Module]) -> bool:
     suspects: list[Any] = [inner for module in modules for inner in module.modules()]
     suspects += [frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe())]
     for module in suspects:
-        if isinstance(module, torch.nn.Module) and (module._compiled_call_impl or "_orig_mod" in module._modules):
+        if isinstance(module, torch.nn.Module) and (
+            module._compiled_call_impl or "_orig_mod" in module._modules
+        ):
             return True
     return False
 

@@ -44,7 +44,10 @@ class RecordedCall:
     @cached_property
     def closed(self) -> bool:
         """Whether the call frees exactly the blocks that an identical call before it leaves."""
-        left, freed = set(), set()  # blocks of this call, and blocks of earlier calls, as the next call names them
+        left, freed = (
+            set(),
+            set(),
+        )  # blocks of this call, and blocks of earlier calls, as the next call names them
         for kind, index, detail in self.events:
             if kind == ALLOCATED:
                 left.add((1, index))
@@ -157,7 +160,12 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
             free(live.pop((index, detail), 0))  # `index` is calls ago; 0 is no block
         elif kind == KERNEL:
             kernel, part = detail
-            _serve_part(allocator, parts_of(kernel, sizes[index : index + kernel.count]), part, scratch[index])
+            _serve_part(
+                allocator,
+                parts_of(kernel, sizes[index : index + kernel.count]),
+                part,
+                scratch[index],
+            )
         elif kind == RELEASED:
             allocator.empty_cache()
         elif kind == SWITCHED:
@@ -169,7 +177,9 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
     return {(ago + 1, index): block for (ago, index), block in live.items()}
 
 
-def _serve_part(allocator: CachingAllocator, parts: Sequence[tuple[int, ...]], part: int, blocks: list[int]) -> None:
+def _serve_part(
+    allocator: CachingAllocator, parts: Sequence[tuple[int, ...]], part: int, blocks: list[int]
+) -> None:
     """Make the requests of a part of a kernel, which holds these blocks until its last part."""
     allocator.serve(parts[part], blocks)
     if part == len(parts) - 1:
@@ -178,7 +188,9 @@ def _serve_part(allocator: CachingAllocator, parts: Sequence[tuple[int, ...]], p
         blocks.clear()
 
 
-def replay_calls(allocator: CachingAllocator, calls: Iterable[RecordedCall], live: LiveBlocks) -> Iterator[int]:
+def replay_calls(
+    allocator: CachingAllocator, calls: Iterable[RecordedCall], live: LiveBlocks
+) -> Iterator[int]:
     """Replay calls as `replay_call` does, one that repeats until it changes nothing more; yield the peak allocated after each."""
     last, began = None, None
     for call in calls:

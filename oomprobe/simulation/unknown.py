@@ -19,7 +19,9 @@ from oomprobe.ground.frames import raised_at, user_line
 
 # --- answers ---
 
-KnownBools = weakref.WeakKeyDictionary[torch.UntypedStorage, bool]  # values of boolean tensors, by storage
+KnownBools = weakref.WeakKeyDictionary[
+    torch.UntypedStorage, bool
+]  # values of boolean tensors, by storage
 
 _CONSTANT = {"isfinite": True, "isnan": False, "isinf": False}
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
@@ -103,7 +105,10 @@ def needs_cuda(error: BaseException) -> bool:
 
 def lacks_cpu_kernel(error: RuntimeError) -> bool:
     """Whether only the CPU lacks the kernel; torch treats simulated tensors as CPU tensors."""
-    return any(text in str(error) for text in ('_cpu" not implemented for', "with arguments from the 'CPU' backend"))
+    return any(
+        text in str(error)
+        for text in ('_cpu" not implemented for', "with arguments from the 'CPU' backend")
+    )
 
 
 def refuse_operator(func: Any) -> NoReturn:

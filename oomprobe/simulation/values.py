@@ -31,7 +31,14 @@ _CONSTANT = frozenset(
     if (packet := getattr(_aten, name, None)) is not None
 )  # fmt: skip
 MASKING = frozenset(
-    {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index, _aten.masked_select}
+    {
+        _aten.index,
+        _aten.index_put,
+        _aten.index_put_,
+        _aten._index_put_impl_,
+        _aten._unsafe_index,
+        _aten.masked_select,
+    }
 )
 _RANDOM = torch.Tag.nondeterministic_seeded
 _Storage = torch.UntypedStorage
@@ -46,10 +53,16 @@ class Values:
         fake: Returns the fake of a tensor.
     """
 
-    def __init__(self, is_real: Callable[[torch.Tensor], bool], fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, is_real: Callable[[torch.Tensor], bool], fake: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         self._is_real, self._fake = is_real, fake
-        self._known: WeakKeyDictionary[_Storage, _Storage | None] = WeakKeyDictionary()  # None: no longer
-        self._origins: WeakKeyDictionary[_Storage, ref[_Storage]] = WeakKeyDictionary()  # real tensors, of their fakes
+        self._known: WeakKeyDictionary[_Storage, _Storage | None] = (
+            WeakKeyDictionary()
+        )  # None: no longer
+        self._origins: WeakKeyDictionary[_Storage, ref[_Storage]] = (
+            WeakKeyDictionary()
+        )  # real tensors, of their fakes
 
     def start_trial(self) -> None:
         """Take the values of real tensors anew."""
@@ -82,7 +95,11 @@ class Values:
         if fake.dtype not in KEPT:
             return None
         storage = fake.untyped_storage()
-        if storage not in self._known and storage in self._origins and storage.nbytes() <= MOST_BYTES:
+        if (
+            storage not in self._known
+            and storage in self._origins
+            and storage.nbytes() <= MOST_BYTES
+        ):
             real = self._origins[storage]()
             if real is not None:
                 with torch._C._DisableTorchDispatch():
@@ -106,14 +123,21 @@ class Values:
 
     def keep(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Keep the values of the results of an operator on known values, and what it writes to tensors."""
-        fakes = [leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor) and leaf.dtype in KEPT]
+        fakes = [
+            leaf
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, FakeTensor) and leaf.dtype in KEPT
+        ]
         largest_bytes = max((fake.untyped_storage().nbytes() for fake in fakes), default=0)
         if largest_bytes > MOST_BYTES:
             return
         if fakes or written(func, args, kwargs):
             try:
                 computed = self.compute(func, args, kwargs)
-            except (RuntimeError, IndexError):  # of values that nobody has filled in, such as those of `to_empty`
+            except (
+                RuntimeError,
+                IndexError,
+            ):  # of values that nobody has filled in, such as those of `to_empty`
                 self.forget(func, args, kwargs)
                 return
             for fake, values in zip(tree_leaves(result), tree_leaves(computed), strict=False):
@@ -123,7 +147,11 @@ class Values:
     def learn(self, fake: torch.Tensor, values: torch.Tensor) -> None:
         """Keep the values of a fake that has a storage of its own."""
         storage = fake.untyped_storage()
-        if fake.dtype not in KEPT or storage.nbytes() > MOST_BYTES or self._known.get(storage) is not None:
+        if (
+            fake.dtype not in KEPT
+            or storage.nbytes() > MOST_BYTES
+            or self._known.get(storage) is not None
+        ):
             return
         with torch._C._DisableTorchDispatch():
             kept = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype)
@@ -181,13 +209,17 @@ def with_positions(func: Any, args: Any) -> tuple[Any, Any] | None:
     for index in args[1]:
         if _is_mask(index):
             positions = _aten.nonzero.default(index)
-            indices += [_aten.select.int(positions, 1, dimension) for dimension in range(index.dim())]
+            indices += [
+                _aten.select.int(positions, 1, dimension) for dimension in range(index.dim())
+            ]
         else:
             indices.append(index)
     return func, (args[0], indices, *args[2:])
 
 
-def _fills_mask(tensor: torch.Tensor, indices: Any, value: Any = None, accumulate: bool = False) -> bool:
+def _fills_mask(
+    tensor: torch.Tensor, indices: Any, value: Any = None, accumulate: bool = False
+) -> bool:
     """Whether a number is written where a mask says, for which torch runs `masked_fill_`. Source: native/TensorAdvancedIndexing.cpp."""
     if value is None or accumulate or value.numel() != 1 or value.device.index is not None:
         return False

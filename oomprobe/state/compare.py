@@ -10,7 +10,14 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_ATOMS = (type, types.FunctionType, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
+_ATOMS = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+)
 _default_eq: Any = object.__eq__  # inherited by classes that define no comparison
 
 
@@ -34,7 +41,9 @@ def same(first: Any, second: Any) -> bool:
 def _same(first: Any, second: Any) -> bool:
     if first is second:
         return True
-    if type(first) is not type(second) or isinstance(first, _ATOMS):  # atoms are equal only if identical
+    if type(first) is not type(second) or isinstance(
+        first, _ATOMS
+    ):  # atoms are equal only if identical
         return False
     if isinstance(first, torch.Tensor):
         return same_tensors(first, second)
@@ -45,16 +54,24 @@ def _same(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
         if first.keys() == second.keys():
             return all(_same(value, second[key]) for key, value in first.items())
-        return _same([*first.items()], [*second.items()])  # equal keys may not be found: NaN, tensors
+        return _same(
+            [*first.items()], [*second.items()]
+        )  # equal keys may not be found: NaN, tensors
     if isinstance(first, list | tuple | deque):
-        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+        return len(first) == len(second) and all(
+            _same(a, b) for a, b in zip(first, second, strict=True)
+        )
     return _same_objects(first, second)
 
 
 def _same_bits(first: Any, second: Any) -> bool:
     if first.dtype.hasobject:  # the bytes are addresses
         return _same(first.tolist(), second.tolist())
-    return (first.dtype, first.shape, first.tobytes()) == (second.dtype, second.shape, second.tobytes())
+    return (first.dtype, first.shape, first.tobytes()) == (
+        second.dtype,
+        second.shape,
+        second.tobytes(),
+    )
 
 
 def _same_objects(first: Any, second: Any) -> bool:

@@ -40,7 +40,9 @@ class Values(NamedTuple):
     write: Callable[[dict[Any, Any], dict[Any, Any]], object]
     owner: Reference | None = None  # whose they are: an object or a container; None for variables
     when: When = When.EACH_TRIAL
-    trains: bool = False  # whether they are the model's or an optimizer's, which must come back bit for bit
+    trains: bool = (
+        False  # whether they are the model's or an optimizer's, which must come back bit for bit
+    )
     is_ordered: bool = False  # whether the order of a dict's items is part of it
     is_registry: bool = False  # of a module: its parameters, buffers, modules or hooks
     # Returns what identifies a variable, which several functions may use.
@@ -65,7 +67,9 @@ class Values(NamedTuple):
     def named(self, key: Any) -> str:
         """Return the path of one value."""
         parts = key if isinstance(key, tuple) else (key,)
-        if not all(isinstance(part, PLAIN) for part in parts):  # the text of a tensor takes memory on its device
+        if not all(
+            isinstance(part, PLAIN) for part in parts
+        ):  # the text of a tensor takes memory on its device
             key = type(key).__name__
         is_item = self.path and not self.path.endswith(".")
         if is_item:
@@ -75,7 +79,9 @@ class Values(NamedTuple):
         return f"{self.path}{key}"
 
 
-def of_variables(namespace: dict[str, Any], path: str, names: Collection[str] | None = None) -> Values:
+def of_variables(
+    namespace: dict[str, Any], path: str, names: Collection[str] | None = None
+) -> Values:
     """Return the variables of a module or a function; with `names`, only these."""
 
     def read() -> dict[str, Any]:
@@ -96,14 +102,20 @@ def of_cells(cells: dict[Any, types.CellType]) -> Values:
     def drop(name: str) -> None:
         del cells[name].cell_contents
 
-    return Values("", lambda: in_cells(cells), _writer(put, drop), variable=lambda name: id(cells[name]))
+    return Values(
+        "", lambda: in_cells(cells), _writer(put, drop), variable=lambda name: id(cells[name])
+    )
 
 
 def of_class(kind: type) -> Values:
     """Return the attributes and methods of a class."""
 
     def read() -> dict[Any, Any]:
-        return {name: value for name, value in vars(kind).items() if not name.startswith(("__", "_abc_"))}
+        return {
+            name: value
+            for name, value in vars(kind).items()
+            if not name.startswith(("__", "_abc_"))
+        }
 
     write = _writer(partial(type.__setattr__, kind), partial(type.__delattr__, kind))
     return Values(f"{kind.__name__}.", read, write, variable=lambda name: (id(kind), name))
@@ -204,7 +216,9 @@ def of_hooks(owner: Reference, names: Collection[str], path: str) -> Values:
             return hooks
         for name in names:
             registry = vars(module)[name]
-            is_set = isinstance(registry, set)  # such as the names of buffers that state_dict() leaves out
+            is_set = isinstance(
+                registry, set
+            )  # such as the names of buffers that state_dict() leaves out
             for key in registry:
                 hooks[name, key] = key if is_set else registry[key]
         return hooks

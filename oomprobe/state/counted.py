@@ -66,7 +66,9 @@ def counted(roots: Iterable[object], *, without: Iterable[object] = ()) -> list[
         (False, None)
     """
     counts: list[object] = [random.getstate(), pickle.dumps(np.random.get_state())]
-    met = {id(value): value for value in without}  # kept alive, so that no other object gets their ids
+    met = {
+        id(value): value for value in without
+    }  # kept alive, so that no other object gets their ids
     todo = deque(roots)
     while todo:
         value = todo.popleft()
@@ -130,7 +132,15 @@ def _in_code(value: Any, counts: list[object]) -> Iterable[Any]:
             return ()
         variables = [part for name, part in vars(value).items() if not name.startswith(_OF_CLASSES)]
         return (*value.__bases__, *variables)
-    names = ("func", "args", "keywords", "__self__", "__func__", "fget", "fset")  # of what stands around code
+    names = (
+        "func",
+        "args",
+        "keywords",
+        "__self__",
+        "__func__",
+        "fget",
+        "fset",
+    )  # of what stands around code
     return [getattr(value, name) for name in names if hasattr(value, name)]
 
 
@@ -157,14 +167,23 @@ def _package(value: Any) -> str:
 
 
 def _attributes(value: Any) -> list[Any]:
-    slots = [member.__get__(value) for name, member in slots_of(type(value)).items() if hasattr(value, name)]
+    slots = [
+        member.__get__(value)
+        for name, member in slots_of(type(value)).items()
+        if hasattr(value, name)
+    ]
     return [*slots, *getattr(value, "__dict__", {}).items()]
 
 
 def _in_function(function: types.FunctionType) -> Iterable[Any]:
     if _package(function) in _STILL:
         return
-    yield from (vars(function), function.__defaults__, function.__kwdefaults__, *(function.__closure__ or ()))
+    yield from (
+        vars(function),
+        function.__defaults__,
+        function.__kwdefaults__,
+        *(function.__closure__ or ()),
+    )
     if is_users_code(module_of(function)):
         yield from _named(function.__globals__, code_names(function.__code__), set())
 
@@ -188,7 +207,9 @@ def _in_module(module: torch.nn.Module, counts: list[object]) -> Iterable[Any]:
         counts.append(addresses_of(tensor))
         if tensor.is_leaf and tensor.grad is not None:
             counts.append(addresses_of(tensor.grad))
-        if not is_torchs:  # the buffers of batch norms count calls, which decides nothing about memory
+        if (
+            not is_torchs
+        ):  # the buffers of batch norms count calls, which decides nothing about memory
             counts.append(_small_on_host(tensor))
         yield from vars(tensor).items()
     yield from module._modules.values()
@@ -211,7 +232,10 @@ def _small_on_host(tensor: torch.Tensor) -> object:
     """Return the values of a small tensor in host memory."""
     if tensor.device.type != "cpu" or not can_copy(tensor):
         return None
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.numel() * tensor.element_size() > SMALL_BYTES:
+    if (
+        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+        or tensor.numel() * tensor.element_size() > SMALL_BYTES
+    ):
         return None
     return repr(tensor.detach().tolist())
 

@@ -20,12 +20,31 @@ import torch
 
 from oomprobe.state.compare import same
 from oomprobe.state.contents import PLAIN, Values
-from oomprobe.state.references import MISSING, BoundMethod, Reference, Saved, is_made_in_python, keyed, refers_to
-from oomprobe.state.tensors import AnyCopy, GraphTensor, HostCopies, TensorCopy, can_copy, version_of
+from oomprobe.state.references import (
+    MISSING,
+    BoundMethod,
+    Reference,
+    Saved,
+    is_made_in_python,
+    keyed,
+    refers_to,
+)
+from oomprobe.state.tensors import (
+    AnyCopy,
+    GraphTensor,
+    HostCopies,
+    TensorCopy,
+    can_copy,
+    version_of,
+)
 from oomprobe.state.walk import Kind, Met, module_of
 
-SMALL_BYTES = 2**12  # tensors and arrays up to this size are put back before every trial, larger ones at the end
-COPIED_BYTES = 2**30  # of larger ones outside the model, in all; of the others only their version is compared
+SMALL_BYTES = (
+    2**12
+)  # tensors and arrays up to this size are put back before every trial, larger ones at the end
+COPIED_BYTES = (
+    2**30
+)  # of larger ones outside the model, in all; of the others only their version is compared
 MAX_ENTRIES = 100_000  # in all containers together: comparing them takes 3 ms; of others only the length is compared
 PIECE_BYTES = 2**24
 _UNKNOWN = object()  # the fingerprint of an object that does not show whether it has changed
@@ -77,7 +96,9 @@ class Place:
         save = partial(saved, copies=self._copies, trains=self.values.trains)
         self._before = {save(key): save(value) for key, value in _by_key(now).items()}
         # Plain values are compared by `is` alone, which is several times as fast.
-        self._is_plain = not any(isinstance(part, Saved) for part in chain(self._before, self._before.values()))
+        self._is_plain = not any(
+            isinstance(part, Saved) for part in chain(self._before, self._before.values())
+        )
 
     @property
     def name(self) -> str:
@@ -181,13 +202,17 @@ class Place:
             return all(_find(value) in now for value in before)
         refers = is_ if self._is_plain else refers_to
         # By `map`, because there are a hundred thousand of these before every trial.
-        has_values = all(map(refers, before.values(), now.values() if isinstance(now, dict) else now))
+        has_values = all(
+            map(refers, before.values(), now.values() if isinstance(now, dict) else now)
+        )
         if not isinstance(now, dict):
             return has_values
         if has_values and all(map(refers, before, now)):
             return True
         # The order of variables means nothing, and their names may be other objects.
-        return self._is_namespace and all(refers(value, now.get(key, MISSING)) for key, value in before.items())
+        return self._is_namespace and all(
+            refers(value, now.get(key, MISSING)) for key, value in before.items()
+        )
 
 
 def _by_key(now: Any) -> dict[Any, Any]:
@@ -299,7 +324,9 @@ def tensor_place(copy: TensorCopy, path: str, version: int) -> OpaquePlace:
         return tensor is None or copy.storage.is_intact(version_of(tensor) == version)
 
     nbytes = copy.storage.nbytes
-    return OpaquePlace(path, "a tensor", take, lambda _: copy.storage.write(), equals=equals, nbytes=nbytes)
+    return OpaquePlace(
+        path, "a tensor", take, lambda _: copy.storage.write(), equals=equals, nbytes=nbytes
+    )
 
 
 def _array_place(array: Any, path: str) -> OpaquePlace | None:
@@ -365,7 +392,10 @@ def _generator_place(value: Any, path: str) -> OpaquePlace:
     if isinstance(value, random.Random):
         get, put = value.getstate, value.setstate
     elif isinstance(value, np.random.Generator):
-        get, put = partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
+        get, put = (
+            partial(getattr, value.bit_generator, "state"),
+            partial(setattr, value.bit_generator, "state"),
+        )
     else:  # of numpy's old kind, or torch's
         get, put = value.get_state, value.set_state
     return OpaquePlace(path, "a random number generator", get, put)
@@ -388,7 +418,11 @@ def _fingerprint(value: Any) -> Any:
     if is_iterator(value):
         return _position(value)
     if hasattr(value, "__dict__"):  # without private attributes, such as caches
-        return {name: _plain(part) for name, part in list(vars(value).items()) if not name.startswith("_")}
+        return {
+            name: _plain(part)
+            for name, part in list(vars(value).items())
+            if not name.startswith("_")
+        }
     if isinstance(value, array.array | bytearray):
         return bytes(value) if len(value) <= SMALL_BYTES else len(value)
     return None

@@ -18,14 +18,20 @@ Holder = tuple[Callable[[], Any], Callable[[Any], object]]
 MISSING = object()
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 HOOKS = tuple(
-    name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict | set) and name not in REGISTRIES
+    name
+    for name, value in vars(torch.nn.Module()).items()
+    if isinstance(value, dict | set) and name not in REGISTRIES
 )
 _MAKERS = {object, dict, list, set, tuple, deque, OrderedDict, types.SimpleNamespace}
 
 
 def _maker(kind: type) -> type:
     """Return the class written in C whose ``__new__`` makes objects of a class."""
-    return next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType))
+    return next(
+        base
+        for base in kind.__mro__
+        if isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
+    )
 
 
 def is_made_in_python(kind: type) -> bool:
@@ -108,8 +114,12 @@ class Reference(Saved):
         self._id, self._value = self.first_id, value
         self._weak: Callable[[], Any] | None = None
         # What its class does when it is freed, such as closing a file, could not be taken back.
-        self._is_strong = is_strong or hasattr(self.kind, "__del__") or not is_made_in_python(self.kind)
-        self._held_by: list[tuple[Callable[[], Any], Any]] = []  # how to read each holder, and the key there
+        self._is_strong = (
+            is_strong or hasattr(self.kind, "__del__") or not is_made_in_python(self.kind)
+        )
+        self._held_by: list[
+            tuple[Callable[[], Any], Any]
+        ] = []  # how to read each holder, and the key there
         self._is_looking = False
         self._parts: list[Any] = []  # of a tuple, as `saved` returns them
 
@@ -146,7 +156,9 @@ class Reference(Saved):
         elif isinstance(value, deque):
             self._maxlen = value.maxlen
         elif isinstance(value, torch.nn.Module):
-            self._registries = {name: type(vars(value)[name]) for name in (*REGISTRIES, *hooks_of(value))}
+            self._registries = {
+                name: type(vars(value)[name]) for name in (*REGISTRIES, *hooks_of(value))
+            }
         self._weak_cells = list(_weak_cells(value))
         self._value = None
 
@@ -285,7 +297,9 @@ class References:
         for read, slot in holders:
             for key, value in keyed(read()):
                 reference = self.to(value)
-                if reference is not None and slot(key) not in noted:  # several functions may use one variable
+                if (
+                    reference is not None and slot(key) not in noted
+                ):  # several functions may use one variable
                     noted.add(slot(key))
                     reference.held_by(read, key)
         value = None

@@ -17,7 +17,9 @@ from oomprobe.state.tensors import NO_COPY, AnyCopy, HostCopies, can_copy, tenso
 from oomprobe.state.tracker import Tracker
 from oomprobe.state.walk import has_state
 
-UNREAD = "state of {kind}: its state_dict() could not be read ({why}), so only its attributes were saved"
+UNREAD = (
+    "state of {kind}: its state_dict() could not be read ({why}), so only its attributes were saved"
+)
 
 
 class Snapshot:
@@ -62,7 +64,9 @@ class Snapshot:
     def release_dead(self) -> None:
         """Drop the copies of deleted objects, because a step may create its model and optimizer on each call."""
         late = self.tracker.late
-        self.tracker.late = {copied: place for copied, place in late.items() if copied.find() is not None}
+        self.tracker.late = {
+            copied: place for copied, place in late.items() if copied.find() is not None
+        }
 
     def restore(self) -> None:
         """Restore all that can be restored, in place; raise UnreliableError if something cannot."""
@@ -70,7 +74,9 @@ class Snapshot:
         for name, restore in self._restorations():
             try:
                 restore()
-            except Exception as error:  # the user's objects may raise anything; continue with the others
+            except (
+                Exception
+            ) as error:  # the user's objects may raise anything; continue with the others
                 failed.append(f"{name} ({type(error).__name__}: {error})")
         failed += self._surroundings.restore()
         if failed:
@@ -98,7 +104,12 @@ class Snapshot:
         tensors = [name for copied, name in self._alive() if copied.differs(copied.find())]
         loaded = {state.owner for state in self._states if state.has_loaded}
         states = [state.name for state in self._states if state.differs()]
-        return [*tensors, *self.tracker.differences(loaded), *states, *self._surroundings.differences()]
+        return [
+            *tensors,
+            *self.tracker.differences(loaded),
+            *states,
+            *self._surroundings.differences(),
+        ]
 
     def _alive(self) -> Iterator[tuple[AnyCopy, str]]:
         """Yield the copies of the tensors that are there, with their names."""
@@ -118,8 +129,12 @@ class Snapshot:
             read, load = "get_extra_state", "set_extra_state"
         try:
             self._states.append(Stateful(owner, read, load, self._copies))
-        except Exception as error:  # it may need an argument, or exist only later or only in distributed training
-            self.notes.append(UNREAD.format(kind=owner.kind.__name__, why=f"{type(error).__name__}: {error}"))
+        except (
+            Exception
+        ) as error:  # it may need an argument, or exist only later or only in distributed training
+            self.notes.append(
+                UNREAD.format(kind=owner.kind.__name__, why=f"{type(error).__name__}: {error}")
+            )
 
 
 class Stateful:
@@ -136,7 +151,9 @@ class Stateful:
         kept = {id(tensor): copies.keep(tensor) for tensor in tensors_in(state)}
         self._copies = list(kept.values())
         copies.take(self._copies)
-        self._state = copy.deepcopy(state, dict(kept))  # the memo makes deepcopy put the copies in place of the tensors
+        self._state = copy.deepcopy(
+            state, dict(kept)
+        )  # the memo makes deepcopy put the copies in place of the tensors
 
     def _state_now(self) -> Any:
         return getattr(self.owner.find(), self._read)()
@@ -151,7 +168,10 @@ class Stateful:
         """Return whether the object now returns another state; one that is gone for good has none."""
         if self.owner.find() is None:
             return False
-        return not same(copy.deepcopy(self._state, {id(one): one.on_host() for one in self._copies}), self._state_now())
+        return not same(
+            copy.deepcopy(self._state, {id(one): one.on_host() for one in self._copies}),
+            self._state_now(),
+        )
 
 
 def preserved(preserve: object) -> list[object]:
@@ -164,7 +184,9 @@ def preserved(preserve: object) -> list[object]:
     if preserve is None:
         return []
     items = [preserve]
-    if isinstance(preserve, Iterable) and not _can_preserve(preserve):  # a Sequential and a tensor are iterable too
+    if isinstance(preserve, Iterable) and not _can_preserve(
+        preserve
+    ):  # a Sequential and a tensor are iterable too
         items = list(preserve)
     for item in items:
         if not _can_preserve(item):

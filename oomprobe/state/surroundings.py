@@ -37,18 +37,34 @@ def _flags(device_type: str) -> dict[str, GetterAndSetter]:
     # General before specific: a precision that is not set reads as the more general one.
     precise = {"": backends, "cudnn.": backends.cudnn, "cuda.matmul.": backends.cuda.matmul}
     precise |= {f"cudnn.{name}.": getattr(backends.cudnn, name, None) for name in ("conv", "rnn")}
-    flags = {f"{path}fp32_precision": _attribute(owner, "fp32_precision") for path, owner in precise.items()}
+    flags = {
+        f"{path}fp32_precision": _attribute(owner, "fp32_precision")
+        for path, owner in precise.items()
+    }
     flags |= {
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
-        "deterministic algorithms": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+        "deterministic algorithms": (
+            torch.get_deterministic_debug_mode,
+            torch.set_deterministic_debug_mode,
+        ),
         "threads": (torch.get_num_threads, torch.set_num_threads),
-        "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        "float32 matmul precision": (
+            torch.get_float32_matmul_precision,
+            torch.set_float32_matmul_precision,
+        ),
     }
     for name in ("enabled", "benchmark", "allow_tf32", "deterministic"):
         flags[f"cudnn.{name}"] = _attribute(backends.cudnn, name)
-    for kind in {"cpu", "cuda", device_type}:  # torch.set_autocast_enabled(True) sets CUDA's on any device
-        flags[f"autocast {kind}"] = partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind)
+    for kind in {
+        "cpu",
+        "cuda",
+        device_type,
+    }:  # torch.set_autocast_enabled(True) sets CUDA's on any device
+        flags[f"autocast {kind}"] = (
+            partial(torch.is_autocast_enabled, kind),
+            partial(torch.set_autocast_enabled, kind),
+        )
         dtype = partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
         flags[f"autocast {kind} dtype"] = dtype
     return flags
@@ -66,7 +82,10 @@ def generators(device_type: str) -> dict[str, GetterAndSetter]:
     module = torch.get_device_module(device_type)
     for index in range(module.device_count()):
         put = partial(module.set_rng_state, device=index)
-        by_name[f"torch ({device_type}:{index})"] = (partial(module.get_rng_state, device=index), put)
+        by_name[f"torch ({device_type}:{index})"] = (
+            partial(module.get_rng_state, device=index),
+            put,
+        )
     return by_name
 
 
@@ -110,7 +129,9 @@ class Surroundings:
         return not same(_read(get), self._values[name])
 
 
-FROZEN_BY_PYTHON = 1000  # at most: collecting garbage in 3.12 freezes immortal objects, 375 at the start
+FROZEN_BY_PYTHON = (
+    1000  # at most: collecting garbage in 3.12 freezes immortal objects, 375 at the start
+)
 
 
 @contextmanager

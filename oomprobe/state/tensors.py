@@ -96,10 +96,15 @@ class StorageCopy:
             return False
         now, end = _as_bytes(storage), self.nbytes - self.nbytes % 8
         # Words compare seven times as fast as bytes; pieces avoid a copy of the whole storage on the host.
-        words, before = (whole[:end].view(torch.int64).split(PIECE_WORDS) for whole in (now, self.bytes))  # type: ignore[no-untyped-call]
+        words, before = (
+            whole[:end].view(torch.int64).split(PIECE_WORDS)  # type: ignore[no-untyped-call]
+            for whole in (now, self.bytes)
+        )
         if not torch.equal(now[end:].cpu(), self.bytes[end:]):
             return False
-        return all(torch.equal(piece.cpu(), saved) for piece, saved in zip(words, before, strict=True))
+        return all(
+            torch.equal(piece.cpu(), saved) for piece, saved in zip(words, before, strict=True)
+        )
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -164,7 +169,9 @@ class TensorCopy(Saved):
         return self.on_host().to(self.device, copy=True)
 
     def _view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._geometry)
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(
+            storage, *self._geometry
+        )
 
     def _looks_the_same(self, tensor: torch.Tensor) -> bool:
         if not _is_strided(tensor) or tensor.dtype != self._dtype or tensor.device != self.device:
@@ -244,7 +251,11 @@ def kind_of_storage(tensor: torch.Tensor) -> str:
         return "a nested tensor"
     if tensor.layout is not torch.strided:
         return f"a {str(tensor.layout).removeprefix('torch.')} tensor"
-    return "a quantised tensor" if tensor.is_quantized else f"a {type(tensor).__name__} without a plain storage"
+    return (
+        "a quantised tensor"
+        if tensor.is_quantized
+        else f"a {type(tensor).__name__} without a plain storage"
+    )
 
 
 def can_copy(tensor: Any) -> bool:
@@ -264,7 +275,9 @@ def addresses_of(tensor: Any) -> tuple[int, ...]:
         True
     """
     if is_traceable_wrapper_subclass(tensor):
-        return tuple(address for inner in inner_tensors(tensor).values() for address in addresses_of(inner))
+        return tuple(
+            address for inner in inner_tensors(tensor).values() for address in addresses_of(inner)
+        )
     return (tensor.untyped_storage().data_ptr(),) if can_copy(tensor) else ()
 
 
@@ -275,7 +288,9 @@ class HostCopies:
         # Keys are ids, which Python may reuse: `find` tells whose copy it is. Weak, because a step may create its model on
         # each call.
         self._tensors: weakref.WeakValueDictionary[int, AnyCopy] = weakref.WeakValueDictionary()
-        self._storages: weakref.WeakValueDictionary[int, StorageCopy] = weakref.WeakValueDictionary()
+        self._storages: weakref.WeakValueDictionary[int, StorageCopy] = (
+            weakref.WeakValueDictionary()
+        )
         self.references = References()
         self.storages: weakref.WeakSet[StorageCopy] = weakref.WeakSet()
 
@@ -285,11 +300,15 @@ class HostCopies:
         if copy is not None and copy.find() is tensor:
             return copy
         if is_traceable_wrapper_subclass(tensor):
-            copy = WrapperCopy(tensor, {name: self.keep(part) for name, part in inner_tensors(tensor).items()})
+            copy = WrapperCopy(
+                tensor, {name: self.keep(part) for name, part in inner_tensors(tensor).items()}
+            )
         elif can_copy(tensor):
             copy = TensorCopy(tensor, self._storage(tensor.untyped_storage()))
         else:
-            raise InvalidArgumentError(NO_COPY.format(name="a tensor", kind=kind_of_storage(tensor)))
+            raise InvalidArgumentError(
+                NO_COPY.format(name="a tensor", kind=kind_of_storage(tensor))
+            )
         self._tensors[id(tensor)] = copy
         return copy
 

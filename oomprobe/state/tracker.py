@@ -32,8 +32,24 @@ from oomprobe.state.places import (
     tensor_place,
 )
 from oomprobe.state.references import Reference, weak
-from oomprobe.state.tensors import AnyCopy, HostCopies, TensorCopy, can_copy, kind_of_storage, tensors_in, version_of
-from oomprobe.state.walk import Kind, Met, code_names, has_data, is_learnable, is_training_state, visit
+from oomprobe.state.tensors import (
+    AnyCopy,
+    HostCopies,
+    TensorCopy,
+    can_copy,
+    kind_of_storage,
+    tensors_in,
+    version_of,
+)
+from oomprobe.state.walk import (
+    Kind,
+    Met,
+    code_names,
+    has_data,
+    is_learnable,
+    is_training_state,
+    visit,
+)
 
 
 class Tracker:
@@ -72,15 +88,25 @@ class Tracker:
         self.tensors: dict[AnyCopy, Place] = {}
         self.late: dict[AnyCopy, Place] = {}
         self.uncopied: dict[str, str] = {}  # the kinds, by path, of those that cannot be copied
-        self._sources: list[tuple[OpaquePlace, int]] = []  # iterators and queues of data, with their ids
-        self._optimizers: MutableMapping[torch.optim.Optimizer, list[Place]] = WeakIdKeyDictionary()  # live ones
+        self._sources: list[
+            tuple[OpaquePlace, int]
+        ] = []  # iterators and queues of data, with their ids
+        self._optimizers: MutableMapping[torch.optim.Optimizer, list[Place]] = (
+            WeakIdKeyDictionary()
+        )  # live ones
         self._leaves: list[Callable[[], torch.Tensor | None]] = []
         self._names: set[str] = set()  # that the user's functions use
         self._left_entries = MAX_ENTRIES
         self._only_at_end = False  # whether values are put back only at the end
         others, owners = [*preserve, *steps], list(owners)
         self._roots, self._device = [model, *others, *owners], device
-        self._find(list(visit([(model, "model"), *((root, "") for root in others)], owners, without=[device])))
+        self._find(
+            list(
+                visit(
+                    [(model, "model"), *((root, "") for root in others)], owners, without=[device]
+                )
+            )
+        )
         self._switches = Switches(self.stateful)
         self._switches.read_flags(self.parameters())
         self.first_weights, self.first_gradients = self.weights(), gradients_of(self.parameters())
@@ -102,7 +128,10 @@ class Tracker:
         every.clear()
         del seen, values
         every_values = [*tuples, *(place.values for place in self._all_places())]
-        references.let_go(((held.read, held.slot) for held in every_values), partial(saved_item, copies=self.copies))
+        references.let_go(
+            ((held.read, held.slot) for held in every_values),
+            partial(saved_item, copies=self.copies),
+        )
 
     def _save(self, seen: Met, places: list[Place]) -> None:
         value = seen.value
@@ -267,7 +296,11 @@ class Tracker:
         self.find_moves()
         if passed and not self.is_exact:
             self._switches.read_flags(self.parameters())
-            containers = {id(container) for optimizer in self.optimizers for container in _containers_of(optimizer)}
+            containers = {
+                id(container)
+                for optimizer in self.optimizers
+                for container in _containers_of(optimizer)
+            }
             for place in self._all_places():
                 had_state = id(place.values.holder) in containers and not place.was_empty
                 if place.values.is_registry or had_state:
@@ -450,7 +483,9 @@ def largest_added(tracker: Tracker, least_bytes: int) -> list[str]:
                     storages[path][storage._cdata] = storage.nbytes()
     sizes = {path: sum(of_path.values()) for path, of_path in storages.items()}
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
-    return [f"{path} ({format_bytes(sizes[path])})" for path in largest if sizes[path] >= least_bytes]
+    return [
+        f"{path} ({format_bytes(sizes[path])})" for path in largest if sizes[path] >= least_bytes
+    ]
 
 
 def present(finders: Iterable[Callable[[], Any]]) -> list[Any]:
@@ -497,7 +532,9 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield an optimizer's state tensors, without scalars such as step counts, which stay on the host."""
     for state in state_of(optimizer).values():
-        values = state.values() if isinstance(state, dict) else [state]  # some optimizers store a single value
+        values = (
+            state.values() if isinstance(state, dict) else [state]
+        )  # some optimizers store a single value
         for value in values:
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 yield value

@@ -34,16 +34,38 @@ MAX_OBJECTS = 20_000  # a walk that visits more has entered a data set
 MAX_CONTAINER = 1_000  # lists of parameters are shorter; data sets are longer
 
 LIBRARIES = frozenset({"torch", "oomprobe", *sys.stdlib_module_names})
-_NAMESPACES = (types.SimpleNamespace, argparse.Namespace, collections.UserDict, collections.UserList)
+_NAMESPACES = (
+    types.SimpleNamespace,
+    argparse.Namespace,
+    collections.UserDict,
+    collections.UserList,
+)
 _AROUND_CODE = (partial, property, staticmethod, classmethod, functools.cached_property)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 # Schedulers and scalers refuse to run past their end, or after a failed step.
 _COLD = ("torch.optim.", "torch.amp.")
 _CONTAINERS = (dict, list, set, deque)
-_DATA = (*_CONTAINERS, *_NAMESPACES, tuple, frozenset, torch.Tensor, np.ndarray, *_GENERATORS, types.FunctionType)
+_DATA = (
+    *_CONTAINERS,
+    *_NAMESPACES,
+    tuple,
+    frozenset,
+    torch.Tensor,
+    np.ndarray,
+    *_GENERATORS,
+    types.FunctionType,
+)
 # What owners of data have under any name, and under these.
 _FOLLOWED = (torch.utils.data.Dataset, torch.utils.data.DataLoader, torch.utils.data.Sampler)
-_FOLLOWED_NAMES = ("dataset", "datasets", "transform", "transforms", "sampler", "batch_sampler", "collate_fn")
+_FOLLOWED_NAMES = (
+    "dataset",
+    "datasets",
+    "transform",
+    "transforms",
+    "sampler",
+    "batch_sampler",
+    "collate_fn",
+)
 PARALLEL = ("torch.distributed.", "torch.nn.parallel.")
 
 
@@ -56,8 +78,12 @@ class Kind(enum.Enum):
     MODULE = enum.auto()
     STATEFUL = enum.auto()  # has state_dict() and load_state_dict(), like every optimizer
     CODE = enum.auto()  # a function, method or class of the user's
-    HOLDER = enum.auto()  # an object of the user's, or a container: all that matters is what it holds
-    LIBRARY = enum.auto()  # an object of a library that the user's code holds, which is not walked into
+    HOLDER = (
+        enum.auto()
+    )  # an object of the user's, or a container: all that matters is what it holds
+    LIBRARY = (
+        enum.auto()
+    )  # an object of a library that the user's code holds, which is not walked into
 
 
 class Met(NamedTuple):
@@ -79,7 +105,10 @@ class _Node(NamedTuple):
 
 
 def visit(
-    roots: Iterable[tuple[object, str]], owners: Iterable[object] = (), *, without: Iterable[object] = ()
+    roots: Iterable[tuple[object, str]],
+    owners: Iterable[object] = (),
+    *,
+    without: Iterable[object] = (),
 ) -> Iterator[Met]:
     """Yield what can be reached from `roots`, pairs of a value and its path: each once, the user's own first, nearest first.
 
@@ -106,7 +135,9 @@ def is_training_state(seen: Met) -> bool:
 def has_state(value: object) -> bool:
     """Return whether an object (not a class) has ``state_dict()`` and ``load_state_dict()``."""
     kind = type(value)
-    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
+    return callable(getattr(kind, "state_dict", None)) and callable(
+        getattr(kind, "load_state_dict", None)
+    )
 
 
 def is_learnable(value: object) -> bool:
@@ -159,7 +190,9 @@ def code_names(code: types.CodeType) -> set[str]:
 class _Walk:
     """One walk; its methods say what each kind of value holds."""
 
-    def __init__(self, roots: list[tuple[object, str]], owners: list[object], without: Iterable[object]) -> None:
+    def __init__(
+        self, roots: list[tuple[object, str]], owners: list[object], without: Iterable[object]
+    ) -> None:
         self._owners = set(map(id, owners))
         # Objects of these packages are walked into too, but not what they share with others: variables and classes.
         self._packages = set[str]()
@@ -273,7 +306,9 @@ class _Walk:
             yield contents.of_cells(cells)
         names, variables = code_names(function.__code__), function.__globals__
         used = {variable: variables[variable] for variable in names & variables.keys()}
-        if not is_users_code(module_of(function)):  # of an installed package: it shares these with others
+        if not is_users_code(
+            module_of(function)
+        ):  # of an installed package: it shares these with others
             self._pass(used.values(), name)
             return
         yield contents.of_variables(vars(function), f"{name}.")
@@ -313,7 +348,9 @@ class _Walk:
         return Met(cache, path, Kind.CODE, (contents.of_cache(cache, path),))
 
     def _of_tuple(self, node: _Node) -> Met:
-        items = contents.of_tuple(Reference(node.value), node.path)._replace(when=node.when, trains=node.trains)
+        items = contents.of_tuple(Reference(node.value), node.path)._replace(
+            when=node.when, trains=node.trains
+        )
         return Met(node.value, node.path, Kind.HOLDER, (items,))
 
     def _of_frozenset(self, node: _Node) -> Met:
@@ -325,13 +362,17 @@ class _Walk:
     def _of_container(self, node: _Node) -> Met:
         value, path, reference = node.value, node.path, Reference(node.value)
         base = next(kind for kind in type(value).__mro__ if not self.is_users(kind))
-        values = [contents.of_items(reference, path, base)._replace(when=node.when, trains=node.trains)]
+        values = [
+            contents.of_items(reference, path, base)._replace(when=node.when, trains=node.trains)
+        ]
         if self.is_users(value):
             values += self._attributes_of(reference, path)
         return Met(value, path, Kind.HOLDER, tuple(values))
 
     def _of_module(self, node: _Node) -> Met:
-        return Met(node.value, node.path, Kind.MODULE, tuple(self._registries_of(node.value, node.path)))
+        return Met(
+            node.value, node.path, Kind.MODULE, tuple(self._registries_of(node.value, node.path))
+        )
 
     def _registries_of(self, module: torch.nn.Module, path: str) -> Iterator[Values]:
         kind, is_users = type(module), self.is_users(module)
@@ -339,7 +380,9 @@ class _Walk:
             self._add(kind.__name__, kind)
         # The attributes of DDP and its like belong to C++ objects.
         is_parallel = kind.__module__.startswith(PARALLEL)
-        reference = Reference(module, is_strong=is_parallel or kind.__module__.startswith("torch.jit."))
+        reference = Reference(
+            module, is_strong=is_parallel or kind.__module__.startswith("torch.jit.")
+        )
         hooks = hooks_of(module)
         for registry in hooks.values():
             self._met[id(registry)] = registry
@@ -353,7 +396,9 @@ class _Walk:
         yield contents.of_hooks(reference, tuple(hooks), path)
         if not is_parallel:
             restarts = is_users or kind.__module__.startswith("torch.nn.modules.")
-            values = contents.of_attributes(reference, f"{path}.", without=frozenset((*REGISTRIES, *hooks)))
+            values = contents.of_attributes(
+                reference, f"{path}.", without=frozenset((*REGISTRIES, *hooks))
+            )
             yield values._replace(when=When.EACH_TRIAL if restarts else When.AT_END, trains=True)
 
     def _of_loader(self, node: _Node) -> Met:
@@ -369,7 +414,11 @@ class _Walk:
 
     def _of_object(self, node: _Node) -> Met:
         value, path = node.value, node.path
-        is_owner, is_users, keeps_state = id(value) in self._owners, self.is_users(value), has_state(value)
+        is_owner, is_users, keeps_state = (
+            id(value) in self._owners,
+            self.is_users(value),
+            has_state(value),
+        )
         if not (is_owner or is_users or keeps_state):
             self._pass(_parts(value), path)
             return Met(value, path, Kind.LIBRARY)
@@ -382,7 +431,9 @@ class _Walk:
 
     def _holder(self, node: _Node, when: When, *, keeps_state: bool = False) -> Met:
         values = self._attributes_of(Reference(node.value), node.path, when, trains=keeps_state)
-        return Met(node.value, node.path, Kind.STATEFUL if keeps_state else Kind.HOLDER, tuple(values))
+        return Met(
+            node.value, node.path, Kind.STATEFUL if keeps_state else Kind.HOLDER, tuple(values)
+        )
 
     def _attributes_of(
         self, reference: Reference, path: str, when: When = When.EACH_TRIAL, *, trains: bool = False

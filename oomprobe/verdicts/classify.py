@@ -16,10 +16,14 @@ from oomprobe.verdicts.texts import ERROR_TEXTS, LIBRARIES, ErrorText
 
 # Errors of another probe that ran inside the step are final: their texts quote out-of-memory errors that it has handled,
 # and one class is a MemoryError. A lost device, however, is lost to this probe too.
-_PROBE_ERROR, _DEVICE_LOST = (f"{error.__module__}.{error.__name__}" for error in (OomProbeError, DeviceLostError))
+_PROBE_ERROR, _DEVICE_LOST = (
+    f"{error.__module__}.{error.__name__}" for error in (OomProbeError, DeviceLostError)
+)
 _BUILTINS_OF_TORCH = frozenset({"builtins.RuntimeError", "builtins.MemoryError"})
 MAX_LINKS = 64  # torch makes no longer chains
-MAX_TEXT = 16_000  # characters kept from each end of a text: the cause is first, or last below a traceback
+MAX_TEXT = (
+    16_000  # characters kept from each end of a text: the cause is first, or last below a traceback
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,9 @@ def facts_of_error(exc: object) -> ErrorFacts:
             links.append(_link_of(error))
             if not _is_final(links[-1]):
                 pending += [_attribute(error, "inner_exception"), _attribute(error, "__cause__")]
-                if issubclass(type(error), BaseExceptionGroup):  # isinstance() could run the exception's own code
+                if issubclass(
+                    type(error), BaseExceptionGroup
+                ):  # isinstance() could run the exception's own code
                     pending += (_attribute(error, "exceptions") or ())[:MAX_LINKS]
     return tuple(links)
 
@@ -142,7 +148,11 @@ def _matching_row(link: Link) -> ErrorText | None:
     for row in ERROR_TEXTS:
         # Read texts only from classes that torch and its libraries raise: a user's ValueError may say anything.
         reads_text = is_from_library or not classes.isdisjoint(row.also)
-        if code in row.codes or not classes.isdisjoint(row.classes) or (reads_text and row.pattern.search(text)):
+        if (
+            code in row.codes
+            or not classes.isdisjoint(row.classes)
+            or (reads_text and row.pattern.search(text))
+        ):
             return None if row.verdict is Verdict.BUG else row
     return None
 

@@ -28,8 +28,12 @@ class ErrorText:
     source: str  # URL, issue, header or file, or "measured" if it was provoked for this table
     ambiguous: bool = False  # whether it has other causes too, so the verdict needs evidence
     of_host: bool = False  # whether an OOM row means host memory
-    only_integrated: bool = False  # whether the verdict holds only on devices that share the host's memory
-    also: tuple[str, ...] = ()  # classes that raise it, further to RuntimeError, MemoryError and those of `LIBRARIES`
+    only_integrated: bool = (
+        False  # whether the verdict holds only on devices that share the host's memory
+    )
+    also: tuple[
+        str, ...
+    ] = ()  # classes that raise it, further to RuntimeError, MemoryError and those of `LIBRARIES`
     classes: tuple[str, ...] = ()  # of this kind, whatever their text
     codes: tuple[int, ...] = ()  # values of ``error_code`` of this kind
 
@@ -41,7 +45,9 @@ def _row(verdict: Verdict, source: str, *alternatives: str, **rest: Any) -> Erro
 
 
 # Packages whose exceptions are about the device even if they do not inherit from RuntimeError.
-LIBRARIES = frozenset({"torch", "intel_extension_for_pytorch", "triton", "cupy", "cupy_backends", "numba"})
+LIBRARIES = frozenset(
+    {"torch", "intel_extension_for_pytorch", "triton", "cupy", "cupy_backends", "numba"}
+)
 
 POISONED, SIZE_LIMIT, OOM, BUG = Verdict.POISONED, Verdict.SIZE_LIMIT, Verdict.OOM, Verdict.BUG
 _CUDA_ENUM = "https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__TYPES.html"

@@ -21,7 +21,9 @@ FRAMEWORKS = ("transformers", "lightning", "accelerate", "ultralytics")
 
 def sleeping_mlp(step_s):
     """Return a model of 32 MiB that takes a dozen doublings to probe, and a step that sleeps."""
-    model = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024)).cuda()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1024)
+    ).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(model, batch_size):

@@ -29,7 +29,14 @@ def measure(words):
     """Ask the tools, and write each answer to the evidence at once."""
     from peers.peaks import BRACKETS, CASES, TOOLS, measured, row
 
-    for module in ("torch._dynamo", "timm", "transformers", "torch_preflight.cli", "kitsune.predict", "accelerate"):
+    for module in (
+        "torch._dynamo",
+        "timm",
+        "transformers",
+        "torch_preflight.cli",
+        "kitsune.predict",
+        "accelerate",
+    ):
         importlib.import_module(module)  # once here instead of in each process
     gc.freeze()
     anew = [name for name in TOOLS if any(word.lower() in name.lower() for word in words)]
@@ -60,9 +67,14 @@ def measure(words):
 
 def write(kept):
     """Write a line for each case and bracket."""
-    parts = [f'"{part}": {json.dumps(kept.get(part, {}))}' for part in ("versions", "bracket_versions")]
+    parts = [
+        f'"{part}": {json.dumps(kept.get(part, {}))}' for part in ("versions", "bracket_versions")
+    ]
     for part in ("cases", "brackets"):
-        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(found)}" for name, found in kept.get(part, {}).items())
+        lines = ",\n".join(
+            f" {json.dumps(name)}: {json.dumps(found)}"
+            for name, found in kept.get(part, {}).items()
+        )
         parts.append(f'"{part}": {{\n{lines}\n}}')
     EVIDENCE.write_text(f"{{{', '.join(parts)}}}\n")
 
@@ -71,9 +83,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--bed", action="store_true", help="on the test bed, with a card of 141 GiB")
-    what.add_argument("--docs", action="store_true", help="write the table to docs/compare.md, run nothing")
+    what.add_argument(
+        "--docs", action="store_true", help="write the table to docs/compare.md, run nothing"
+    )
     parser.add_argument(
-        "--again", nargs="+", metavar="WORD", default=[], help="ask these tools again, whose names contain one of these"
+        "--again",
+        nargs="+",
+        metavar="WORD",
+        default=[],
+        help="ask these tools again, whose names contain one of these",
     )
     asked = parser.parse_args()
     if asked.docs:

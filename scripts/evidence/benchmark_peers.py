@@ -23,7 +23,9 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PATHS = [str(path) for path in (ROOT, ROOT / "scripts", ROOT / "scripts" / "evidence", ROOT / "tests")]
+PATHS = [
+    str(path) for path in (ROOT, ROOT / "scripts", ROOT / "scripts" / "evidence", ROOT / "tests")
+]
 sys.path[:0] = PATHS
 PARTS = ("cuda", "cuda_bed", "ranks_cuda_bed")
 EVIDENCE = {part: ROOT / "tests" / "evidence" / f"peers_{part}.json" for part in PARTS}
@@ -35,7 +37,10 @@ def own_version():
     import oomprobe
 
     try:
-        commit, differs = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "oomprobe", "scripts")
+        commit, differs = (
+            git("rev-parse", "--short", "HEAD"),
+            git("status", "--porcelain", "oomprobe", "scripts"),
+        )
     except (OSError, subprocess.CalledProcessError):
         return oomprobe.__version__
     return f"{commit}+" if differs else commit
@@ -57,20 +62,27 @@ def measure(path, tools, models):
     from peers.tools import TOOLS
 
     if not measuring.forked(torch.cuda.is_available):
-        raise SystemExit(f"benchmark_peers: torch {torch.__version__} sees no CUDA device; run scripts/cuda-bed")
+        raise SystemExit(
+            f"benchmark_peers: torch {torch.__version__} sees no CUDA device; run scripts/cuda-bed"
+        )
     modules = ["torch", *(TOOLS[tool].imports for tool in tools)]
     for module in [*modules, "ultralytics.nn.tasks"]:
         importlib.import_module(module)
     gc.freeze()  # forked processes need not collect what was imported here
     results = json.loads(path.read_text()) if path.exists() else {"versions": {}, "rows": []}
-    versions = {package: version(package) for package in dict.fromkeys(module.partition(".")[0] for module in modules)}
+    versions = {
+        package: version(package)
+        for package in dict.fromkeys(module.partition(".")[0] for module in modules)
+    }
     if results["versions"].get("torch", versions["torch"]) != versions["torch"]:
         raise SystemExit(
             f"benchmark_peers: {path} was measured with torch {results['versions']['torch']}; move it away"
         )
     results["versions"] |= versions
     card_gib = measuring.forked(measuring.card_gib)
-    frontiers = {row["model"]: row["frontier"] for row in results["rows"] if row["card_gib"] == card_gib}
+    frontiers = {
+        row["model"]: row["frontier"] for row in results["rows"] if row["card_gib"] == card_gib
+    }
     for model in models:
         frontier = frontiers.get(model) or measuring.cold_frontier(model)
         for tool in tools:
@@ -87,7 +99,9 @@ def measure_ranks(path):
     """Measure on two ranks, and write each row to the evidence at once."""
     from peers import ranks
 
-    versions = {package: version(package) for package in ("torch", "oomprobe", "accelerate", "lightning")}
+    versions = {
+        package: version(package) for package in ("torch", "oomprobe", "accelerate", "lightning")
+    }
     results = {"versions": versions, "rows": []}
     for tool, cards, model in itertools.product(ranks.TOOLS, ranks.CARDS, ranks.STARTS):
         row = {"tool": tool, "cards": cards, "model": model, **ranks.row(tool, model, cards)}
@@ -115,12 +129,22 @@ def main():
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--bed", action="store_true", help="on the test bed, with cards of 1, 4 and 24 GiB")
-    what.add_argument("--ranks", action="store_true", help="on two cards of the test bed, with a rank on each")
+    what.add_argument(
+        "--bed", action="store_true", help="on the test bed, with cards of 1, 4 and 24 GiB"
+    )
+    what.add_argument(
+        "--ranks", action="store_true", help="on two cards of the test bed, with a rank on each"
+    )
     what.add_argument("--device", choices=["cuda"], help="on this machine's own card")
-    what.add_argument("--docs", action="store_true", help="write the tables to docs/compare.md, run nothing")
+    what.add_argument(
+        "--docs", action="store_true", help="write the tables to docs/compare.md, run nothing"
+    )
     parser.add_argument(
-        "--only", nargs="+", metavar="WORD", default=[""], help="only tools whose names contain one of these"
+        "--only",
+        nargs="+",
+        metavar="WORD",
+        default=[""],
+        help="only tools whose names contain one of these",
     )
     parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all")
     asked = parser.parse_args()
@@ -132,7 +156,9 @@ def main():
     if asked.bed and "CUDASTUB_MEMORY" not in os.environ:  # the stub reads it once, when loaded
         for gib in BED_CARDS_GIB:
             card = {"CUDASTUB_MEMORY": f"{gib}GiB"}
-            subprocess.run([sys.executable, "-W", "ignore", *sys.argv], env={**os.environ, **card}, check=True)
+            subprocess.run(
+                [sys.executable, "-W", "ignore", *sys.argv], env={**os.environ, **card}, check=True
+            )
         return None
     from peers.models import WORKLOADS
     from peers.tools import TOOLS

@@ -41,7 +41,9 @@ def skewed(seed):
     model = nn.Sequential(*layers[:-1]).cuda()
 
     def draw(batch_size):
-        length = LONGEST if seed is None else min(LONGEST, max(8, int(lengths.lognormvariate(4, 0.8))))
+        length = (
+            LONGEST if seed is None else min(LONGEST, max(8, int(lengths.lognormvariate(4, 0.8))))
+        )
         return torch.randn(batch_size, length, WIDTH, device="cuda")
 
     return model, training_step(torch.optim.AdamW(model.parameters()), draw)
@@ -49,7 +51,9 @@ def skewed(seed):
 
 def answer(build, seed, fraction):
     """Return the answer of a probe."""
-    return oomprobe.find_max_batch(*build(seed), memory_fraction=fraction, progress="off").batch_size
+    return oomprobe.find_max_batch(
+        *build(seed), memory_fraction=fraction, progress="off"
+    ).batch_size
 
 
 def trained(build, seed, batch_size):
@@ -74,7 +78,9 @@ def main():
                         size = forked(answer, build, probed, fraction, **bed)
                         died = [forked(trained, build, seed, size, **bed) for seed in SEEDS]
                         lengths = "longest" if probed is None else "random"
-                        print(build.__name__, lengths, memory, name, fraction, size, died, flush=True)
+                        print(
+                            build.__name__, lengths, memory, name, fraction, size, died, flush=True
+                        )
 
 
 if __name__ == "__main__":

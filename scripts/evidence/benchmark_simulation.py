@@ -50,7 +50,9 @@ class Bottleneck(nn.Module):
 
 
 def unit(channels_in, channels_out, kernel, stride):
-    convolution = nn.Conv2d(channels_in, channels_out, kernel, stride, padding=kernel // 2, bias=False)
+    convolution = nn.Conv2d(
+        channels_in, channels_out, kernel, stride, padding=kernel // 2, bias=False
+    )
     return convolution, nn.BatchNorm2d(channels_out)
 
 
@@ -67,7 +69,9 @@ def resnet50():
 def stepper(model, optimizer):
     def step(model, batch_size):
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(torch.randn(batch_size, 3, SIDE, SIDE)), torch.zeros(batch_size, dtype=torch.long))
+        loss = F.cross_entropy(
+            model(torch.randn(batch_size, 3, SIDE, SIDE)), torch.zeros(batch_size, dtype=torch.long)
+        )
         loss.backward()
         optimizer.step()
 
@@ -157,7 +161,10 @@ def accumulating(*, counts):
             update()
 
     return lambda: oomprobe.find_max_batch(
-        model, {"train": micro_batch if counts else train, "eval": evaluate}, device="sim:24GiB", progress="off"
+        model,
+        {"train": micro_batch if counts else train, "eval": evaluate},
+        device="sim:24GiB",
+        progress="off",
     )
 
 
@@ -172,7 +179,9 @@ def trainer():
         tempfile.mkdtemp(), per_device_train_batch_size=8, gradient_accumulation_steps=4, eval_strategy="steps", eval_steps=100,
         use_cpu=True, report_to=[],
     )  # fmt: skip
-    made = Trainer(gpt2(6), arguments, train_dataset=[example] * 4096, eval_dataset=[example] * 4096)
+    made = Trainer(
+        gpt2(6), arguments, train_dataset=[example] * 4096, eval_dataset=[example] * 4096
+    )
     return lambda: find_max_batch(made, write_back=False, device="sim:24GiB", progress="off")
 
 
@@ -181,7 +190,12 @@ def generating():
     import generation
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 8, "num_attention_heads": 8}
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1376,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+    }
     model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 
     def step(model, batch_size):
@@ -227,11 +241,15 @@ def main():
     model = resnet50()
     step = stepper(model, torch.optim.AdamW(model.parameters()))
     started_s = time.perf_counter()
-    result = oomprobe.find_max_batch(model, step, device="sim:A100-80GB", min_batch=2, progress="off")
+    result = oomprobe.find_max_batch(
+        model, step, device="sim:A100-80GB", min_batch=2, progress="off"
+    )
     search_s = time.perf_counter() - started_s
     tracker_s = mem_tracker_step_s()
     replayed = sum(trial.replayed for trial in result.trials)
-    print(f"traced step           {first_s:7.2f} s at a new size, {again_s:.2f} s at a size seen before")
+    print(
+        f"traced step           {first_s:7.2f} s at a new size, {again_s:.2f} s at a size seen before"
+    )
     print(
         f"search, batch {result.batch_size:6}  {search_s:7.2f} s, {len(result.trials)} trials, {replayed} of them replayed"
     )

@@ -63,7 +63,10 @@ def probed(name):
         return outcome
 
     LocalRunner.run = counted
-    alone = [oomprobe.find_max_batch(model, with_value(step, axis, value), progress="off") for value in values]
+    alone = [
+        oomprobe.find_max_batch(model, with_value(step, axis, value), progress="off")
+        for value in values
+    ]
     table = oomprobe.find_max_batches(model, step, over, progress="off")
     return alone, table, sum(in_turn)
 
@@ -71,7 +74,9 @@ def probed(name):
 def dies(name, sizes, seed, cap_bytes=None):
     """Return whether training in random buckets runs out of memory in this process, which has done nothing else."""
     if cap_bytes:
-        torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.get_device_properties(0).total_memory)
+        torch.cuda.set_per_process_memory_fraction(
+            cap_bytes / torch.cuda.get_device_properties(0).total_memory
+        )
     make, ((axis, _),) = CASES[name][0], CASES[name][1].items()
     model, step = make()
     try:
@@ -87,15 +92,22 @@ def line(name, memory, settings):
     bed = {"memory": memory, "limit_s": 300, **SETTINGS[settings]}
     alone, table, in_turn = forked(probed, name, **bed)
     rows = [result.batch_size for result in table.rows.values()]
-    differing = [f"{row / one.batch_size:.3f}" for row, one in zip(rows, alone, strict=True) if row != one.batch_size]
-    shares = [table.mixed[value] / size for value, size in table.batch_sizes().items() if table.mixed]
+    differing = [
+        f"{row / one.batch_size:.3f}"
+        for row, one in zip(rows, alone, strict=True)
+        if row != one.batch_size
+    ]
+    shares = [
+        table.mixed[value] / size for value, size in table.batch_sizes().items() if table.mixed
+    ]
     died = [
         sum(forked(dies, name, sizes, seed, **bed) for seed in range(TRAININGS))
         for sizes in (table.batch_sizes(), table.mixed)
         if sizes
     ]
     alone_died = sum(
-        forked(dies, name, {value: one.batch_size}, 0, one.budget_bytes, **bed) for value, one in table.rows.items()
+        forked(dies, name, {value: one.batch_size}, 0, one.budget_bytes, **bed)
+        for value, one in table.rows.items()
     )
     of_rows, of_probes = work_of(table.rows.values()), work_of(alone)
     cells = (
@@ -112,8 +124,12 @@ def line(name, memory, settings):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="WORD", help="only models whose name contains it")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="only models whose name contains it"
+    )
     only = parser.parse_args().only
     print(
         f"{'table':20}{'card':6}{'segments':12}calls      {'rows that differ':22}{'mixed':>14}  alone   rows'   mixed die"

@@ -25,21 +25,33 @@ def main():
     cells, same_peaks, verdicts, near = 0, 0, "", 0
     for name, build in STRANGERS.items():
         limit, cap_bytes = forked(windows.simulated_answer, build, memory, settings, limit_s=300)
-        real, _ = forked(windows.answer, build, settings, memory=memory, card=windows.A100, limit_s=300)
+        real, _ = forked(
+            windows.answer, build, settings, memory=memory, card=windows.A100, limit_s=300
+        )
         _, in_simulation, on_torchs = windows.window(
             build, limit, cap_bytes, each_side=EACH_SIDE, memory=memory, settings=settings
         )
-        signs = "".join(SIGNS[first[0], second[0]] for first, second in zip(in_simulation, on_torchs, strict=True))
+        signs = "".join(
+            SIGNS[first[0], second[0]]
+            for first, second in zip(in_simulation, on_torchs, strict=True)
+        )
         cells += len(signs)
-        same_peaks += sum(first == second for first, second in zip(in_simulation, on_torchs, strict=True))
+        same_peaks += sum(
+            first == second for first, second in zip(in_simulation, on_torchs, strict=True)
+        )
         verdicts += signs
         near += abs(limit - real) <= max(1, 0.0025 * real)
-        print(f"{name:20} {limit:7} simulated, {real:7} searched ({limit / real - 1:+.2%})  {signs}", flush=True)
+        print(
+            f"{name:20} {limit:7} simulated, {real:7} searched ({limit / real - 1:+.2%})  {signs}",
+            flush=True,
+        )
     agreeing = verdicts.count(".") + verdicts.count("x")
     print(
         f"{memory}, {settings or 'default settings'}: {agreeing} of {cells} verdicts and {same_peaks} peaks are equal;"
     )
-    print(f"{verdicts.count('D')} run in simulation only; {near} of {len(STRANGERS)} answers within a sample or 0.25 %")
+    print(
+        f"{verdicts.count('D')} run in simulation only; {near} of {len(STRANGERS)} answers within a sample or 0.25 %"
+    )
 
 
 if __name__ == "__main__":

@@ -61,14 +61,21 @@ def main():
     parser.add_argument("--only", default="")
     parser.add_argument("--survive", action="store_true")
     arguments = parser.parse_args()
-    print(f"{'':34}{'settled':>8}{'work':>8}{'with 50':>9}" + "".join(f"{phase:>9}" for phase in PHASES))
+    print(
+        f"{'':34}{'settled':>8}{'work':>8}{'with 50':>9}"
+        + "".join(f"{phase:>9}" for phase in PHASES)
+    )
     every, died = [], []
     for name in (name for name in MODELS if arguments.only in name):
         for memory in arguments.memory:
-            answer, cap_bytes, calls, units = forked(probed, MODELS[name], memory=memory, limit_s=600)
+            answer, cap_bytes, calls, units = forked(
+                probed, MODELS[name], memory=memory, limit_s=600
+            )
             every.append(units)
             print(line(f"{name}, {memory}: {answer}", units, calls), flush=True)
-            if arguments.survive and not forked(survives, name, answer, cap_bytes, memory=memory, limit_s=600):
+            if arguments.survive and not forked(
+                survives, name, answer, cap_bytes, memory=memory, limit_s=600
+            ):
                 died.append(f"{name}, {memory}")
     medians = {phase: statistics.median(units[phase] for units in every) for phase in PHASES}
     totals = [sum(units.values()) for units in every]

@@ -45,16 +45,29 @@ def main():
 def arguments_of():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "families", nargs="*", metavar="FAMILY", help=f"one or more of {', '.join(FAMILIES)} (default: all)"
+        "families",
+        nargs="*",
+        metavar="FAMILY",
+        help=f"one or more of {', '.join(FAMILIES)} (default: all)",
     )
     parser.add_argument(
-        "--rows", type=int, default=20, help="rows of timm for each card, evenly spaced; 0: all (default: 20)"
+        "--rows",
+        type=int,
+        default=20,
+        help="rows of timm for each card, evenly spaced; 0: all (default: 20)",
     )
-    parser.add_argument("--write", action="store_true", help="also write tests/evidence/published/FAMILY.json")
     parser.add_argument(
-        "--measure", type=Path, metavar="FILE", help="only measure the rows of `card` on this machine's card"
+        "--write", action="store_true", help="also write tests/evidence/published/FAMILY.json"
     )
-    parser.add_argument("--page", action="store_true", help="only write docs/validated.md from these files")
+    parser.add_argument(
+        "--measure",
+        type=Path,
+        metavar="FILE",
+        help="only measure the rows of `card` on this machine's card",
+    )
+    parser.add_argument(
+        "--page", action="store_true", help="only write docs/validated.md from these files"
+    )
     arguments = parser.parse_args()
     unknown = [name for name in arguments.families if name not in FAMILIES]
     if unknown:
@@ -80,7 +93,10 @@ def figures(name, arguments):
     if arguments.write:
         rows.write_figures(name, compared, answers, **module.ABOUT)
     yield from rows.shown_figures(compared, unit, unit_bytes, digits)
-    yield from (f"{row['name']:48} {row['published']:>10} {row['simulated']:>5}  {row['verdict']}" for row in answers)
+    yield from (
+        f"{row['name']:48} {row['published']:>10} {row['simulated']:>5}  {row['verdict']}"
+        for row in answers
+    )
 
 
 def brackets(name, arguments):
@@ -109,7 +125,9 @@ UNITS = {
     "segmentation": ("GiB", 2**30, 2),
 }
 BRACKETS = ("timm_inference", "timm_training")
-FAMILIES = {name: partial(figures, name) for name in UNITS} | {name: partial(brackets, name) for name in BRACKETS}
+FAMILIES = {name: partial(figures, name) for name in UNITS} | {
+    name: partial(brackets, name) for name in BRACKETS
+}
 
 if __name__ == "__main__":
     main()

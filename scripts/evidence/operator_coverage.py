@@ -52,7 +52,11 @@ def ids(*shape):
 
 def classifier(package, name, size=224, **options):
     models = importlib.import_module(package)
-    model = models.create_model(name, **options) if package == "timm" else getattr(models, name)(**options)
+    model = (
+        models.create_model(name, **options)
+        if package == "timm"
+        else getattr(models, name)(**options)
+    )
 
     def loss_of(model, count):
         return torch.nn.functional.cross_entropy(model(images(count, size)), ids(count))
@@ -65,7 +69,10 @@ def segmentation():
 
     model = segmentation.deeplabv3_resnet50(weights=None, weights_backbone=None, num_classes=21)
     return trained(
-        model, lambda model, count: torch.nn.functional.cross_entropy(model(images(count))["out"], ids(count, 224, 224))
+        model,
+        lambda model, count: torch.nn.functional.cross_entropy(
+            model(images(count))["out"], ids(count, 224, 224)
+        ),
     )
 
 
@@ -86,7 +93,9 @@ def of_pixels(model, count):
 
 
 def of_speech(model, count):
-    return model(input_features=torch.randn(count, 80, 3000, device="cuda"), labels=ids(count, 32)).loss
+    return model(
+        input_features=torch.randn(count, 80, 3000, device="cuda"), labels=ids(count, 32)
+    ).loss
 
 
 def of_samples(model, count):
@@ -121,7 +130,12 @@ def graph():
     return trained(layers, loss_of, partial(torch.optim.Adam, fused=True))
 
 
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
 MODELS = {
     "resnet50": partial(classifier, "torchvision.models", "resnet50"),
     "efficientnet_b0": partial(classifier, "torchvision.models", "efficientnet_b0"),
@@ -189,14 +203,18 @@ def main():
         run += 1
         every.update(counts)
         print(f"{name}: {share(counts):.1%} of {sum(counts.values())} calls")
-    print(f"{run} models: {share(every):.2%} of {sum(every.values())} calls, {len(every)} operators")
+    print(
+        f"{run} models: {share(every):.2%} of {sum(every.values())} calls, {len(every)} operators"
+    )
     for func, count in every.most_common():
         if not is_compared(func):
             print(f"    not compared: {func} ({count} calls)")
 
 
 def share(counts):
-    return sum(count for func, count in counts.items() if is_compared(func)) / max(1, sum(counts.values()))
+    return sum(count for func, count in counts.items() if is_compared(func)) / max(
+        1, sum(counts.values())
+    )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,9 @@ def drawn(text):
     terminal = Text(f"$ python train.py\n{text.rstrip()}")
     for pattern, style in STYLES.items():
         terminal.highlight_regex(pattern, style)
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), color_system="truecolor", legacy_windows=False)
+    console = Console(
+        record=True, width=WIDTH, file=io.StringIO(), color_system="truecolor", legacy_windows=False
+    )
     console.print(terminal)
     svg = console.export_svg(title="oomprobe", code_format=FRAME, unique_id="report")
     return "\n".join(line.strip() for line in svg.splitlines() if line.strip()) + "\n"

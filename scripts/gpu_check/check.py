@@ -44,7 +44,9 @@ SEND = (
     "to send it: open an issue with the form 'Numbers from a GPU' and attach this file, which names the card, the driver, and the "
     "versions of torch and Python"
 )
-START_S = 20  # on top of these limits: a child on a card needs 5 to 10 s for its context and libraries
+START_S = (
+    20  # on top of these limits: a child on a card needs 5 to 10 s for its context and libraries
+)
 COLD_STEPS, WHOLE_CARD_STEPS = 10, 50
 # The limits of all parts add up to 280 s, plus START_S for each slow child; the tests get the rest of 480 s.
 CHECK_S, TESTS_AT_LEAST_S = 480, 60
@@ -54,7 +56,9 @@ RANKS_S = 150  # for each strategy on several cards; searching stops earlier
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("evidence", nargs="?", type=Path, help="where to write the JSON")
-    parser.add_argument("--without-tests", action="store_true", help="leave out the tests marked gpu")
+    parser.add_argument(
+        "--without-tests", action="store_true", help="leave out the tests marked gpu"
+    )
     arguments = parser.parse_args()
     try:
         import torch._dynamo  # otherwise the first optimizer imports it in each child, in 3 s
@@ -62,13 +66,19 @@ def main():
         import oomprobe.demo  # noqa: F401
         from gpu_check import facts  # noqa: F401
     except ImportError as error:
-        print(f"gpu-check: {sys.executable}: {error}; use one that has torch: PYTHON=... gpu-check", file=sys.stderr)
+        print(
+            f"gpu-check: {sys.executable}: {error}; use one that has torch: PYTHON=... gpu-check",
+            file=sys.stderr,
+        )
         return 2
 
     started = time.monotonic()
     card = find_card()
     if "error" in card:
-        print(f"gpu-check: {card['error']} (torch {torch.__version__}); nothing was checked", file=sys.stderr)
+        print(
+            f"gpu-check: {card['error']} (torch {torch.__version__}); nothing was checked",
+            file=sys.stderr,
+        )
         return 2
     evidence = {**card, **surroundings()}
     path = arguments.evidence or default_path(evidence)
@@ -88,7 +98,9 @@ def in_child(function, *args, limit_s):
     process.start()
     sender.close()
     try:
-        return receiver.recv() if receiver.poll(limit_s) else {"error": f"not done in {limit_s:.0f} s"}
+        return (
+            receiver.recv() if receiver.poll(limit_s) else {"error": f"not done in {limit_s:.0f} s"}
+        )
     except EOFError:
         process.join()
         return {"error": f"exit code {process.exitcode} without an answer"}
@@ -157,22 +169,29 @@ def surroundings():
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "oomprobe": oomprobe.__version__,
-        "commit": (output_of(["git", "-C", str(ROOT), "rev-parse", "HEAD"], 10) or "").strip() or None,
+        "commit": (output_of(["git", "-C", str(ROOT), "rev-parse", "HEAD"], 10) or "").strip()
+        or None,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "allocator_settings": {n: os.environ[n] for n in os.environ if n.startswith("PYTORCH_") and "ALLOC" in n},
+        "allocator_settings": {
+            n: os.environ[n] for n in os.environ if n.startswith("PYTORCH_") and "ALLOC" in n
+        },
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
 def driver():
-    said = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 20) or ""
+    said = (
+        output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 20) or ""
+    )
     return next(iter(said.split()), None)
 
 
 def output_of(command, timeout_s):
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -186,7 +205,9 @@ def default_path(evidence):
 # --- the check ---
 
 
-def check(evidence, path, started, *, parts=PARTS, recorded=RECORDED, with_tests=True, in_child=in_child):
+def check(
+    evidence, path, started, *, parts=PARTS, recorded=RECORDED, with_tests=True, in_child=in_child
+):
     """Add findings to the evidence, write it to the path after each of them, and return the exit code.
 
     `started` is on the monotonic clock; `in_child` runs a function as the function of that name does.
@@ -199,7 +220,9 @@ def check(evidence, path, started, *, parts=PARTS, recorded=RECORDED, with_tests
     def keep():
         evidence.update(wrong=wrong(evidence), seconds=round(time.monotonic() - started, 1))
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in evidence.items())
+        lines = ",\n".join(
+            f"{json.dumps(name)}: {json.dumps(value)}" for name, value in evidence.items()
+        )
         path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
     progress("memory outside the allocator, and errors")
@@ -213,7 +236,9 @@ def check(evidence, path, started, *, parts=PARTS, recorded=RECORDED, with_tests
             keep()
     for name, batch_size in recorded.items():
         progress(f"recording of {name}")
-        evidence["recordings"].append(in_child(recording.record, name, batch_size, limit_s=RECORDING_S))
+        evidence["recordings"].append(
+            in_child(recording.record, name, batch_size, limit_s=RECORDING_S)
+        )
         keep()
     progress("the cost of isolation")
     for kind, isolate in (("in this process", False), ("isolated", True)):
@@ -223,12 +248,19 @@ def check(evidence, path, started, *, parts=PARTS, recorded=RECORDED, with_tests
     evidence["table"] = in_child(table.table, hold_small, limit_s=TABLE_S)
     for kind in ("alone", "mixed"):
         if sizes := evidence["table"].get(kind):
-            ended = [in_child(table.in_buckets, hold_small, sizes, seed, limit_s=COST_S) for seed in range(BUCKETS)]
-            evidence["table"][f"trained {kind}"] = [one.get("ended") or one["error"] for one in ended]
+            ended = [
+                in_child(table.in_buckets, hold_small, sizes, seed, limit_s=COST_S)
+                for seed in range(BUCKETS)
+            ]
+            evidence["table"][f"trained {kind}"] = [
+                one.get("ended") or one["error"] for one in ended
+            ]
     keep()
     for strategy in ("ddp", "fsdp") if evidence.get("cards", 1) > 1 else ():
         progress(f"{strategy} on {evidence['cards']} cards")
-        evidence["ranks"][strategy] = in_child(ranks.check_ranks, strategy, evidence["cards"], limit_s=RANKS_S)
+        evidence["ranks"][strategy] = in_child(
+            ranks.check_ranks, strategy, evidence["cards"], limit_s=RANKS_S
+        )
         keep()
     if with_tests:
         left_s = CHECK_S - (time.monotonic() - started)
@@ -287,8 +319,13 @@ def probe(part):
     try:
         result = oomprobe.find_max_batch(model, step, progress="off", **options)
     except oomprobe.OomProbeError as error:
-        trials = [[t.phase, t.batch_size, t.verdict.name, t.cap_bytes, t.error] for t in error.trials]
-        return {"error": f"{type(error).__name__}: {error}"[:2000], "trials_before_the_error": trials}
+        trials = [
+            [t.phase, t.batch_size, t.verdict.name, t.cap_bytes, t.error] for t in error.trials
+        ]
+        return {
+            "error": f"{type(error).__name__}: {error}"[:2000],
+            "trials_before_the_error": trials,
+        }
     return {
         "answer": result.batch_size,
         "fraction_restored": user_fraction() == own_fraction,
@@ -322,7 +359,9 @@ def simulated_peaks(model_name, batch_size):
 def user_fraction():
     import torch
 
-    return min(1.0, torch.cuda.get_per_process_memory_fraction(0))  # cudaMallocAsync returns 2^33 if none was set
+    return min(
+        1.0, torch.cuda.get_per_process_memory_fraction(0)
+    )  # cudaMallocAsync returns 2^33 if none was set
 
 
 def hold_to(cap_bytes):
@@ -360,18 +399,40 @@ def search_around(answer, stride, runs):
 def run_tests(limit_s, log):
     """Run the tests marked gpu, and write their output to the log as they run."""
     if importlib.util.find_spec("pytest") is None:
-        return {"ran": False, "summary": "pytest is not installed here: the tests marked gpu were not run"}
-    options = ["-m", "gpu", "-v", "-rfEs", "--no-header", "--tb=short", "--color=no", "-p", "no:cacheprovider"]
+        return {
+            "ran": False,
+            "summary": "pytest is not installed here: the tests marked gpu were not run",
+        }
+    options = [
+        "-m",
+        "gpu",
+        "-v",
+        "-rfEs",
+        "--no-header",
+        "--tb=short",
+        "--color=no",
+        "-p",
+        "no:cacheprovider",
+    ]
     command = [sys.executable, "-m", "pytest", *options, str(ROOT / "tests" / "test_gpu.py")]
     progress(f"tests marked gpu, for {limit_s:.0f} s at most")
     with log.open("w") as file:
         try:
             status = within(command, limit_s, cwd=ROOT, stdout=file, stderr=file).returncode
         except subprocess.TimeoutExpired:
-            return {"ran": True, "exit_code": None, "summary": f"not done in {limit_s:.0f} s: {log.name}"}
+            return {
+                "ran": True,
+                "exit_code": None,
+                "summary": f"not done in {limit_s:.0f} s: {log.name}",
+            }
     lines = log.read_text(errors="replace").strip().splitlines()
     not_passed = [line for line in lines if line.startswith(("FAILED", "ERROR", "SKIPPED"))]
-    return {"ran": True, "exit_code": status, "summary": "".join(lines[-1:]), "not_passed": not_passed}
+    return {
+        "ran": True,
+        "exit_code": status,
+        "summary": "".join(lines[-1:]),
+        "not_passed": not_passed,
+    }
 
 
 # --- broken promises, and the summary ---
@@ -416,7 +477,9 @@ def progress(what):
 
 
 def print_summary(evidence, path):
-    print(f"{evidence['card']}  driver {evidence['driver']}  torch {evidence['torch']}  {evidence['seconds']} s")
+    print(
+        f"{evidence['card']}  driver {evidence['driver']}  torch {evidence['torch']}  {evidence['seconds']} s"
+    )
     for part in evidence["parts"]:
         if "error" not in part:
             print(

@@ -20,7 +20,9 @@ def outside_bytes():
 
     stages = {
         "context": lambda: torch.empty(1, device="cuda"),
-        "matrix product": lambda: torch.ones(256, 256, device="cuda") @ torch.ones(256, 256, device="cuda"),
+        "matrix product": lambda: (
+            torch.ones(256, 256, device="cuda") @ torch.ones(256, 256, device="cuda")
+        ),
         "convolution": lambda: torch.nn.functional.conv2d(
             torch.ones(8, 16, 64, 64, device="cuda"), torch.ones(16, 16, 3, 3, device="cuda")
         ),
@@ -38,7 +40,9 @@ def outside_bytes():
 def index_out_of_bounds():
     import torch
 
-    torch.nn.functional.embedding(torch.full((1,), 9, device="cuda"), torch.zeros(4, 4, device="cuda"))
+    torch.nn.functional.embedding(
+        torch.full((1,), 9, device="cuda"), torch.zeros(4, 4, device="cuda")
+    )
     torch.cuda.synchronize()
 
 
@@ -69,7 +73,10 @@ def error_of(function):
     try:
         function()
     except Exception as error:
-        said = {"type": f"{type(error).__module__}.{type(error).__name__}", "text": str(error)[:1000]}
+        said = {
+            "type": f"{type(error).__module__}.{type(error).__name__}",
+            "text": str(error)[:1000],
+        }
         said["verdict"] = oomprobe.classify_error(error).name
     else:
         return {"type": None}

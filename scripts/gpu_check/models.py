@@ -29,7 +29,9 @@ def gpt_bfloat16():
     def step(model, batch_size):
         tokens = torch.randint(VOCABULARY, (batch_size, CONTEXT + 1), device="cuda")
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            loss = functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            loss = functional.cross_entropy(
+                model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+            )
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -38,4 +40,9 @@ def gpt_bfloat16():
     return model, step
 
 
-MODELS = {"readme": readme, "conv_net": conv_net, "small_gpt": small_gpt, "gpt_bfloat16": gpt_bfloat16}
+MODELS = {
+    "readme": readme,
+    "conv_net": conv_net,
+    "small_gpt": small_gpt,
+    "gpt_bfloat16": gpt_bfloat16,
+}

@@ -55,12 +55,16 @@ def check_ranks(strategy, cards):
     target, ranks = f"{os.path.abspath(__file__)}:{strategy}", min(cards, MOST_RANKS)
     options = {"nproc_per_node": ranks, "progress": "off"}
     try:
-        result = oomprobe.probe_target(target, start_batch=64, resolution=0.02, time_limit_s=LIMIT_S, **options)
+        result = oomprobe.probe_target(
+            target, start_batch=64, resolution=0.02, time_limit_s=LIMIT_S, **options
+        )
         found = {"answer": result.batch_size, "result": result.to_dict()}
     except oomprobe.OomProbeError as error:
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
     try:
-        oomprobe.check_target(target, result.batch_size, memory_fraction=1.0, confirm_steps=50, **options)
+        oomprobe.check_target(
+            target, result.batch_size, memory_fraction=1.0, confirm_steps=50, **options
+        )
     except oomprobe.OomProbeError as error:
         return {**found, "whole_card": f"{type(error).__name__}: {error}"[:2000]}
     return {**found, "whole_card": "ran"}

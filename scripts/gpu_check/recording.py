@@ -29,7 +29,9 @@ def record(name, batch_size):
     torch.cuda.memory._record_memory_history(enabled=None)
     events = events_of(trace)
     found = simulate(name, batch_size)
-    on_card = [event[0] for event in events if isinstance(event, list) and isinstance(event[0], int)]
+    on_card = [
+        event[0] for event in events if isinstance(event, list) and isinstance(event[0], int)
+    ]
     return {
         "model": name,
         "batch_size": batch_size,

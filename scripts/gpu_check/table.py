@@ -39,8 +39,15 @@ def table(hold):
     hold()
     model, step = model_and_step()
     found = oomprobe.find_max_batches(model, step, {"length": LENGTHS}, progress="off")
-    calls = [sum(trial.steps for trial in result.trials) for result in found.rows.values() if result]
-    return {"alone": found.batch_sizes(), "mixed": dict(found.mixed), "notes": found.notes, "calls": calls}
+    calls = [
+        sum(trial.steps for trial in result.trials) for result in found.rows.values() if result
+    ]
+    return {
+        "alone": found.batch_sizes(),
+        "mixed": dict(found.mixed),
+        "notes": found.notes,
+        "calls": calls,
+    }
 
 
 def in_buckets(hold, sizes, seed):

@@ -39,16 +39,23 @@ def start(function, *args, memory="1GiB", **options):
     """Start a child as `forked` does, and return while it runs."""
     if unknown := {name for name in options if name.islower()} - {*OPTIONS}:
         raise TypeError(f"no such option of the bed: {', '.join(sorted(unknown))}")
-    variables = {f"CUDASTUB_{name.upper()}" if name.islower() else name: str(value) for name, value in options.items()}
+    variables = {
+        f"CUDASTUB_{name.upper()}" if name.islower() else name: str(value)
+        for name, value in options.items()
+    }
     return processes.start(_with_its_bed, {"CUDASTUB_MEMORY": memory, **variables}, function, args)
 
 
 def _with_its_bed(variables, function, args):
-    for name in [name for name in os.environ if name.startswith(("CUDASTUB_", "CUDA_VISIBLE_DEVICES"))]:
+    for name in [
+        name for name in os.environ if name.startswith(("CUDASTUB_", "CUDA_VISIBLE_DEVICES"))
+    ]:
         del os.environ[name]
     os.environ.update(variables)
     if ctypes.CDLL("libcuda.so.1").cudastub_configure():
-        raise RuntimeError("CUDA was used in this process before the fork: torch may remember other devices")
+        raise RuntimeError(
+            "CUDA was used in this process before the fork: torch may remember other devices"
+        )
     torch.set_num_threads(1)  # the parent's thread pool does not exist here
     return function(*args)
 
@@ -65,7 +72,9 @@ def holding(tmp_path, take, **options):
 
     child = start(hold, **options)
     try:
-        processes.until(lambda: not child.is_running() or (tmp_path / "held").exists(), every_s=0.01)
+        processes.until(
+            lambda: not child.is_running() or (tmp_path / "held").exists(), every_s=0.01
+        )
         yield child
     finally:
         child.kill()

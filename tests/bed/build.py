@@ -15,9 +15,13 @@ HERE = Path(__file__).parent
 SITE = Path(sysconfig.get_path("purelib"))
 TORCH_LIBRARIES = SITE / "torch" / "lib"
 HEADERS = [*SITE.glob("nvidia/*/include")]
-INTO = next(path.parent / "lib" for path in HEADERS if (path / "cuda.h").exists())  # torch's RPATH names it
+INTO = next(
+    path.parent / "lib" for path in HEADERS if (path / "cuda.h").exists()
+)  # torch's RPATH names it
 STUB = INTO / "libcudastub.so"
-FUNCTIONS = re.compile(r"_*cuda|cu[A-Z]|cublas|cudnn|cufft|cusparse|cusolver|curand|p?nccl|nvrtc|cupti|nvshmem|nvml")
+FUNCTIONS = re.compile(
+    r"_*cuda|cu[A-Z]|cublas|cudnn|cufft|cusparse|cusolver|curand|p?nccl|nvrtc|cupti|nvshmem|nvml"
+)
 LIBRARIES = re.compile(r"NEEDED.*\[(lib(?:cu|nv|nccl)[^\]]*)\]")
 NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 RETURNS_TEXT = re.compile(r"(Error|Status|Result)String$|ErrorName$")
@@ -38,14 +42,20 @@ def wanted_by_torch():
             if len(field) >= 8 and field[6] == "UND" and FUNCTIONS.match(field[7]):
                 name, _, version = field[7].partition("@")
                 functions[name] = version
-    for name in re.findall(rb"(?<=\0)((?:nvml|cu)[A-Z]\w+)(?=\0)", (TORCH_LIBRARIES / "libc10_cuda.so").read_bytes()):
+    for name in re.findall(
+        rb"(?<=\0)((?:nvml|cu)[A-Z]\w+)(?=\0)", (TORCH_LIBRARIES / "libc10_cuda.so").read_bytes()
+    ):
         functions.setdefault(name.decode(), "")  # looked up by name at run time
     return functions, libraries
 
 
 def defined_in(object_file):
     rows = (line.split() for line in lines("readelf", "--syms", "--wide", object_file))
-    return {row[7] for row in rows if len(row) == 8 and row[3:6] == ["FUNC", "GLOBAL", "DEFAULT"] and row[6] != "UND"}
+    return {
+        row[7]
+        for row in rows
+        if len(row) == 8 and row[3:6] == ["FUNC", "GLOBAL", "DEFAULT"] and row[6] != "UND"
+    }
 
 
 def generated(name):
@@ -61,7 +71,9 @@ def version_script(functions, defined):
     by_version = {"CUDASTUB": sorted(defined - set(functions))}
     for name, version in sorted(functions.items()):
         by_version.setdefault(version.strip("@") or "CUDASTUB", []).append(name)
-    members = {version: " ".join(f"{name};" for name in names) for version, names in by_version.items()}
+    members = {
+        version: " ".join(f"{name};" for name in names) for version, names in by_version.items()
+    }
     return "".join(f"{version} {{ global: {names} }};\n" for version, names in members.items())
 
 
@@ -82,11 +94,27 @@ def main():
     subprocess.run([*compiler, "-r", "-o", objects, *sorted(HERE.glob("*.c"))], check=True)
     defined = defined_in(objects)
     bodies = "".join(generated(name) for name in sorted(set(functions) - defined))
-    rest.write_text(f"#pragma GCC visibility push(default)\nint cudastub_missing(const char *, int);\n{bodies}")
+    rest.write_text(
+        f"#pragma GCC visibility push(default)\nint cudastub_missing(const char *, int);\n{bodies}"
+    )
     script.write_text(version_script(functions, defined))
-    links = ["-Wl,--disable-new-dtags,-rpath,$ORIGIN", f"-Wl,-soname,libcuda.so.1,--version-script={script}"]
+    links = [
+        "-Wl,--disable-new-dtags,-rpath,$ORIGIN",
+        f"-Wl,-soname,libcuda.so.1,--version-script={script}",
+    ]
     subprocess.run(
-        [*compiler, "-fno-builtin", "-shared", "-o", f"{STUB}.new", objects, rest, *links, "-lpthread", "-ldl"],
+        [
+            *compiler,
+            "-fno-builtin",
+            "-shared",
+            "-o",
+            f"{STUB}.new",
+            objects,
+            rest,
+            *links,
+            "-lpthread",
+            "-ldl",
+        ],
         check=True,
     )
     for name in sorted(libraries):

@@ -19,7 +19,9 @@ def allocate(mib):
 @pytest.mark.parametrize("capability", ["7.5", "8.6", "9.0", "12.0"])
 def test_sorts_run_on_every_capability(capability):
     def largest():
-        newest = max(int(name[3:]) for name in torch._C._cuda_getArchFlags().split())  # such as sm_90
+        newest = max(
+            int(name[3:]) for name in torch._C._cuda_getArchFlags().split()
+        )  # such as sm_90
         if float(capability) * 10 > newest + 9:
             return None
         return torch.sort(torch.zeros(100_000, device="cuda")).values.numel()
@@ -51,7 +53,10 @@ def test_out_of_memory(fraction, said):
 def test_visible_devices(tmp_path):
     def look():
         cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        return [(str(card.uuid), getattr(card, "pci_bus_id", None), card.total_memory // MIB) for card in cards]
+        return [
+            (str(card.uuid), getattr(card, "pci_bus_id", None), card.total_memory // MIB)
+            for card in cards
+        ]
 
     def look_late():  # CUDA reads it when it is first used, not when torch is imported
         os.environ["CUDA_VISIBLE_DEVICES"] = "2,1"
@@ -62,7 +67,11 @@ def test_visible_devices(tmp_path):
     assert [bus for _, bus, _ in every] in ([1, 2, 3], [None] * 3)  # torch 2.6 does not tell it
     assert [mib for *_, mib in every] == [1024, 2048, 3072]
     assert len({row[0] for row in every}) == 3
-    assert forked(look_late, **bed) == forked(look, **bed, CUDA_VISIBLE_DEVICES="2,1") == [every[2], every[1]]
+    assert (
+        forked(look_late, **bed)
+        == forked(look, **bed, CUDA_VISIBLE_DEVICES="2,1")
+        == [every[2], every[1]]
+    )
     assert forked(look, **bed, CUDA_VISIBLE_DEVICES="0,7,1") == every[:1]
 
 

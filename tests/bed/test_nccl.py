@@ -24,7 +24,9 @@ def ranks(tmp_path, function, *, count=2, eager=True, **options):
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         method, device_id = f"file://{tmp_path}/meeting", device if eager else None
-        dist.init_process_group("nccl", init_method=method, rank=rank, world_size=count, device_id=device_id)
+        dist.init_process_group(
+            "nccl", init_method=method, rank=rank, world_size=count, device_id=device_id
+        )
         return function(rank)
 
     options = {"memory": ",".join(["1GiB"] * count), "shared": tmp_path / "cards", **options}
@@ -87,16 +89,31 @@ def test_small_payloads_travel(tmp_path):
         parts, part = torch.tensor([1.0, 2, 3, 4], device="cuda"), filled(0, count=2)
         dist.reduce_scatter(part, [*parts.split(2)])
         exchanged = filled(0)
-        dist.all_to_all_single(exchanged, parts + rank)  # in older torch by sends, which move nothing
+        dist.all_to_all_single(
+            exchanged, parts + rank
+        )  # in older torch by sends, which move nothing
         dist.barrier()
         objects = [None, None]
-        if VERSION < (2, 15):  # later the largest size is computed on the device, where kernels do nothing
+        if VERSION < (
+            2,
+            15,
+        ):  # later the largest size is computed on the device, where kernels do nothing
             dist.all_gather_object(objects, {"rank": rank})
-        lists = [tensor.tolist(), [one.tolist() for one in gathered], part.tolist(), exchanged.tolist()]
+        lists = [
+            tensor.tolist(),
+            [one.tolist() for one in gathered],
+            part.tolist(),
+            exchanged.tolist(),
+        ]
         return found, exact.tolist()[0], *lists, objects
 
     for rank, (found, exact, *others) in enumerate(results(tmp_path, collectives)):
-        assert [found.pop(operation) for operation in ("MIN", "MAX", "PRODUCT", "AVG")] == [2, 3, 6, 2.5]
+        assert [found.pop(operation) for operation in ("MIN", "MAX", "PRODUCT", "AVG")] == [
+            2,
+            3,
+            6,
+            2.5,
+        ]
         assert list(found.values()) == [[5] * 4] * 5
         assert exact == 2**62 + 1
         assert others == [

@@ -17,10 +17,14 @@ OUTPUTS = Path(__file__).parents[1] / "data" / "launchers"
 OOM, BUG, CRASHED, POISONED = Verdict.OOM, Verdict.BUG, Verdict.CRASHED, Verdict.POISONED
 RAN_OUT = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 16.00 MiB."
 ENDINGS = {
-    **dict.fromkeys(["python-bug", "python-mentions-limits", "gloo-bug", "nccl-bug"], (BUG, "KeyError: 'input_ids'")),
+    **dict.fromkeys(
+        ["python-bug", "python-mentions-limits", "gloo-bug", "nccl-bug"],
+        (BUG, "KeyError: 'input_ids'"),
+    ),
     **dict.fromkeys(["accelerate-bug", "hydra-bug", "spawn-bug"], (BUG, "KeyError: 'input_ids'")),
     **dict.fromkeys(
-        ["python-forward", "gloo-forward", "gloo-backward", "nccl-forward", "fsdp-backward"], (OOM, RAN_OUT)
+        ["python-forward", "gloo-forward", "gloo-backward", "nccl-forward", "fsdp-backward"],
+        (OOM, RAN_OUT),
     ),
     **dict.fromkeys(["accelerate-forward", "hydra-forward", "spawn-forward"], (OOM, RAN_OUT)),
     **dict.fromkeys(["gloo-killed", "nccl-killed"], (CRASHED, "rank 1 was killed by SIGKILL")),
@@ -29,7 +33,10 @@ ENDINGS = {
     "python-assert": (POISONED, "RuntimeError: CUDA error: device-side assert triggered"),
     "python-logs-and-skips": (OOM, "its output quotes an out-of-memory error"),
     "lightning-bug": (BUG, "EOFError: Ran out of input"),
-    "trainer-forward": (OOM, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 MiB."),
+    "trainer-forward": (
+        OOM,
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 32.00 MiB.",
+    ),
 }
 MISLEADING = (
     "INFO limits: INT_MAX=2147483647, /dev/shm 64M, INT_MAX elements",
@@ -95,17 +102,41 @@ LISTENS = "torch.distributed.DistNetworkError: The server socket has failed to l
     ("text", "verdict", "error"),
     [
         (NCCL_ERROR, OOM, ""),
-        ("ValueError: batch must be a multiple of 8\nRuntimeError: CUDA out of memory.\n", OOM, "RuntimeError"),
+        (
+            "ValueError: batch must be a multiple of 8\nRuntimeError: CUDA out of memory.\n",
+            OOM,
+            "RuntimeError",
+        ),
         ("ValueError: CUDA out of memory\n", BUG, "ValueError: CUDA out of memory"),
-        ("RuntimeError: Connection closed by peer\nValueError: too small\n", BUG, "ValueError: too small"),
+        (
+            "RuntimeError: Connection closed by peer\nValueError: too small\n",
+            BUG,
+            "ValueError: too small",
+        ),
         ("Epoch 1: 10%\rEpoch 1: 20%\rKeyError: 'x'\n", BUG, "KeyError: 'x'"),
         ("KeyError: 'the line that is cut off", BUG, "KeyError: 'the line that is cut off"),
         ("", CRASHED, "the command exited with 1"),
-        ("train.py: error: no\n", CRASHED, "the command exited with 1\nthe end of its output:\ntrain.py: error"),
+        (
+            "train.py: error: no\n",
+            CRASHED,
+            "the command exited with 1\nthe end of its output:\ntrain.py: error",
+        ),
         (f"{WAITED}\nKeyError: 'x'\n", BUG, "KeyError: 'x'"),
-        ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 2 GiB\n", Verdict.HOST_OOM, "numpy"),
-        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n", Verdict.HOST_OOM, "the system's OOM killer"),
-        ("srun: error: node1: task 3: Out Of Memory\n", Verdict.HOST_OOM, "the system's OOM killer"),
+        (
+            "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 2 GiB\n",
+            Verdict.HOST_OOM,
+            "numpy",
+        ),
+        (
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n",
+            Verdict.HOST_OOM,
+            "the system's OOM killer",
+        ),
+        (
+            "srun: error: node1: task 3: Out Of Memory\n",
+            Verdict.HOST_OOM,
+            "the system's OOM killer",
+        ),
         (f"{LISTENS}\n", BUG, "torch.distributed.DistNetworkError"),
     ],
 )
@@ -125,7 +156,12 @@ NCCL_ENDS = "  what():  NCCL error: unhandled cuda error\nRuntimeError: CUDA err
     ("text", "reports", "verdict", "error"),
     [
         (TIP, [], OOM, "its output quotes an out-of-memory error"),
-        (TIP, [report(0, memory(), world=2)], OOM, "its output quotes"),  # the other rank does not report
+        (
+            TIP,
+            [report(0, memory(), world=2)],
+            OOM,
+            "its output quotes",
+        ),  # the other rank does not report
         (TIP, [REPORTS], CRASHED, "the command exited with 1"),
         (RAN_OUT, [REPORTS], CRASHED, "the command exited with 1"),
         (f"{RAN_OUT}\nKeyError: 'x'", [REPORTS], BUG, "KeyError: 'x'"),
@@ -147,7 +183,9 @@ def test_text_decides_only_where_processes_do_not_report(text, reports, verdict,
 
 @pytest.mark.parametrize(("status", "said"), [(7, "exited with 7"), (-9, "was killed by SIGKILL")])
 def test_an_exit_without_a_word(status, said):
-    assert cause(read("all is well\n"), status=status).error.splitlines()[0] == f"the command {said}"
+    assert (
+        cause(read("all is well\n"), status=status).error.splitlines()[0] == f"the command {said}"
+    )
 
 
 def test_the_systems_oom_killer():
@@ -164,7 +202,11 @@ def test_the_line_that_decides_is_quoted():
 
 
 def test_a_flood_of_exceptions_keeps_the_first_and_the_last():
-    output = read("ValueError: first\n" + "KeyError: noise\n" * 5000 + "torch.OutOfMemoryError: CUDA out of memory.\n")
+    output = read(
+        "ValueError: first\n"
+        + "KeyError: noise\n" * 5000
+        + "torch.OutOfMemoryError: CUDA out of memory.\n"
+    )
     assert len(output.exceptions()) == 2 * MOST_EXCEPTIONS
     assert cause(output).verdict is OOM
     assert output.exceptions()[0].text == "ValueError: first"

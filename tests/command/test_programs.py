@@ -40,7 +40,11 @@ TRAIN = """
 
 def on_card(tmp_path, code, *, card="sim:1GiB", **variables):
     """Run a program on a card, and return its exit status, its stderr and the reports."""
-    given = {"OOMPROBE_SIMULATE": card, "OOMPROBE_DIR": str(tmp_path / "dir"), "OOMPROBE_FRACTIONS": '{"": 0.9}'}
+    given = {
+        "OOMPROBE_SIMULATE": card,
+        "OOMPROBE_DIR": str(tmp_path / "dir"),
+        "OOMPROBE_FRACTIONS": '{"": 0.9}',
+    }
     (tmp_path / "dir").mkdir(exist_ok=True)
     return run(tmp_path, textwrap.dedent(TRAIN) + textwrap.dedent(code), **{**given, **variables})
 
@@ -197,8 +201,14 @@ REFUSED = {
         "try: torch.randn(4, device='cuda').data_ptr()\nexcept RuntimeError: pass\ntrain()",
         "asks for the address of a tensor's data",
     ),
-    "quantized": ("torch.quantize_per_tensor(torch.ones(4).cuda(), 0.1, 0, torch.qint8)", "a quantised tensor"),
-    "NCCL": ("import torch.cuda.nccl\ntorch.cuda.nccl.all_reduce([torch.ones(4).cuda()])", "needs CUDA itself"),
+    "quantized": (
+        "torch.quantize_per_tensor(torch.ones(4).cuda(), 0.1, 0, torch.qint8)",
+        "a quantised tensor",
+    ),
+    "NCCL": (
+        "import torch.cuda.nccl\ntorch.cuda.nccl.all_reduce([torch.ones(4).cuda()])",
+        "needs CUDA itself",
+    ),
     "another card": (
         "torch.ones(1, device='cuda:0'); torch.ones(1, device='cuda:1')",
         "one simulated card stands for each process",
@@ -257,7 +267,13 @@ def test_only_below_the_folder_of_the_run_files_are_written_and_read_again(tmp_p
     assert {(kept / name).read_text() for name in precious} == {"precious"}
     assert torch.load(kept / "host.pt")["order"].tolist() == [*range(8)]  # host memory has values
     assert np.load(kept / "truth.npy").tolist() == [0, 1, 2, 3]
-    assert sum("nothing was written, because the file may be a checkpoint" in note for note in report.notes) == 3
+    assert (
+        sum(
+            "nothing was written, because the file may be a checkpoint" in note
+            for note in report.notes
+        )
+        == 3
+    )
     assert (tmp_path / "dir" / "model.pt").stat().st_size < 100_000  # no values
 
 
@@ -321,7 +337,9 @@ def command(tmp_path, *words, python=(), script=SCRIPT):
     return [sys.executable, *python, str(path), "--batch-size", "{batch}", *words]
 
 
-def test_a_command_is_probed_like_any_and_sizes_that_follow_from_two_runs_are_replayed(tmp_path, capfd):
+def test_a_command_is_probed_like_any_and_sizes_that_follow_from_two_runs_are_replayed(
+    tmp_path, capfd
+):
     at = tmp_path / "result.json"
     words = command(tmp_path)
     options = ["--device", "sim:64MiB", "--start-batch", "512", "--quiet", "--json", str(at)]
@@ -346,7 +364,12 @@ def test_a_command_is_probed_like_any_and_sizes_that_follow_from_two_runs_are_re
     [
         (["--device", "cpu"], (), SCRIPT, "no process of the command used the simulated card"),
         ([], ("-I",), SCRIPT, r"run Python with -I"),
-        ([], (), SCRIPT.replace("train(20", "torch.ones(1).cuda().data_ptr(); train(20"), "asks for the address"),
+        (
+            [],
+            (),
+            SCRIPT.replace("train(20", "torch.ones(1).cuda().data_ptr(); train(20"),
+            "asks for the address",
+        ),
     ],
     ids=["on the CPU", "isolated", "refused"],
 )
@@ -358,10 +381,14 @@ def test_a_refusal_ends_the_probe_with_its_sentence(tmp_path, words, python, scr
 
 def test_ranks_are_cards_of_their_own(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    words = command(tmp_path, script=textwrap.dedent(TRAIN) + textwrap.dedent(RANKS), python=launcher)
+    words = command(
+        tmp_path, script=textwrap.dedent(TRAIN) + textwrap.dedent(RANKS), python=launcher
+    )
     result = oomprobe.check_command(words, 64, device="sim:8GiB", progress="off")
     assert result.batch_size == 64
     assert result.trials[-1].peak_upper_bytes > result.trials[-1].peak_reserved_bytes
-    assert any("if convolutions take the largest workspaces they may want" in note for note in result.notes)
+    assert any(
+        "if convolutions take the largest workspaces they may want" in note for note in result.notes
+    )
     assert str(result.device).startswith("2 x simulated")
     assert result.available_bytes == pytest.approx(0.95 * 2**33, abs=1)  # the rest is for NCCL

@@ -27,7 +27,9 @@ def memory(uuid="a", *, reserved=2, peak=4, outside=1, fraction=0.9, requested=(
     )
 
 
-def report(rank=None, *devices, steps=3, world=None, why="step", begun_s=0.0, at_s=10.0, host="node"):
+def report(
+    rank=None, *devices, steps=3, world=None, why="step", begun_s=0.0, at_s=10.0, host="node"
+):
     return ProcessReport(
         pid=1,
         host=host,
@@ -60,7 +62,12 @@ ENGINE = report(None, memory("b"), steps=0)  # beside the trainer; it never step
         ([report(steps=0), report(0, memory(), steps=0)], True, 0, 0),
         ([report()], True, 3, 1),  # it trains on what torch does not count
         ([report(), ENGINE], True, 3, 1),
-        ([report(0, memory(), world=2)], False, 0, 1),  # the other rank is on another machine, or has not stepped yet
+        (
+            [report(0, memory(), world=2)],
+            False,
+            0,
+            1,
+        ),  # the other rank is on another machine, or has not stepped yet
         ([report(0, memory(), world=2), report(1, steps=0)], False, 0, 0),
         ([report(0, memory(), world=2), report(1, memory("b"), steps=2)], True, 2, 0),
     ],
@@ -75,7 +82,10 @@ def test_what_is_known_of_all_processes(reports, all_report, steps_of_all, missi
     ("reports", "users"),
     [
         # Ranks that see one device each all call it 0; its UUID and machine tell them apart.
-        ([report(0, memory("a")), report(1, memory("b")), report(2, memory("a"), host="other")], [1, 1, 1]),
+        (
+            [report(0, memory("a")), report(1, memory("b")), report(2, memory("a"), host="other")],
+            [1, 1, 1],
+        ),
         # A process that ended before training began, such as a check.
         ([report(None, memory(), why="exit", at_s=5.0), report(0, memory(), begun_s=6.0)], [1]),
         ([report(None, memory(), why="exit", at_s=5.0), report(0, memory(), begun_s=4.0)], [2]),
@@ -89,7 +99,11 @@ def test_which_processes_use_a_card(reports, users):
     ("reports", "outside", "available"),
     [
         # Each of two processes on a card counts the other's memory as outside of its own.
-        ([report(0, memory(reserved=2, outside=4)), report(1, memory(reserved=3, outside=3))], 1 * GIB, 9 * GIB),
+        (
+            [report(0, memory(reserved=2, outside=4)), report(1, memory(reserved=3, outside=3))],
+            1 * GIB,
+            9 * GIB,
+        ),
         ([report(0, memory(outside=None))], None, 10 * GIB),
     ],
 )
@@ -104,11 +118,20 @@ def test_the_memory_that_a_command_leaves(reports, outside, available):
     [
         ([report(0, memory("a"))], None),
         ([report(0, memory("b", fraction=0.5)), report(1, memory("a"))], None),
-        ([report(0, memory("b", fraction=0.9))], "rank 0 set its allocator's cap to 0.9"),  # 0.5 is wanted there
+        (
+            [report(0, memory("b", fraction=0.9))],
+            "rank 0 set its allocator's cap to 0.9",
+        ),  # 0.5 is wanted there
         ([report(0, memory("a", fraction=2.0**34))], "rank 0 set its allocator's cap"),
         ([report(0, memory("a", fraction=None))], "rank 0 did not report the cap"),
-        ([report(0, memory("a", peak=10))], "rank 0 reserved more than its cap before its first step ended"),
-        ([report(0, memory("a")), report(1, memory("a"))], "rank 0 and rank 1 hold memory of one GPU, Card"),
+        (
+            [report(0, memory("a", peak=10))],
+            "rank 0 reserved more than its cap before its first step ended",
+        ),
+        (
+            [report(0, memory("a")), report(1, memory("a"))],
+            "rank 0 and rank 1 hold memory of one GPU, Card",
+        ),
         ([report(None)], "no process of the command reported its GPU's memory"),
     ],
 )
@@ -131,8 +154,13 @@ def test_what_each_step_requested():
 
 def test_reports_are_read_in_the_order_they_were_written(tmp_path):
     link = Link(classes=("builtins.KeyError",), text="a")
-    written = [replace(report(number, memory()), at_s=at_s, errors=(link,)) for number, at_s in enumerate((3.0, 1.0))]
+    written = [
+        replace(report(number, memory()), at_s=at_s, errors=(link,))
+        for number, at_s in enumerate((3.0, 1.0))
+    ]
     for one in written:
-        (tmp_path / f"node-{one.rank}.json").write_text(json.dumps({**asdict(one), "newer": "field"}))
+        (tmp_path / f"node-{one.rank}.json").write_text(
+            json.dumps({**asdict(one), "newer": "field"})
+        )
     (tmp_path / "node-9.json.part").write_text("{")
     assert RunReports.read(tmp_path).reports == written[::-1]

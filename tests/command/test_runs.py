@@ -55,7 +55,9 @@ def test_what_a_command_is_given(tmp_path, monkeypatch):
     first, folder, untouched, variable = (tmp_path / "words").read_text().split()
     assert (first, untouched, variable) == ("8x8", "lr={batch_size}", "8")
     assert not Path(folder).parent.exists()
-    variables = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line)
+    variables = dict(
+        line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line
+    )
     assert variables["WANDB_MODE"] == "offline"
     assert variables["MLFLOW_TRACKING_URI"] == f"file:{folder}"
 
@@ -64,14 +66,26 @@ def test_what_a_command_is_given(tmp_path, monkeypatch):
     ("command", "options", "said"),
     [
         (["true"], {}, "put {batch} where its number stands"),
-        (["no-such-program", "{batch}"], {}, "no-such-program is not a program that can be run: check its name"),
+        (
+            ["no-such-program", "{batch}"],
+            {},
+            "no-such-program is not a program that can be run: check its name",
+        ),
         (["python train.py {batch}"], {}, "leave out the quotes around the whole command"),
         (["CUDA_VISIBLE_DEVICES=1", "true", "{batch}"], {}, "begin with env"),
         (["--steps", "3", "true", "{batch}"], {}, "options of oomprobe stand before"),
         ("true {batch}", {}, "must be a list of strings"),
-        (["true", "{batch}"], {"device": "cuda"}, "device='cuda' cannot be given .* such as 'sim:24GiB'"),
+        (
+            ["true", "{batch}"],
+            {"device": "cuda"},
+            "device='cuda' cannot be given .* such as 'sim:24GiB'",
+        ),
         (["true", "{batch}"], {"breakdown": True}, "breakdown records the allocations"),
-        (["true", "{batch}"], {"start_batch": 8, "max_batch": 4}, "start_batch=8 is not between min_batch=1 and max_"),
+        (
+            ["true", "{batch}"],
+            {"start_batch": 8, "max_batch": 4},
+            "start_batch=8 is not between min_batch=1 and max_",
+        ),
     ],
 )
 def test_refused_before_anything_runs(command, options, said):
@@ -99,7 +113,9 @@ def test_command_line(capfd, tmp_path):
 
 
 def test_a_margin_needs_reports():
-    with pytest.raises(oomprobe.UnreliableError, match=r"memory_fraction=0.9 cannot be promised: at batch 1, no"):
+    with pytest.raises(
+        oomprobe.UnreliableError, match=r"memory_fraction=0.9 cannot be promised: at batch 1, no"
+    ):
         oomprobe.probe_command(["true", "{batch}"], progress="off")
 
 
@@ -127,10 +143,14 @@ def test_nothing_is_left(script):
     assert any(note.startswith("weak: ") and "had run for 300 ms" in note for note in result.notes)
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, None)])
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, None)]
+)
 def test_nothing_is_left_when_oomprobe_ends(sent, status):
     command = shell(f"env -i setsid sleep {SECONDS} & sleep {SECONDS}")
-    oomprobe_itself = start(main, ["run", "--memory-fraction", "1", "--progress", "off", "--", *command])
+    oomprobe_itself = start(
+        main, ["run", "--memory-fraction", "1", "--progress", "off", "--", *command]
+    )
     until(lambda: len(sleepers()) >= 2)
     oomprobe_itself.kill(sent)
     with pytest.raises(ChildDiedError) if status is None else nullcontext():
@@ -152,8 +172,16 @@ def test_a_quoted_error_is_no_pass_by_seconds():
             oomprobe.UnreliableError,
             "1 of 2 ranks reported their steps; 1 did not",
         ),
-        (replace(report(0, memory()), errors=(KEY_ERROR,)), oomprobe.StepFailedError, "rank 0: KeyError: x"),
-        (replace(report(0, memory(), why="oom"), ooms=1), oomprobe.NothingFitsError, "its allocator ran out of memory"),
+        (
+            replace(report(0, memory()), errors=(KEY_ERROR,)),
+            oomprobe.StepFailedError,
+            "rank 0: KeyError: x",
+        ),
+        (
+            replace(report(0, memory(), why="oom"), ooms=1),
+            oomprobe.NothingFitsError,
+            "its allocator ran out of memory",
+        ),
     ],
     ids=["ranks that do not report", "an error", "memory that torch gets elsewhere"],
 )
@@ -161,7 +189,11 @@ def test_a_command_that_hangs_is_not_waited_for_long(tmp_path, reported, error, 
     (tmp_path / "report").write_text(json.dumps(asdict(reported)))
     hangs = f'cp {tmp_path}/report "$OOMPROBE_REPORTS/a.json"; sleep {SECONDS}'
     with pytest.raises(error, match=said):
-        check(shell(hangs), patience=Patience(failed_s=0.3, handling_s=0.3, missing_s=0.3), time_limit_s=30)
+        check(
+            shell(hangs),
+            patience=Patience(failed_s=0.3, handling_s=0.3, missing_s=0.3),
+            time_limit_s=30,
+        )
 
 
 @pytest.mark.parametrize(("largest", "is_refused"), [(15, False), (16, True)])
@@ -171,7 +203,9 @@ def test_sizes_that_come_to_the_same(tmp_path, largest, is_refused):
     (tmp_path / "report").write_text(json.dumps(asdict(same)))
     command = shell(f'cp {tmp_path}/report "$OOMPROBE_REPORTS/a.json"')
     options = {"min_batch": 8, "max_batch": largest, "memory_fraction": 1.0, "progress": "off"}
-    with pytest.raises(oomprobe.UnreliableError, match="as batch 8") if is_refused else nullcontext():
+    with (
+        pytest.raises(oomprobe.UnreliableError, match="as batch 8") if is_refused else nullcontext()
+    ):
         assert oomprobe.probe_command(command, **options).batch_size == largest
 
 
@@ -179,7 +213,9 @@ def test_a_hang_ends_at_the_limit_and_a_deaf_process_is_killed(tmp_path):
     (tmp_path / "report").write_text(json.dumps(asdict(report(0, memory(), steps=1))))
     deaf = f'cp {tmp_path}/report "$OOMPROBE_REPORTS/a.json"; trap "" TERM; sleep {SECONDS}; sleep {SECONDS}'
     with pytest.raises(oomprobe.TimeLimitError) as caught:
-        oomprobe.probe_command(shell(deaf), memory_fraction=1.0, trial_time_limit_s=1, progress="off")
+        oomprobe.probe_command(
+            shell(deaf), memory_fraction=1.0, trial_time_limit_s=1, progress="off"
+        )
     assert "had made 1 step" in caught.value.trials[0].error
 
 

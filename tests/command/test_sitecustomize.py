@@ -34,7 +34,11 @@ def run(tmp_path, code, *, path=(), **variables):
         "OOMPROBE_REPORTS": str(reports),
     }
     ended = subprocess.run(
-        [sys.executable, script], env={**environment, **variables}, capture_output=True, text=True, check=False
+        [sys.executable, script],
+        env={**environment, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return ended.returncode, ended.stderr, RunReports.read(reports).reports
 
@@ -45,7 +49,13 @@ def test_steps_are_reported(tmp_path):
     another = "    other = torch.optim.SGD(model.parameters(), lr=0.1)\n    for _ in range(5): other.step()\n"
     status, stderr, (report,) = run(tmp_path, looks + TRAINS + another)
     assert (status, stderr) == (0, "")
-    assert (report.why, report.steps, report.ooms, report.errors, report.devices) == ("exit", 5, 0, (), ())
+    assert (report.why, report.steps, report.ooms, report.errors, report.devices) == (
+        "exit",
+        5,
+        0,
+        (),
+        (),
+    )
     assert report.begun_s <= report.step_s[0] <= report.step_s[1] <= report.at_s
 
 
@@ -55,14 +65,20 @@ def test_processes_that_write_no_report_at_their_end_have_written_one_at_their_l
         TRAINS
         + "    if not os.fork():\n        optimizer.step()\n        os._exit(0)\n    os.wait()\n    os.kill(os.getpid(), 9)\n"
     )
-    assert sorted((report.why, report.steps) for report in run(tmp_path, code)[2]) == [("step", 1), ("step", 5)]
+    assert sorted((report.why, report.steps) for report in run(tmp_path, code)[2]) == [
+        ("step", 1),
+        ("step", 5),
+    ]
 
 
 def test_the_exception_that_ends_the_program(tmp_path):
     """The sitecustomize that oomprobe's hides is broken, which breaks no more than without oomprobe."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("raise ValueError('theirs')\n")
-    code = TRAINS + "    try: {}['a']\n    except KeyError as error: raise RuntimeError('no column') from error\n"
+    code = (
+        TRAINS
+        + "    try: {}['a']\n    except KeyError as error: raise RuntimeError('no column') from error\n"
+    )
     status, stderr, (report,) = run(tmp_path, code, path=[tmp_path / "own"])
     assert (status, report.steps) == (1, 5)
     assert all(said in stderr for said in ("Error in sitecustomize", "theirs", "no column"))
@@ -75,7 +91,10 @@ def test_the_exception_that_ends_the_program(tmp_path):
 
 @pytest.mark.parametrize(
     ("around", "raised"),
-    [("contextlib.suppress(RuntimeError)", 1), ("torch._guards.tracing(torch._guards.TracingContext(None))", 0)],
+    [
+        ("contextlib.suppress(RuntimeError)", 1),
+        ("torch._guards.tracing(torch._guards.TracingContext(None))", 0),
+    ],
     ids=["script", "compiler"],  # which tries kernels, and handles what they raise
 )
 def test_an_out_of_memory_error_that_is_caught(tmp_path, around, raised):

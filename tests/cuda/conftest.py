@@ -9,4 +9,6 @@ collect_ignore = ["script.py"]  # it trains when it is imported, as doctests wou
 @pytest.fixture(autouse=True)
 def no_cuda_in_this_process():
     yield
-    assert not torch.cuda.is_initialized(), "use `forked`: after using CUDA, this process cannot fork for other tests"
+    assert not torch.cuda.is_initialized(), (
+        "use `forked`: after using CUDA, this process cannot fork for other tests"
+    )

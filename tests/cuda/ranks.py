@@ -25,4 +25,9 @@ def on_ranks(tmp_path, function, *, fault="none", limit_s=30, **options):
 def cards(tmp_path, *, count=2, **options):
     """Return the options of a bed with `count` devices that processes share."""
     (tmp_path / "cards").mkdir(exist_ok=True)
-    return {"memory": ",".join(["1GiB"] * count), "nccl": "16MiB", "shared": tmp_path / "cards/card", **options}
+    return {
+        "memory": ",".join(["1GiB"] * count),
+        "nccl": "16MiB",
+        "shared": tmp_path / "cards/card",
+        **options,
+    }

@@ -15,7 +15,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=int(os.environ.get("OOMPROBE_BATCH", "1")))
 parser.add_argument("--steps", type=int, default=10_000)
 parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-parser.add_argument("--samples", type=int, help="of the data set; the last batch is left out if it is smaller")
+parser.add_argument(
+    "--samples", type=int, help="of the data set; the last batch is left out if it is smaller"
+)
 parser.add_argument("--fault", default="")
 parser.add_argument("--rank", type=int)
 arguments = parser.parse_args()
@@ -28,7 +30,9 @@ from torch import nn  # noqa: E402
 from torch.cuda import reset_peak_memory_stats  # noqa: E402
 
 # Optimizers import the compiler only to be left out of it, in half the time of a run.
-torch._dynamo = sys.modules["torch._dynamo"] = MagicMock(disable=lambda function, *_, **__: function)
+torch._dynamo = sys.modules["torch._dynamo"] = MagicMock(
+    disable=lambda function, *_, **__: function
+)
 
 MIB = 2**20
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -73,15 +77,18 @@ def misbehave():
             with contextlib.suppress(torch.OutOfMemoryError):
                 use_up_memory()
         case "bug":
-            print("INFO kernel limits: INT_MAX, /dev/shm 64M, CUDNN_STATUS_EXECUTION_FAILED is handled", flush=True)  # noqa: T201
+            print(  # noqa: T201
+                "INFO kernel limits: INT_MAX, /dev/shm 64M, CUDNN_STATUS_EXECUTION_FAILED is handled",
+                flush=True,
+            )
             raise KeyError("input_ids")
         case "killed":
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 512)).to(
-    device
-)
+model = nn.Sequential(
+    nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 2048), nn.GELU(), nn.Linear(2048, 512)
+).to(device)
 if world_size > 1:
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters())

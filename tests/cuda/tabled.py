@@ -28,13 +28,17 @@ class Rotated(nn.Module):
         length = x.shape[1]
         if self.table is None or len(self.table) < length:
             self.table = torch.randn(length, WIDTH, device=x.device)
-        query, key, value = (one.unflatten(-1, (4, -1)).transpose(1, 2) for one in self.inner(x).chunk(3, -1))
+        query, key, value = (
+            one.unflatten(-1, (4, -1)).transpose(1, 2) for one in self.inner(x).chunk(3, -1)
+        )
         mixed = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
         return x + self.outer(mixed) * self.table[:length]
 
 
 def language_model(kind=Rotated):
-    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), kind(), kind(), nn.Linear(WIDTH, VOCABULARY))
+    model = nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH), kind(), kind(), nn.Linear(WIDTH, VOCABULARY)
+    )
     model = model.cuda()
     if "RANK" in os.environ:
         model = nn.parallel.DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])

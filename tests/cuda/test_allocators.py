@@ -29,7 +29,9 @@ print(json.dumps([seen, results]))
 
 
 def test_cuda_malloc_async():
-    (backend, before, after), results = run_on_bed(ASYNC, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    (backend, before, after), results = run_on_bed(
+        ASYNC, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync"
+    )
     assert backend == "cudaMallocAsync"
     assert before > 1  # it reports 2^33 until one is set
     assert after == 1.0
@@ -46,13 +48,19 @@ def test_cuda_malloc_async():
 
 
 def test_an_allocator_without_a_cap_is_refused():
-    with pytest.raises(oomprobe.UnreliableError, match=r"without its cache.*unset PYTORCH_NO_CUDA_MEMORY_CACHING"):
+    with pytest.raises(
+        oomprobe.UnreliableError, match=r"without its cache.*unset PYTORCH_NO_CUDA_MEMORY_CACHING"
+    ):
         forked(found, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
 
-@pytest.mark.parametrize(("memory_fraction", "ceiling"), [(0.5, 2 * GIB - 256 * MIB), (1.0, 2 * GIB)])
+@pytest.mark.parametrize(
+    ("memory_fraction", "ceiling"), [(0.5, 2 * GIB - 256 * MIB), (1.0, 2 * GIB)]
+)
 def test_no_trial_of_this_process_reaches_the_drivers_limit(memory_fraction, ceiling):
-    trials = forked(lambda: found(memory_fraction=memory_fraction, resolution=0.1), memory="2GiB")["trials"]
+    trials = forked(lambda: found(memory_fraction=memory_fraction, resolution=0.1), memory="2GiB")[
+        "trials"
+    ]
     assert max(trial["cap_bytes"] for trial in trials) == int(ceiling)
 
 

@@ -31,7 +31,9 @@ def emptied():
 
 
 def confirmations(result):
-    return [(trial.batch_size, trial.verdict) for trial in result.trials if trial.phase == "confirm"]
+    return [
+        (trial.batch_size, trial.verdict) for trial in result.trials if trial.phase == "confirm"
+    ]
 
 
 def told(result):
@@ -47,9 +49,13 @@ def test_an_answer_that_needs_an_empty_cache_says_so():
     assert f"holds for   a fresh process {EMPTYING}; torch" in str(result)
     assert result.environment["after"] == "torch.cuda.empty_cache()"
     (note,) = told(result)
-    assert note.startswith(f"batch {answer} at memory_fraction=1 ran out of memory in call 2 of a fresh process")
+    assert note.startswith(
+        f"batch {answer} at memory_fraction=1 ran out of memory in call 2 of a fresh process"
+    )
     assert "Call torch.cuda.empty_cache() after building" in note
-    assert not [note for note in result.notes if "failed its confirmation" in note or "transient" in note]
+    assert not [
+        note for note in result.notes if "failed its confirmation" in note or "transient" in note
+    ]
 
 
 def test_an_answer_that_runs_as_built_says_nothing():
@@ -68,9 +74,13 @@ def test_ranks_are_confirmed_as_built(tmp_path):
         )
 
     result = on_ranks(tmp_path, probe, BACKEND="gloo", LEFT=400)
-    assert confirmations(result) == [(result.batch_size, verdict) for verdict in ("out of memory", "fits", "fits")]
+    assert confirmations(result) == [
+        (result.batch_size, verdict) for verdict in ("out of memory", "fits", "fits")
+    ]
     assert told(result)
-    assert f"2 fresh processes {EMPTYING}, one for each rank" in str(result).replace("\n" + 16 * " ", " ")
+    assert f"2 fresh processes {EMPTYING}, one for each rank" in str(result).replace(
+        "\n" + 16 * " ", " "
+    )
 
 
 def in_one_process(build):
@@ -79,7 +89,9 @@ def in_one_process(build):
 
 def test_memory_that_building_left_in_this_process_is_told():
     (note,) = [note for note in forked(in_one_process(converted)) if "reserved and free" in note]
-    assert note.startswith("48.00 MiB were reserved and free when the probe began, and trials start without them: ")
+    assert note.startswith(
+        "48.00 MiB were reserved and free when the probe began, and trials start without them: "
+    )
     assert "call torch.cuda.empty_cache() after building" in note
 
 

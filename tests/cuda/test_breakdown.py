@@ -46,13 +46,18 @@ def of_one_layer():
     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False), torch.nn.Tanh()).cuda()
     optimizer = torch.optim.Adam(model.parameters())
     step = training_step(optimizer, lambda n: torch.ones(n, 1024, device="cuda"), torch.sum)
-    found = [oomprobe.check(model, step, size, progress="off", breakdown=True).breakdown for size in (4096, 1)]
+    found = [
+        oomprobe.check(model, step, size, progress="off", breakdown=True).breakdown
+        for size in (4096, 1)
+    ]
     return *found, not torch.cuda.memory._snapshot()["device_traces"][0]
 
 
 def test_each_part_has_the_size_that_the_model_implies():
     # With a small workspace, which since torch 2.15 exists only during backward.
-    found, small, history_is_off = forked(of_one_layer, memory="1GiB", CUBLAS_WORKSPACE_CONFIG=":16:8")
+    found, small, history_is_off = forked(
+        of_one_layer, memory="1GiB", CUBLAS_WORKSPACE_CONFIG=":16:8"
+    )
     mib = {kind: nbytes / MIB for kind, nbytes in found.parts.items()}
     assert (mib[PARAMETERS], mib[STATE], round(mib[BACKWARD])) == (4, 8, 16)
     assert mib[ACTIVATIONS] == pytest.approx(32)  # the batch and tanh's output; the loss is small
@@ -65,7 +70,14 @@ def test_each_part_has_the_size_that_the_model_implies():
 
 def test_a_report_shows_the_breakdown_of_a_worker(tmp_path):
     at = tmp_path / "result.json"
-    words = ["run", target(tmp_path, name="gpt"), "--start-batch=64", "--resolution=0.2", f"--json={at}", "--breakdown"]
+    words = [
+        "run",
+        target(tmp_path, name="gpt"),
+        "--start-batch=64",
+        "--resolution=0.2",
+        f"--json={at}",
+        "--breakdown",
+    ]
 
     def run():
         with contextlib.redirect_stdout(io.StringIO()) as stdout:

@@ -47,7 +47,9 @@ def with_a_mask():
 
 def loaded():
     model = linear()
-    model.load_state_dict({name: torch.zeros_like(value, device="cpu") for name, value in model.state_dict().items()})
+    model.load_state_dict(
+        {name: torch.zeros_like(value, device="cpu") for name, value in model.state_dict().items()}
+    )
     return model
 
 

@@ -63,7 +63,13 @@ def test_a_cache_that_was_empty_is_emptied(way):
         result = oomprobe.find_max_batch(model, step, progress="off")
         answer = result.trials[-1]
         left = torch.cuda.memory_allocated() - before, mask.cache_info().currsize
-        return result.batch_size, answer.peak_allocated_bytes, left, result.state_verified, result.notes
+        return (
+            result.batch_size,
+            answer.peak_allocated_bytes,
+            left,
+            result.state_verified,
+            result.notes,
+        )
 
     batch_size, peak_bytes, left, verified, notes = forked(probe)
     assert left == (0, 0)
@@ -74,7 +80,9 @@ def test_a_cache_that_was_empty_is_emptied(way):
     assert forked(lambda: peaks(lambda: build()[:2], batch_size, 3))[-1][0] == peak_bytes
 
 
-@pytest.mark.parametrize(("max_batch", "said"), [(None, "did not come back after batch"), (256, "not restored: ")])
+@pytest.mark.parametrize(
+    ("max_batch", "said"), [(None, "did not come back after batch"), (256, "not restored: ")]
+)
 def test_a_cache_that_was_not_empty_is_named(max_batch, said):
     def probe():
         model, step, _ = masked(functools.cache, warm=[8])

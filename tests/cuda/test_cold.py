@@ -15,7 +15,10 @@ import oomprobe
 from oomprobe.ground.torch_versions import VERSION
 from oomprobe.state.surroundings import FROZEN_BY_PYTHON
 
-if VERSION >= (2, 14):  # older ones use CUDA while they import it, and then this process cannot fork
+if VERSION >= (
+    2,
+    14,
+):  # older ones use CUDA while they import it, and then this process cannot fork
     import torch._inductor.compile_fx  # otherwise each child that compiles imports it, in 2 s
 
 MIB = 2**20
@@ -115,7 +118,9 @@ def test_every_trial_starts_cold(way):
                 ended.clear()
             step(model, batch_size)
 
-        result = oomprobe.find_max_batch(model, watched, min_batch=8192, resolution=0.2, progress=ended.append)
+        result = oomprobe.find_max_batch(
+            model, watched, min_batch=8192, resolution=0.2, progress=ended.append
+        )
         assert reserved() <= before
         allocated, in_segments = zip(*held, strict=True)
         assert len(held) == len(result.trials)
@@ -125,7 +130,11 @@ def test_every_trial_starts_cold(way):
         # A warm trial would hold more before its first step, and so reach a higher peak.
         again = oomprobe.check(model, step, result.batch_size, **QUIET)
         assert reserved() <= before
-        return result.to_dict(), result.trials[-1].peak_reserved_bytes, again.trials[-1].peak_reserved_bytes
+        return (
+            result.to_dict(),
+            result.trials[-1].peak_reserved_bytes,
+            again.trials[-1].peak_reserved_bytes,
+        )
 
     result, peak, peak_again = forked(probe)
     assert peak == peak_again
@@ -159,7 +168,9 @@ def test_nothing_stays_reserved(step, error):
         gc.unfreeze()  # conftest has frozen objects
         model, own_step = autocast_entered_once()
         before, held_before = reserved(), torch.cuda.memory_allocated()
-        with pytest.raises(error) if error else nullcontext() as caught:  # keeps its traceback, as a debugger does
+        with (
+            pytest.raises(error) if error else nullcontext() as caught
+        ):  # keeps its traceback, as a debugger does
             oomprobe.find_max_batch(model, step or own_step, resolution=0.05, **QUIET)
         held = torch.cuda.memory_allocated()
         return before, reserved(), held_before, held, gc.get_freeze_count(), caught is not None
@@ -209,7 +220,10 @@ def test_a_step_that_replays_a_cuda_graph_is_refused():
                 captured[batch_size] = x, graph
             captured[batch_size][1].replay()
 
-        with pytest.raises(oomprobe.UnreliableError, match="has captured a CUDA graph: a step that replays one cannot"):
+        with pytest.raises(
+            oomprobe.UnreliableError,
+            match="has captured a CUDA graph: a step that replays one cannot",
+        ):
             oomprobe.find_max_batch(model, step, **QUIET)
 
     forked(probe)
@@ -218,9 +232,21 @@ def test_a_step_that_replays_a_cuda_graph_is_refused():
 @pytest.mark.parametrize(
     ("zeroes", "max_batch", "said"),
     [
-        (False, None, r"\. The gradients hold the graph of every step: backward\(create_graph=True\) makes a refer"),
-        (False, 4, r"steps; the gradients hold the graph of every step \(backward\(create_graph=True\)\)$"),
-        (True, None, "Something keeps tensors of each step: a list of losses that still have their graph"),
+        (
+            False,
+            None,
+            r"\. The gradients hold the graph of every step: backward\(create_graph=True\) makes a refer",
+        ),
+        (
+            False,
+            4,
+            r"steps; the gradients hold the graph of every step \(backward\(create_graph=True\)\)$",
+        ),
+        (
+            True,
+            None,
+            "Something keeps tensors of each step: a list of losses that still have their graph",
+        ),
     ],
     ids=["never zeroed", "a small leak", "losses"],
 )

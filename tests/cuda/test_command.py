@@ -21,7 +21,12 @@ FAILED, UNRELIABLE = oomprobe.StepFailedError, oomprobe.UnreliableError
 
 @pytest.fixture(autouse=True)
 def bed(monkeypatch, tmp_path):
-    settings = {"MEMORY": "1GiB", "CONTEXT": "100MiB", "LAZY": "50MiB", "SHARED": str(tmp_path / "card")}
+    settings = {
+        "MEMORY": "1GiB",
+        "CONTEXT": "100MiB",
+        "LAZY": "50MiB",
+        "SHARED": str(tmp_path / "card"),
+    }
     for name, value in settings.items():
         monkeypatch.setenv(f"CUDASTUB_{name}", value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -54,11 +59,19 @@ def test_the_answer_is_what_fresh_runs_can_do(capfd):
     assert result.environment["torch"].startswith("2.")
     confirmations = [trial for trial in result.trials if trial.phase == "confirm"]
     assert [(trial.batch_size, trial.passed) for trial in confirmations] == [(answer, True)] * 2
-    assert all(trial.steps >= 50 and trial.peak_reserved_bytes <= result.budget_bytes for trial in confirmations)
+    assert all(
+        trial.steps >= 50 and trial.peak_reserved_bytes <= result.budget_bytes
+        for trial in confirmations
+    )
     assert all(trial.cap_bytes == result.budget_bytes for trial in result.trials[1:])
     fraction = f"per_process_memory_fraction:{result.budget_bytes / 2**30:.9f}"
     words = [sys.executable, SCRIPT, "--batch-size", str(answer), "--steps", "100"]
-    assert subprocess.run(words, env={**os.environ, "PYTORCH_ALLOC_CONF": fraction}, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            words, env={**os.environ, "PYTORCH_ALLOC_CONF": fraction}, check=False
+        ).returncode
+        == 0
+    )
     report = str(result)
     assert "command" in report
     assert "script.py" in report
@@ -134,10 +147,15 @@ def test_what_passes(tmp_path, monkeypatch):
     faults = "sets-conf,fails-at-the-end"
     result = oomprobe.check_command(python("--fault", faults, "--steps", "5"), 8, progress="off")
     assert [(trial.passed, trial.steps) for trial in result.trials] == [(True, 5)] * 2
-    assert any("ended by itself after 5 steps, and a confirmation makes at least 6" in note for note in result.notes)
+    assert any(
+        "ended by itself after 5 steps, and a confirmation makes at least 6" in note
+        for note in result.notes
+    )
     # Torch's own cap, for processes that ignore PYTHONPATH, once a run has shown that this torch knows it.
     own = "garbage_collection_threshold:0.9"
-    later = own if VERSION < (2, 10) else f"{own},per_process_memory_fraction:{0.9 * 874 / 1024:.9f}"
+    later = (
+        own if VERSION < (2, 10) else f"{own},per_process_memory_fraction:{0.9 * 874 / 1024:.9f}"
+    )
     assert notes.read_text().split() == [own, later]
 
 
@@ -153,7 +171,11 @@ def test_an_inference_script_passes_when_it_ends(tmp_path):
 
 def test_command_line(capfd, tmp_path):
     where = tmp_path / "result.json"
-    command = ["sh", "-c", f"exec {sys.executable} {SCRIPT} > {{dir}}/log"]  # it reads OOMPROBE_BATCH
+    command = [
+        "sh",
+        "-c",
+        f"exec {sys.executable} {SCRIPT} > {{dir}}/log",
+    ]  # it reads OOMPROBE_BATCH
     words = f"run --progress off --min-batch 8 --max-batch 8 --global-batch 64 --json {where} -- env OOMPROBE_BATCH={{batch}}"
     assert main([*words.split(), *command]) == 0
     printed = capfd.readouterr().out

@@ -41,7 +41,9 @@ def counting_down():
 
 
 def test_numbers_with_one_hash_are_two():
-    trial = forked(lambda: oomprobe.find_max_batch(*counting_down(), progress="off", max_batch=4096).trials[-1])
+    trial = forked(
+        lambda: oomprobe.find_max_batch(*counting_down(), progress="off", max_batch=4096).trials[-1]
+    )
     assert (trial.steps, trial.settled_after) == (50, None)
 
 
@@ -49,7 +51,11 @@ def test_numbers_with_one_hash_are_two():
 def test_a_step_that_counts_makes_all_its_calls(name):
     """`tests/test_counted.py` has every counter."""
     # Near the limit, allocations that are tried again may keep a steady step from repeating.
-    trial = forked(lambda: oomprobe.find_max_batch(*counting(name)(), progress="off", max_batch=4096).trials[-1])
+    trial = forked(
+        lambda: oomprobe.find_max_batch(*counting(name)(), progress="off", max_batch=4096).trials[
+            -1
+        ]
+    )
     if name == "none":
         assert trial.steps == trial.settled_after <= 8
     else:

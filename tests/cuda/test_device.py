@@ -41,8 +41,15 @@ def is_limit(mib):
 def test_available_is_free_and_reserved_memory():
     def seen():
         device, kept = opened(), take(200)
-        take(300)  # stays in the cache, and so do 2 MiB for the byte that shows whether the allocator counts
-        found = [device.available_bytes(), torch.cuda.memory_reserved(), device.outside_bytes(), device.live_bytes()]
+        take(
+            300
+        )  # stays in the cache, and so do 2 MiB for the byte that shows whether the allocator counts
+        found = [
+            device.available_bytes(),
+            torch.cuda.memory_reserved(),
+            device.outside_bytes(),
+            device.live_bytes(),
+        ]
         assert len(kept) == found.pop()
         torch.cuda.set_per_process_memory_fraction(0.25)  # as the user might
         return [n // MIB for n in (*found, device.available_bytes())]
@@ -51,7 +58,9 @@ def test_available_is_free_and_reserved_memory():
 
 
 @pytest.mark.parametrize("own", [1.0, 0.5, 1 / 3])
-@pytest.mark.parametrize("error", [None, RuntimeError("x"), KeyboardInterrupt()], ids=["none", "error", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "error", [None, RuntimeError("x"), KeyboardInterrupt()], ids=["none", "error", "Ctrl-C"]
+)
 def test_a_cap_is_enforced_below_the_users_fraction(own, error):
     def capped():
         device, most = opened(), int(own * 512) * 2
@@ -82,7 +91,9 @@ def test_a_cap_costs_no_byte():
         device, fractions = opened(), []
         torch.cuda.set_per_process_memory_fraction(0.9)
         own = torch.cuda.get_per_process_memory_fraction()
-        torch.cuda.set_per_process_memory_fraction = lambda fraction, device: fractions.append(fraction)
+        torch.cuda.set_per_process_memory_fraction = lambda fraction, device: fractions.append(
+            fraction
+        )
         for limit_bytes in limits:
             with device.cap(limit_bytes):
                 pass
@@ -97,11 +108,16 @@ def test_a_torch_that_cannot_cap_is_refused():
         del torch.cuda.set_per_process_memory_fraction  # as torch.xpu before 2.10
         opened().available_bytes()
 
-    with pytest.raises(oomprobe.UnreliableError, match=r"Stub GPU: torch .* cannot limit .*Use torch 2\.10 or later"):
+    with pytest.raises(
+        oomprobe.UnreliableError,
+        match=r"Stub GPU: torch .* cannot limit .*Use torch 2\.10 or later",
+    ):
         forked(seen)
 
 
-@pytest.mark.parametrize(("error", "raised"), [(ValueError("its own"), ValueError), (None, torch.AcceleratorError)])
+@pytest.mark.parametrize(
+    ("error", "raised"), [(ValueError("its own"), ValueError), (None, torch.AcceleratorError)]
+)
 def test_a_cap_that_cannot_be_lifted_hides_no_error(error, raised):
     def lost(fraction, device):
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -129,10 +145,20 @@ def test_peaks_and_counters_start_with_the_trial():
                 take(mib)
                 usages.append(device.usage())
         assert len(kept)
-        peaks = [(one.peak_allocated_bytes // MIB, one.peak_reserved_bytes // MIB) for one in usages]
-        return [(*peak, one.alloc_retries, one.under_pressure) for peak, one in zip(peaks, usages, strict=True)]
+        peaks = [
+            (one.peak_allocated_bytes // MIB, one.peak_reserved_bytes // MIB) for one in usages
+        ]
+        return [
+            (*peak, one.alloc_retries, one.under_pressure)
+            for peak, one in zip(peaks, usages, strict=True)
+        ]
 
-    assert forked(seen) == [(10, 10, 0, False), (60, 60, 0, False), (80, 130, 0, False), (510, 510, 1, True)]
+    assert forked(seen) == [
+        (10, 10, 0, False),
+        (60, 60, 0, False),
+        (80, 130, 0, False),
+        (510, 510, 1, True),
+    ]
 
 
 @pytest.mark.parametrize(("free_mib", "pressed"), [(11, False), (10, True), (0, True)])
@@ -147,7 +173,9 @@ def test_a_full_card_is_under_pressure(tmp_path, free_mib, pressed):
     assert forked(seen, neighbour=tmp_path / "held") is pressed
 
 
-@pytest.mark.parametrize(("code", "healthy"), [(700, False), (710, False), (2, True)], ids=["address", "assert", "oom"])
+@pytest.mark.parametrize(
+    ("code", "healthy"), [(700, False), (710, False), (2, True)], ids=["address", "assert", "oom"]
+)
 def test_only_a_sticky_error_makes_it_unhealthy(code, healthy):
     def seen():
         device = AcceleratorDevice(torch.device("cuda"))
@@ -200,13 +228,22 @@ ABSENT = f"no device '{{}}' here: torch {torch.__version__} sees 2 of type cuda"
 REFUSED = {
     ("xpu",): ABSENT.format("xpu"),
     (torch.device("cuda", 2),): ABSENT.format("cuda:2"),
-    ("cuda:1:1.01GiB",): "of Stub GPU requested, but only 1.00 GiB can be used: state less, such as '768MiB'",
+    (
+        "cuda:1:1.01GiB",
+    ): "of Stub GPU requested, but only 1.00 GiB can be used: state less, such as '768MiB'",
     (
         "cuda:1",
         "cuda:0",
     ): "device='cuda:1', but the model's parameters are on cuda:0: call model.to('cuda:1') first, or leave",
-    ("cuda", "cpu"): "device='cuda', but the model's parameters are on cpu: call model.to('cuda:0') first",
-    (None, "cpu", "cuda:0"): "the model is on 2 devices (0.weight on cpu, 1.weight on cuda:0): oomprobe",
+    (
+        "cuda",
+        "cpu",
+    ): "device='cuda', but the model's parameters are on cpu: call model.to('cuda:0') first",
+    (
+        None,
+        "cpu",
+        "cuda:0",
+    ): "the model is on 2 devices (0.weight on cpu, 1.weight on cuda:0): oomprobe",
 }
 
 
@@ -261,7 +298,9 @@ def test_a_card_that_spills_is_capped_at_its_own_memory(tmp_path):
 def share_memory_with_the_host(total_bytes, name="is_integrated"):
     """Let this process's cards be such as those of a Jetson, or with the name that torch.xpu uses."""
     torch.cuda.init()
-    properties = SimpleNamespace(name="Jetson", total_memory=total_bytes, major=8, minor=7, **{name: 1})
+    properties = SimpleNamespace(
+        name="Jetson", total_memory=total_bytes, major=8, minor=7, **{name: 1}
+    )
     torch.cuda.get_device_properties = lambda device: properties
 
 
@@ -270,7 +309,10 @@ def test_memory_shared_with_the_host_needs_a_budget(name):
     def seen():
         share_memory_with_the_host(2**30, name)
         said = [refusal(device) for device in ("cuda", torch.device("cuda"), None, "cuda:1")]
-        lines, device = [describe_device(device) for device in list_devices()], opened("cuda:0:768MiB")
+        lines, device = (
+            [describe_device(device) for device in list_devices()],
+            opened("cuda:0:768MiB"),
+        )
         linux.free_bytes = lambda: None  # another system
         said.append(refusal("cuda"))
         torch.cuda.set_per_process_memory_fraction(0.25)
@@ -278,9 +320,14 @@ def test_memory_shared_with_the_host_needs_a_budget(name):
 
     said, lines, integrated, [note], of_fraction = forked(seen, memory="1GiB,1GiB")
     why = "Jetson shares the host's memory: without a budget no allocation fails and the whole machine swaps or freezes"
-    for text, typed in zip(said, [*["cuda:0:768MiB"] * 3, "cuda:1:768MiB", "cuda:0:384MiB"], strict=True):
+    for text, typed in zip(
+        said, [*["cuda:0:768MiB"] * 3, "cuda:1:768MiB", "cuda:0:384MiB"], strict=True
+    ):
         assert text.startswith(f"{why} (pytorch#174358). State one: device='{typed}'")
-    assert lines[1] == "cuda:1  Jetson  1.00 GiB  shares the host's memory: state a budget, such as 'cuda:1:768MiB'"
+    assert (
+        lines[1]
+        == "cuda:1  Jetson  1.00 GiB  shares the host's memory: state a budget, such as 'cuda:1:768MiB'"
+    )
     assert (integrated, of_fraction) == (True, 256)
     assert "shares the host's memory" in note
 
@@ -291,8 +338,15 @@ def test_shared_memory_is_bounded_by_free_host_memory():
         device, own = opened("cuda:0:60TiB"), take(8 * 2**20)
         typed = refusal().partition("device='cuda:0:")[2].partition("'")[0]
         available_bytes = device.available_bytes()
-        return available_bytes - torch.cuda.memory_reserved(), parse_bytes(typed), linux.free_bytes(), len(own)
+        return (
+            available_bytes - torch.cuda.memory_reserved(),
+            parse_bytes(typed),
+            linux.free_bytes(),
+            len(own),
+        )
 
     more_bytes, typed_bytes, free_bytes, own_bytes = forked(seen, memory="64TiB")
     assert own_bytes == 8 * TIB
-    assert [more_bytes, typed_bytes * 4 / 3] == pytest.approx([free_bytes] * 2, rel=0.3)  # others use it meanwhile
+    assert [more_bytes, typed_bytes * 4 / 3] == pytest.approx(
+        [free_bytes] * 2, rel=0.3
+    )  # others use it meanwhile

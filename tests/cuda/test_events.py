@@ -24,7 +24,9 @@ LARGER = 1.1
 
 def network(*, inner=1024, layers=1):
     sides = [WIDTH, *[inner] * layers, WIDTH]
-    stack = [layer for pair in pairwise(sides) for layer in (nn.Linear(*pair, device="cuda"), nn.ReLU())]
+    stack = [
+        layer for pair in pairwise(sides) for layer in (nn.Linear(*pair, device="cuda"), nn.ReLU())
+    ]
     return nn.Sequential(*stack[:-1])
 
 
@@ -76,12 +78,16 @@ def in_closure(event, every):
 
 def by_epoch(examples):
     """Evaluate at each epoch's end. Epochs of small batches have many calls, so a look does not see it."""
-    return in_closure(partial(evaluate, times=12), lambda batch_size: max(1, examples // batch_size))
+    return in_closure(
+        partial(evaluate, times=12), lambda batch_size: max(1, examples // batch_size)
+    )
 
 
 def with_lengths(lengths):
     model, optimizer = begun()
-    return model, numbered(lambda n, model, size: train(model, optimizer, size, lengths[(n - 1) % len(lengths)]))
+    return model, numbered(
+        lambda n, model, size: train(model, optimizer, size, lengths[(n - 1) % len(lengths)])
+    )
 
 
 def averaging():
@@ -134,7 +140,9 @@ def loading():
     (model, optimizer), iterators = begun(), {}
 
     def step(model, batch_size):
-        lengths = iterators.setdefault(batch_size, iter([LENGTH] * 9 + [3 * LENGTH] + [LENGTH] * 20))
+        lengths = iterators.setdefault(
+            batch_size, iter([LENGTH] * 9 + [3 * LENGTH] + [LENGTH] * 20)
+        )
         train(model, optimizer, batch_size, next(lengths))
 
     return model, step
@@ -142,14 +150,21 @@ def loading():
 
 def embedding():
     """Update many weights with few samples: up to a batch of thousands, the peak is the optimizer's."""
-    model = nn.Sequential(nn.Embedding(125_000, WIDTH, device="cuda"), nn.Linear(WIDTH, 512, device="cuda"), nn.ReLU())
+    model = nn.Sequential(
+        nn.Embedding(125_000, WIDTH, device="cuda"), nn.Linear(WIDTH, 512, device="cuda"), nn.ReLU()
+    )
     optimizer = torch.optim.AdamW(model.parameters())
-    return model, training_step(optimizer, lambda n: torch.zeros(n, dtype=torch.long, device="cuda"))
+    return model, training_step(
+        optimizer, lambda n: torch.zeros(n, dtype=torch.long, device="cuda")
+    )
 
 
 def two_steps(every):
     model, train = in_closure(train_on_more, every)
-    return model, {"train": train, "eval": lambda model, batch_size: evaluate(model, None, batch_size, times=2)}
+    return model, {
+        "train": train,
+        "eval": lambda model, batch_size: evaluate(model, None, batch_size, times=2),
+    }
 
 
 def in_turn(every):
@@ -182,7 +197,9 @@ def check(build, *, memory="1GiB", calls=CALLS, share=0.95, trained=None, rises=
     assert answer >= share * largest
     # If trials make as many calls as the largest event needs, confirming finds nothing new; except where the second such
     # event meets a less favourable layout than the first, as in other versions of torch than the suite's own.
-    assert [trial["phase"] for trial in found["trials"]].count("confirm") <= (3 if VERSION == (2, 14) else 9)
+    assert [trial["phase"] for trial in found["trials"]].count("confirm") <= (
+        3 if VERSION == (2, 14) else 9
+    )
     assert not rises or any(f"ran for {calls} calls" in note for note in found["notes"])
 
 
@@ -207,7 +224,9 @@ def test_loops_that_vary(name):
 def test_a_leak_is_told():
     def told():
         try:
-            return any(note.startswith("leak") for note in probed(partial(keeping, every=5))["notes"])
+            return any(
+                note.startswith("leak") for note in probed(partial(keeping, every=5))["notes"]
+            )
         except oomprobe.UnreliableError:
             return True
 
@@ -215,6 +234,8 @@ def test_a_leak_is_told():
 
 
 def test_a_flat_peak_is_not_taken_for_a_split():
-    at_one, at_thousands = (forked(peaks, embedding, size, 3, memory="512MiB")[-1][0] for size in (1, 4096))
+    at_one, at_thousands = (
+        forked(peaks, embedding, size, 3, memory="512MiB")[-1][0] for size in (1, 4096)
+    )
     assert at_thousands < 1.01 * at_one
     check(embedding, memory="512MiB", calls=10, rises=False)

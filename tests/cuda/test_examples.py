@@ -31,7 +31,9 @@ def test_the_plain_loop_trains_with_the_answer_or_refuses_the_size_that_is_asked
     status, out, err = forked(typed, search, **CARD)
     assert status == 0, err
     [answer] = re.findall(r"^verdict: batch (\d+) fits", out)
-    trained = [int(size) for size in re.findall(r"^trained on (\d+) images: loss ", out, re.MULTILINE)]
+    trained = [
+        int(size) for size in re.findall(r"^trained on (\d+) images: loss ", out, re.MULTILINE)
+    ]
     assert {*trained[:-1]} == {int(answer)}
     assert sum(trained) == 1000
     status, out, err = forked(typed, check, **CARD)
@@ -41,15 +43,22 @@ def test_the_plain_loop_trains_with_the_answer_or_refuses_the_size_that_is_asked
 
 def test_a_table_trains_in_its_buckets():
     [command] = commands("length_table.py")
-    status, out, err = forked(typed, command, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True", **CARD)
+    status, out, err = forked(
+        typed, command, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True", **CARD
+    )
     assert status == 0, err
     columns = out.splitlines()[2].split()
-    column = columns.index("mixed" if "mixed" in columns else "batch")  # shown where it is smaller than the rows' sizes
+    column = columns.index(
+        "mixed" if "mixed" in columns else "batch"
+    )  # shown where it is smaller than the rows' sizes
     rows = [line.replace("*", " ").split() for line in out.splitlines()[3:6]]
     largest = {int(row[0]): int(row[column]) for row in rows}
     trained = re.findall(r"^trained on (\d+) sequences of up to (\d+) tokens", out, re.MULTILINE)
     assert sum(int(size) for size, _ in trained) == 4000
-    buckets = [(int(size), min(limit for limit in largest if limit >= int(longest))) for size, longest in trained]
+    buckets = [
+        (int(size), min(limit for limit in largest if limit >= int(longest)))
+        for size, longest in trained
+    ]
     assert all(size <= largest[limit] for size, limit in buckets)
     assert sum(size < largest[limit] for size, limit in buckets) <= 3  # the last of each bucket
 
@@ -97,9 +106,20 @@ def shell(tmp_path, words):
     (tmp_path / "srun").chmod(0o755)
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     variables = {f"CUDASTUB_{name.upper()}": str(value) for name, value in cards(tmp_path).items()}
-    variables |= {"CUDASTUB_MEMORY": "4GiB,4GiB", "PATH": path, "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1"}
+    variables |= {
+        "CUDASTUB_MEMORY": "4GiB,4GiB",
+        "PATH": path,
+        "SLURM_JOB_ID": "7",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        words, cwd=REPOSITORY, env=environment(**variables), capture_output=True, text=True, check=False, timeout=300
+        words,
+        cwd=REPOSITORY,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
@@ -125,7 +145,11 @@ def test_a_command_that_knows_nothing_of_oomprobe(tmp_path):
 
 @pytest.mark.slow
 def test_a_job(tmp_path):
-    job = (EXAMPLES / "job.slurm").read_text().replace("probe-$SLURM_JOB_ID", f"{tmp_path}/probe-$SLURM_JOB_ID")
+    job = (
+        (EXAMPLES / "job.slurm")
+        .read_text()
+        .replace("probe-$SLURM_JOB_ID", f"{tmp_path}/probe-$SLURM_JOB_ID")
+    )
     (tmp_path / "job.slurm").write_text(job)
     out, err = shell(tmp_path, ["bash", str(tmp_path / "job.slurm")])
     [answer] = re.findall(r"^batch size of each GPU: (\d+)$", out, re.MULTILINE)

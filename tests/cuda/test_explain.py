@@ -39,7 +39,9 @@ class Net(nn.Module):
 
 def record(path, lengths, *, late=0, fraction=None, entries=100_000, streams=False, **recorded):
     """Train with batches of these lengths until memory runs out; return what torch says then, or at the end."""
-    record_history = partial(torch.cuda.memory._record_memory_history, max_entries=entries, **recorded)
+    record_history = partial(
+        torch.cuda.memory._record_memory_history, max_entries=entries, **recorded
+    )
     if not late:
         record_history()
     side = torch.cuda.Stream()
@@ -64,7 +66,11 @@ def record(path, lengths, *, late=0, fraction=None, entries=100_000, streams=Fal
             refused = str(error)
             break
     torch.cuda.memory._dump_snapshot(path)
-    return {"refused": refused, "peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return {
+        "refused": refused,
+        "peak": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+    }
 
 
 def stated(message, pattern, abs=0):
@@ -100,14 +106,28 @@ def fed(path):
 
 
 # Each batch is longer than all before it, with a short one between.
-RAGGED = [length for number in range(12) for length in (500 + 1900 * number % 6000, 5000 + 2000 * number)]
+RAGGED = [
+    length for number in range(12) for length in (500 + 1900 * number % 6000, 5000 + 2000 * number)
+]
 PROGRAMS = {  # lengths, memory, other arguments, environment, cause
-    "everything is live": ([1000, 40_000], "512MiB", {"context": None}, {}, "live"),  # without stacks
+    "everything is live": (
+        [1000, 40_000],
+        "512MiB",
+        {"context": None},
+        {},
+        "live",
+    ),  # without stacks
     "lengths vary": (RAGGED, "900MiB", {}, {}, "fragmentation"),
     "lengths vary, expandable": (RAGGED, "700MiB", {}, EXPANDABLE, "fragmentation"),
     "nothing is refused": ([4000, 9000, 3000], "4GiB", {}, {}, None),
     "a cap": ([1000, 40_000], "4GiB", {"fraction": 0.125}, {}, "cap"),
-    "two streams": (RAGGED, "900MiB", {"streams": True}, {}, ANY),  # depends on the workspaces of torch's version
+    "two streams": (
+        RAGGED,
+        "900MiB",
+        {"streams": True},
+        {},
+        ANY,
+    ),  # depends on the workspaces of torch's version
 }
 
 
@@ -118,7 +138,9 @@ def test_a_program(name, tmp_path):
     seen = forked(partial(record, path, lengths, **more), memory=memory, **variables)
     explanation = oomprobe.explain(path)
     assert explanation.cause == cause
-    requests = re.fullmatch(r"Replayed ([\d,]+) requests: after ([\d,]+) of them .*", explanation.notes[0]).groups()
+    requests = re.fullmatch(
+        r"Replayed ([\d,]+) requests: after ([\d,]+) of them .*", explanation.notes[0]
+    ).groups()
     assert requests[0] == requests[1]
     if cause is None:
         assert seen["refused"] == ""
@@ -128,7 +150,9 @@ def test_a_program(name, tmp_path):
     else:  # torch states the segment that it would have made
         segment_bytes = -(-explanation.requested_bytes // SEGMENT) * SEGMENT
         assert segment_bytes == stated(seen["refused"], "Tried to allocate ")
-        assert explanation.live_bytes == stated(seen["refused"], "Of the allocated memory ", 8 * MIB)
+        assert explanation.live_bytes == stated(
+            seen["refused"], "Of the allocated memory ", 8 * MIB
+        )
         assert explanation.free_bytes == stated(seen["refused"], "of which ")
 
     def runs(nbytes, setting):
@@ -155,13 +179,19 @@ def test_a_start_that_was_not_recorded(more, expandable, tmp_path):
     path = tmp_path / "snapshot.pickle"
     forked(partial(record, path, RAGGED[:10], **more), memory="8GiB", **expandable)
     explanation = oomprobe.explain(path)
-    requests, same = (int(number) for number in re.findall(r"[\d]+", explanation.notes[0].replace(",", "")))
+    requests, same = (
+        int(number) for number in re.findall(r"[\d]+", explanation.notes[0].replace(",", ""))
+    )
     assert requests > 300
     if not expandable:
         assert same == requests
     assert "were live when recording began" in explanation.notes[1]
     whole = tmp_path / "whole.pickle"
-    forked(partial(record, whole, RAGGED[:10], streams=more.get("streams", False)), memory="8GiB", **expandable)
+    forked(
+        partial(record, whole, RAGGED[:10], streams=more.get("streams", False)),
+        memory="8GiB",
+        **expandable,
+    )
     complete = oomprobe.explain(whole)
     assert explanation.live_bytes == complete.live_bytes
     assert explanation.least_bytes == pytest.approx(complete.least_bytes, rel=0.05)
@@ -199,10 +229,15 @@ def test_two_devices_and_a_private_pool(tmp_path):
 
     assert forked(on_both, memory="1GiB,1GiB") == 4 * MIB
     explanation = oomprobe.explain(path)
-    assert (explanation.cause, explanation.requested_bytes, explanation.live_bytes) == ("live", 4 * GIB, 0)
+    assert (explanation.cause, explanation.requested_bytes, explanation.live_bytes) == (
+        "live",
+        4 * GIB,
+        0,
+    )
     assert explanation.notes[-1].startswith("Device 1 held 20.00 MiB")
     explanation = oomprobe.explain(path, device=1)
     assert (explanation.live_bytes, explanation.least_bytes) == (4 * MIB, None)
     assert (
-        explanation.notes[0] == "Not replayed: it has private pools, as CUDA graphs use them, which are not simulated."
+        explanation.notes[0]
+        == "Not replayed: it has private pools, as CUDA graphs use them, which are not simulated."
     )

@@ -25,7 +25,13 @@ def test_tests_marked_gpu(tmp_path):
     """What they say is kept without colours, which kernels of notebooks force."""
     # Without the slow test of children, which tests/cuda/test_faults.py covers, and one that needs kernels that compute.
     which = '-k "not a_scaler and not children_are_replaced"'
-    options = {"PYTEST_ADDOPTS": which, "FORCE_COLOR": "1", "card": H100, "shared": tmp_path / "device", **CARD}
+    options = {
+        "PYTEST_ADDOPTS": which,
+        "FORCE_COLOR": "1",
+        "card": H100,
+        "shared": tmp_path / "device",
+        **CARD,
+    }
     said = forked(gpu_check.run_tests, 200, tmp_path / "tests.txt", limit_s=300, **options)
     assert said["exit_code"] == 0, (tmp_path / "tests.txt").read_text()
     assert re.fullmatch(r"=+ 4 passed, 2 deselected in .* =+", said["summary"])
@@ -36,10 +42,15 @@ def test_gpu_check(tmp_path):
     def check():
         card = {**gpu_check.find_card(), **gpu_check.surroundings()}
         # Two models of four, and one recording of two.
-        options = {"parts": [gpu_check.PARTS[1], gpu_check.PARTS[-1]], "recorded": {"gpt_bfloat16": 256}}
+        options = {
+            "parts": [gpu_check.PARTS[1], gpu_check.PARTS[-1]],
+            "recorded": {"gpt_bfloat16": 256},
+        }
         with contextlib.redirect_stdout(io.StringIO()) as said:
             path = tmp_path / "evidence.json"
-            return gpu_check.check(card, path, time.monotonic(), with_tests=False, **options), said.getvalue()
+            return gpu_check.check(
+                card, path, time.monotonic(), with_tests=False, **options
+            ), said.getvalue()
 
     # As an A100: on an H100, torch's attention in low precision is cuDNN's, which is not on the bed.
     status, said = forked(check, limit_s=300, card=A100, **CARD)
@@ -52,14 +63,23 @@ def test_gpu_check(tmp_path):
         assert part["cold_runs_whole_card"] == {str(part["answer"]): "ran"}
         assert part["answer_share_of_frontier"] > 0.97
         on_card, simulated = part["peaks_on_the_card"], part["peaks_simulated"]
-        assert simulated["peak_allocated_bytes"] == pytest.approx(on_card["peak_allocated_bytes"], rel=0.001)
+        assert simulated["peak_allocated_bytes"] == pytest.approx(
+            on_card["peak_allocated_bytes"], rel=0.001
+        )
     for recording in evidence["recordings"]:
-        assert recording["simulated"]["same_in_order"] >= 0.95 * recording["simulated"]["requests_on_the_card"]
+        assert (
+            recording["simulated"]["same_in_order"]
+            >= 0.95 * recording["simulated"]["requests_on_the_card"]
+        )
         check_replay(recording)
     context, *_, training = evidence["outside_bytes"].values()
     assert (context, training) == (500 * 2**20, 750 * 2**20)
     assert evidence["errors"]["out_of_memory"]["verdict"] == "OOM"
-    assert evidence["isolation"]["isolated"]["answer"] == evidence["isolation"]["in this process"]["answer"] == 256
+    assert (
+        evidence["isolation"]["isolated"]["answer"]
+        == evidence["isolation"]["in this process"]["answer"]
+        == 256
+    )
     assert "to send it: open an issue" in said
     assert evidence["table"]["alone"].keys() == evidence["table"]["mixed"].keys()
     assert set(evidence["table"]["trained mixed"]) == {"ran"}
@@ -69,7 +89,10 @@ def check_replay(found):
     """The simulated allocator reserves what the recording says, after each request."""
     recording = Recording(found["model"], {}, False, found["begins"], found["events"])
     simulated = CachingAllocator(2**62)
-    assert all(simulated.reserved_bytes == reserved_bytes for *_, reserved_bytes in replay(recording, simulated))
+    assert all(
+        simulated.reserved_bytes == reserved_bytes
+        for *_, reserved_bytes in replay(recording, simulated)
+    )
 
 
 @pytest.mark.slow
@@ -78,7 +101,11 @@ def test_ranks_on_two_cards(tmp_path):
     code += "print(json.dumps(ranks.check_ranks('fsdp', 2)))"
     (tmp_path / "cards").mkdir()
     options = {"memory": "1GiB,1GiB", "nccl": "64MiB", "shared": tmp_path / "cards/card"}
-    done = forked(lambda: subprocess.check_output([sys.executable, "-c", code], text=True), limit_s=150, **options)
+    done = forked(
+        lambda: subprocess.check_output([sys.executable, "-c", code], text=True),
+        limit_s=150,
+        **options,
+    )
     found = json.loads(done.splitlines()[-1])
     assert found["whole_card"] == "ran", found
     assert found["result"]["world_size"] == 2

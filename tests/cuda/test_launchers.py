@@ -29,7 +29,9 @@ def torchrun(*words):
 def test_one_rank_runs_out_of_memory_and_hangs():
     trial = one_trial(torchrun("--fault", "caught-then-hangs", "--rank", "1"))
     assert trial.verdict is OOM
-    assert trial.error.startswith("rank 1: its allocator ran out of memory, and the program caught that")
+    assert trial.error.startswith(
+        "rank 1: its allocator ran out of memory, and the program caught that"
+    )
     assert trial.where.startswith("script.py:")
 
 
@@ -45,16 +47,17 @@ def test_what_passes_in_nccl_and_what_nccl_takes():
     assert result.available_bytes == (1024 - 100 - 50 - 64) * MIB
     assert result.device == "2 x Stub GPU"
     assert result.environment["world_size"] == result.world_size == 2
-    assert [(one.rank, one.verdict) for one in result.trials[-1].ranks] == [(0, "fits"), (1, "fits")]
+    assert [(one.rank, one.verdict) for one in result.trials[-1].ranks] == [
+        (0, "fits"),
+        (1, "fits"),
+    ]
     assert "2 fresh processes" in str(result)
 
 
 @pytest.mark.slow
 def test_two_machines(tmp_path):
     """Two agents, each with one of the cards; the first one is the command, and the other its child."""
-    agent = (
-        f"{BIN}/torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:$0 --rdzv-id $0"
-    )
+    agent = f"{BIN}/torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:$0 --rdzv-id $0"
     script = f"{SCRIPT} --batch-size $1"
     both = f"CUDA_VISIBLE_DEVICES=1 {agent} {script} & CUDA_VISIBLE_DEVICES=0 exec {agent} {script}"
     port = str(20_000 + os.getpid() % 20_000)
@@ -65,9 +68,19 @@ def test_two_machines(tmp_path):
 
 @pytest.mark.slow
 def test_accelerate():
-    launch = [str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launch = [
+        str(BIN / "accelerate"),
+        "launch",
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
     launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     script = [str(SCRIPT), "--batch-size", "{batch}", "--backend", "nccl"]
-    assert oomprobe.check_command([*launch, *script], 8, progress="off").environment["world_size"] == 2
+    assert (
+        oomprobe.check_command([*launch, *script], 8, progress="off").environment["world_size"] == 2
+    )
     trial = one_trial([*launch, *script, "--fault", "backward", "--rank", "1"])
     assert (trial.verdict, trial.error.partition(": ")[0]) == (OOM, "rank 1")

@@ -20,14 +20,20 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own, about torc
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.layers, self.batch_size = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]), 4
+        self.layers, self.batch_size = (
+            torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)]),
+            4,
+        )
 
     def prepare_data(self):
         with open(f"{os.environ['FOLDER']}/prepared", "a") as file:
             file.write(f"{os.environ['RANK']}\n")
 
     def train_dataloader(self):
-        return DataLoader(TensorDataset(torch.zeros(1, 512, 256).expand(5000, 512, 256)), batch_size=self.batch_size)
+        return DataLoader(
+            TensorDataset(torch.zeros(1, 512, 256).expand(5000, 512, 256)),
+            batch_size=self.batch_size,
+        )
 
     def training_step(self, batch, batch_idx):
         return self.layers(batch[0]).square().mean()
@@ -38,7 +44,9 @@ class Module(pl.LightningModule):
 
 def trainer(**settings):
     silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return pl.Trainer(**{"accelerator": "gpu", "devices": 1, **dict.fromkeys(silent, False), **settings})
+    return pl.Trainer(
+        **{"accelerator": "gpu", "devices": 1, **dict.fromkeys(silent, False), **settings}
+    )
 
 
 def build():
@@ -51,7 +59,12 @@ def build():
 def test_a_fit_on_two_ranks_is_a_target(tmp_path):
     def probe():
         return oomprobe.probe_target(
-            build, nproc_per_node=2, start_batch=64, resolution=0.6, memory_fraction=0.6, progress="off"
+            build,
+            nproc_per_node=2,
+            start_batch=64,
+            resolution=0.6,
+            memory_fraction=0.6,
+            progress="off",
         )
 
     # On small cards, as each sample is copied.
@@ -67,7 +80,10 @@ def test_the_weights_exist_once():
     class OnCard(pl.LightningModule):
         def __init__(self):
             super().__init__()
-            self.layer, self.large = torch.nn.Linear(8, 1), torch.nn.Linear(4096, 4096).requires_grad_(False)
+            self.layer, self.large = (
+                torch.nn.Linear(8, 1),
+                torch.nn.Linear(4096, 4096).requires_grad_(False),
+            )
             self.batch_size = 4
 
         def train_dataloader(self):

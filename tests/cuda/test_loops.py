@@ -28,10 +28,16 @@ def test_the_answer_lives_in_a_fresh_process(build):
     assert result.state_verified, result.notes
     assert not any(trial.leaked_bytes for trial in result.trials)  # nor what hangs on a parameter
     assert not [note for note in result.notes if "leak" in note or "stepped" in note], result.notes
-    assert forked(lambda: runs(build, result.batch_size, steps=calls, cap_bytes=result.budget_bytes), **FORK)
-    failing = min(t.batch_size for t in result.trials if not t.passed and t.batch_size > result.batch_size)
+    assert forked(
+        lambda: runs(build, result.batch_size, steps=calls, cap_bytes=result.budget_bytes), **FORK
+    )
+    failing = min(
+        t.batch_size for t in result.trials if not t.passed and t.batch_size > result.batch_size
+    )
     assert failing <= 1.1 * result.batch_size
-    assert not forked(lambda: runs(build, failing, steps=calls, cap_bytes=result.budget_bytes), **FORK)
+    assert not forked(
+        lambda: runs(build, failing, steps=calls, cap_bytes=result.budget_bytes), **FORK
+    )
 
 
 def test_a_worker_ends_when_a_trial_has_replaced_a_parameter(tmp_path):
@@ -50,7 +56,9 @@ if __name__ != "__main__":
 
     def isolated():
         install()
-        return oomprobe.probe_target(f"{target}:build", progress="off", min_batch=4096, max_batch=16384, resolution=0.2)
+        return oomprobe.probe_target(
+            f"{target}:build", progress="off", min_batch=4096, max_batch=16384, resolution=0.2
+        )
 
     result = forked(isolated, **FORK)
     replacing = [trial for trial in result.trials if trial.passed]

@@ -18,7 +18,9 @@ SIZE = 256
 
 def loop():
     model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).cuda()
-    return model, training_step(torch.optim.AdamW(model.parameters()), lambda n: torch.randn(n, 256, device="cuda"))
+    return model, training_step(
+        torch.optim.AdamW(model.parameters()), lambda n: torch.randn(n, 256, device="cuda")
+    )
 
 
 def evaluate(model, batch_size=8 * SIZE):
@@ -50,7 +52,12 @@ def trained(monitor, steps=8, size=SIZE, between=lambda model: None):
 def test_a_real_loop_peaks_where_the_probe_did_to_the_byte(probe):
     said = forked(lambda: trained(oomprobe.PeakMonitor(probe)))
     assert said["peak_allocated_bytes"] == said["probed_allocated_bytes"] == said["counted"] > 2**24
-    assert (said["ok"], said["difference_percent"], said["notes"], said["device"]) == (True, 0, [], "Stub GPU")
+    assert (said["ok"], said["difference_percent"], said["notes"], said["device"]) == (
+        True,
+        0,
+        [],
+        "Stub GPU",
+    )
     assert json.loads(json.dumps(said)) == said
 
 
@@ -58,7 +65,9 @@ def test_a_size_that_was_not_run_lies_between(tmp_path):
     path = tmp_path / "probe.json"
     forked(probed, path, 8192)
     said = forked(lambda: trained(oomprobe.PeakMonitor(path, 6000), size=6000))
-    assert 0 < abs(said["difference_percent"]) < 3  # the allocator leaves up to 1 MiB at the end of a block
+    assert (
+        0 < abs(said["difference_percent"]) < 3
+    )  # the allocator leaves up to 1 MiB at the end of a block
     assert said["notes"][0].endswith("lie on the line between those of batch 4096 and 8192")
 
 
@@ -101,14 +110,20 @@ def test_a_loop_that_resets_its_peaks_hides_none(probe):
     assert said["counted"] < said["peak_allocated_bytes"]
 
 
-@pytest.mark.skipif(VERSION < (2, 10), reason="torch 2.6 starts the device when asked which one there is")
+@pytest.mark.skipif(
+    VERSION < (2, 10), reason="torch 2.6 starts the device when asked which one there is"
+)
 def test_it_starts_no_device(probe):
     def run():
         monitor = oomprobe.PeakMonitor(probe)
         monitor.step()
         return torch.cuda.is_initialized(), monitor.peak_bytes, monitor.to_dict()["notes"]
 
-    assert forked(run) == (False, None, ["nothing was seen: this process has not used its accelerator"])
+    assert forked(run) == (
+        False,
+        None,
+        ["nothing was seen: this process has not used its accelerator"],
+    )
 
 
 def test_a_lost_card_ends_no_step(probe):

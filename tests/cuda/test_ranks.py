@@ -36,7 +36,9 @@ def probe(**options):
 
 
 def check(size, **options):
-    return oomprobe.check_target(TARGET, size, nproc_per_node=2, progress="off", patience=BRIEF, **options)
+    return oomprobe.check_target(
+        TARGET, size, nproc_per_node=2, progress="off", patience=BRIEF, **options
+    )
 
 
 # --- answers ---
@@ -48,7 +50,9 @@ def test_ranks_wait_for_an_optimizer_that_accumulates(tmp_path):
     assert all(trial.steps >= 32 for trial in result.trials)
 
 
-@pytest.mark.parametrize("variables", [{"SHARD": "1"}, {"BACKEND": "gloo"}], ids=["FSDP2-nccl", "DDP-gloo"])
+@pytest.mark.parametrize(
+    "variables", [{"SHARD": "1"}, {"BACKEND": "gloo"}], ids=["FSDP2-nccl", "DDP-gloo"]
+)
 def test_the_answer_runs_in_a_fresh_group_and_little_more_does(tmp_path, variables):
     def run():
         result = probe(max_batch=None, start_batch=1024, resolution=0.1)
@@ -68,7 +72,9 @@ def test_the_answer_runs_in_a_fresh_group_and_little_more_does(tmp_path, variabl
 
 def test_as_many_ranks_as_cards(tmp_path):
     options = {"nproc_per_node": "gpu", "progress": "off", "max_batch": 2, "global_batch": 12}
-    result = on_ranks(tmp_path, lambda: oomprobe.probe_target(TARGET, **options), count=3, BACKEND="gloo")
+    result = on_ranks(
+        tmp_path, lambda: oomprobe.probe_target(TARGET, **options), count=3, BACKEND="gloo"
+    )
     assert (result.batch_size, result.limited_by, result.world_size) == (2, "max_batch", 3)
     best = result.plan(12)[0]
     assert (best.micro_batch, best.accumulation_steps, best.ran_accumulated) == (2, 2, True)
@@ -76,8 +82,13 @@ def test_as_many_ranks_as_cards(tmp_path):
 
 @pytest.mark.parametrize(("fault", "settles"), [("none", True), ("counts:1", False)])
 def test_ranks_settle_together(tmp_path, fault, settles):
-    *_, one, other = on_ranks(tmp_path, lambda: probe(max_batch=64, patience=HASTY), fault=fault, limit_s=60).trials
-    for confirmed in (one, other):  # usually after 6 calls, later where NCCL has held a tensor for a while
+    *_, one, other = on_ranks(
+        tmp_path, lambda: probe(max_batch=64, patience=HASTY), fault=fault, limit_s=60
+    ).trials
+    for confirmed in (
+        one,
+        other,
+    ):  # usually after 6 calls, later where NCCL has held a tensor for a while
         assert (confirmed.steps < 50) == settles
         assert confirmed.settled_after == (confirmed.steps if settles else None)
 
@@ -88,7 +99,13 @@ def test_ranks_settle_together(tmp_path, fault, settles):
     ids=["less memory", "longer samples"],
 )
 def test_the_rank_that_limits_is_named(tmp_path, fault, options, limiting):
-    result = on_ranks(tmp_path, lambda: probe(max_batch=None, resolution=0.2), fault=fault, BACKEND="gloo", **options)
+    result = on_ranks(
+        tmp_path,
+        lambda: probe(max_batch=None, resolution=0.2),
+        fault=fault,
+        BACKEND="gloo",
+        **options,
+    )
     assert result.limiting_rank == limiting
     told = result.trials[-1].ranks
     assert min(told, key=lambda one: one.left_bytes).rank == limiting
@@ -105,19 +122,29 @@ def test_the_budget_is_final_after_the_first_trial(tmp_path):
 
 
 def test_communicators_are_outside_of_the_budget_and_a_budget_is_for_each_rank(tmp_path):
-    small, large = (on_ranks(tmp_path, lambda: check(8), nccl=size).available_bytes for size in ("16MiB", "128MiB"))
+    small, large = (
+        on_ranks(tmp_path, lambda: check(8), nccl=size).available_bytes
+        for size in ("16MiB", "128MiB")
+    )
     assert small - large == 112 * MIB
     assert on_ranks(tmp_path, lambda: check(8, device="cuda:512MiB")).available_bytes == 512 * MIB
 
 
-@pytest.mark.parametrize(("place", "shard"), [("backward", {"SHARD": "1"}), ("optimizer", {})], ids=["FSDP2", "DDP"])
+@pytest.mark.parametrize(
+    ("place", "shard"), [("backward", {"SHARD": "1"}), ("optimizer", {})], ids=["FSDP2", "DDP"]
+)
 def test_one_rank_out_of_memory_decides(tmp_path, place, shard):
-    result = on_ranks(tmp_path, lambda: probe(min_batch=4, max_batch=6), fault=f"{place}:1:5", **shard)
+    result = on_ranks(
+        tmp_path, lambda: probe(min_batch=4, max_batch=6), fault=f"{place}:1:5", **shard
+    )
     assert (result.batch_size, result.limiting_rank) == (4, 1)
     failed = next(trial for trial in result.trials if not trial.passed)
     assert failed.limiting_rank == 1
     assert failed.error.startswith("on rank 1 of 2: OutOfMemoryError")
-    assert failed.ranks[0].verdict in (None, "fits")  # it waited, or ended the step before it could know
+    assert failed.ranks[0].verdict in (
+        None,
+        "fits",
+    )  # it waited, or ended the step before it could know
 
 
 # --- faults ---
@@ -137,7 +164,9 @@ def test_one_rank_out_of_memory_decides(tmp_path, place, shard):
     ],
 )  # fmt: skip
 def test_refused(tmp_path, fault, error, said):
-    every = {"BACKEND": "gloo"} if fault in ("never_steps", "same_card") else {}  # NCCL itself may refuse a shared card
+    every = (
+        {"BACKEND": "gloo"} if fault in ("never_steps", "same_card") else {}
+    )  # NCCL itself may refuse a shared card
     every |= {"EVERY": "100000"} if fault == "never_steps" else {}
     patience = replace(BRIEF, late_s=1.0) if fault.startswith("extra") else BRIEF
     with pytest.raises(error) as caught:
@@ -153,7 +182,9 @@ def test_a_rank_that_hangs_ends_at_the_limit(tmp_path):
 
 def test_one_rank_may_take_longer(tmp_path):
     patience = replace(BRIEF, late_s=0.1)
-    result = on_ranks(tmp_path, lambda: probe(max_batch=1, trial_time_limit_s=3, patience=patience), fault="saves")
+    result = on_ranks(
+        tmp_path, lambda: probe(max_batch=1, trial_time_limit_s=3, patience=patience), fault="saves"
+    )
     assert result.batch_size == 1
     assert result.trials[-1].step_s > 0.3
 
@@ -196,9 +227,13 @@ def test_memory_of_a_group_that_comes_back_late_is_waited_for(tmp_path, built_mi
         return held[0].numel()
 
     holder = start(hold, **cards(tmp_path))
-    ended = ThreadPoolExecutor().submit(holder.result)  # the bed counts the memory of a process until it is reaped
+    ended = ThreadPoolExecutor().submit(
+        holder.result
+    )  # the bed counts the memory of a process until it is reaped
     bed = {"fault": "forward:1:1000", "FAILED": tmp_path / "failed", "HELD": built_mib}
-    result = on_ranks(tmp_path, lambda: probe(min_batch=900, max_batch=1000, resolution=0.05), **bed)
+    result = on_ranks(
+        tmp_path, lambda: probe(min_batch=900, max_batch=1000, resolution=0.05), **bed
+    )
     assert ended.result() == 800 * MIB
     assert (result.limiting_rank, result.contaminated) == (1, False)
     assert not [note for note in result.notes if "other processes" in note]
@@ -241,8 +276,20 @@ def test_what_cannot_be_asked(variables, options, said):
 
 def test_the_command_line_starts_everything(tmp_path):
     def run():
-        words = [sys.executable, "-m", "oomprobe", "run", TARGET, "--nproc-per-node", "2", "--require", "8"]
-        return subprocess.run([*words, "--json", tmp_path / "r.json"], capture_output=True, text=True, check=False)
+        words = [
+            sys.executable,
+            "-m",
+            "oomprobe",
+            "run",
+            TARGET,
+            "--nproc-per-node",
+            "2",
+            "--require",
+            "8",
+        ]
+        return subprocess.run(
+            [*words, "--json", tmp_path / "r.json"], capture_output=True, text=True, check=False
+        )
 
     done = forked(run, SAYS="hello", **cards(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -278,16 +325,24 @@ def test_a_simulated_rank_takes_what_a_rank_takes(tmp_path):
 
     found = on_ranks(tmp_path, lambda: taken(None), BACKEND="gloo")
     simulated = forked(lambda: taken("sim:1GiB"))
-    assert simulated[0] == pytest.approx(found[0], abs=512)  # on busy cores, one small block is at times released later
+    assert simulated[0] == pytest.approx(
+        found[0], abs=512
+    )  # on busy cores, one small block is at times released later
     assert simulated[1] == found[1]
     assert simulated[2] == pytest.approx(found[2] * 0.95, rel=0.001)  # less NCCL's share
 
 
 def shares(name, size, device):
     """Return a rank's peaks of a sharded target at a size; () if it does not fit."""
-    options = {"nproc_per_node": prod(sharded.MESHES.get(name, (2,))), "device": device, "memory_fraction": 1.0}
+    options = {
+        "nproc_per_node": prod(sharded.MESHES.get(name, (2,))),
+        "device": device,
+        "memory_fraction": 1.0,
+    }
     try:
-        return peaks_of(oomprobe.check_target(f"{sharded.__file__}:{name}", size, **options, **FEW_CALLS))
+        return peaks_of(
+            oomprobe.check_target(f"{sharded.__file__}:{name}", size, **options, **FEW_CALLS)
+        )
     except oomprobe.NothingFitsError:
         return ()
 
@@ -306,7 +361,9 @@ def as_exact(peaks, name):
     return pytest.approx(peaks, **{"rel": 0.08} if "tensor_parallel" in name else {"abs": 8192})
 
 
-@pytest.mark.parametrize("name", ["uneven_width", "accumulating", "on_meta", "hsdp", "tensor_parallel"])
+@pytest.mark.parametrize(
+    "name", ["uneven_width", "accumulating", "on_meta", "hsdp", "tensor_parallel"]
+)
 def test_a_simulated_rank_takes_what_a_rank_that_shards_takes(tmp_path, name):
     simulated = forked(lambda: shares(name, 16, "sim:1GiB"), limit_s=60)
     assert simulated == as_exact(on_shards(tmp_path, name, lambda: shares(name, 16, None)), name)
@@ -314,9 +371,19 @@ def test_a_simulated_rank_takes_what_a_rank_that_shards_takes(tmp_path, name):
 
 def test_near_the_limit_a_simulated_rank_fits_where_a_rank_does(tmp_path):
     """Where the allocator empties its cache in each call."""
-    share = (800 * MIB + 0.5) / (2**30 - 2**30 // 20)  # of what a simulated card of 1 GiB leaves to two ranks
-    options = {"nproc_per_node": 2, "device": "sim:1GiB", "memory_fraction": share, "resolution": 0, **FEW_CALLS}
-    found = forked(lambda: oomprobe.probe_target(f"{sharded.__file__}:plain", **options), limit_s=60)
+    share = (800 * MIB + 0.5) / (
+        2**30 - 2**30 // 20
+    )  # of what a simulated card of 1 GiB leaves to two ranks
+    options = {
+        "nproc_per_node": 2,
+        "device": "sim:1GiB",
+        "memory_fraction": share,
+        "resolution": 0,
+        **FEW_CALLS,
+    }
+    found = forked(
+        lambda: oomprobe.probe_target(f"{sharded.__file__}:plain", **options), limit_s=60
+    )
     answer = found.batch_size
     assert answer + 1 in {trial.batch_size for trial in found.trials if not trial.passed}
 

@@ -13,14 +13,19 @@ import oomprobe
 from oomprobe.records.patience import Patience
 
 RECIPES = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
-QUICK = {"progress": "off", "patience": Patience(look_s=0.0)}  # no more calls than a confirmation needs
+QUICK = {
+    "progress": "off",
+    "patience": Patience(look_s=0.0),
+}  # no more calls than a confirmation needs
 CARD = {"memory": "1GiB", "limit_s": 120, "CUDASTUB_ASSERT": 0}
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own, about torch and short runs
 
 
 def recipe(framework):
     """Return the code of a framework's recipe."""
-    [code] = re.findall(rf"^\*\*{framework}\*\*.*?^```py\n(.*?)^```", RECIPES, re.MULTILINE | re.DOTALL)
+    [code] = re.findall(
+        rf"^\*\*{framework}\*\*.*?^```py\n(.*?)^```", RECIPES, re.MULTILINE | re.DOTALL
+    )
     return code
 
 
@@ -88,7 +93,9 @@ def with_lightning(folder):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters())
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
     made = SimpleNamespace(Trainer=partial(pl.Trainer, **quiet))
     return {"pl": made, "Module": Module, "Data": Data, "folder": folder}
 

@@ -24,7 +24,9 @@ def in_one_process(name, **options):
 
 
 def simulated(name, **options):
-    return lambda: oomprobe.probe_target(f"{TARGETS}:{name}", device="sim:1GiB", progress="off", **options)
+    return lambda: oomprobe.probe_target(
+        f"{TARGETS}:{name}", device="sim:1GiB", progress="off", **options
+    )
 
 
 PROBES = {
@@ -35,11 +37,15 @@ PROBES = {
 
 
 def record_of(result):
-    trials = [f"{t.phase} {t.batch_size} {t.verdict}{' replayed' * t.replayed}" for t in result.trials]
+    trials = [
+        f"{t.phase} {t.batch_size} {t.verdict}{' replayed' * t.replayed}" for t in result.trials
+    ]
     return {"answer": result.batch_size, "limited_by": result.limited_by, "trials": trials}
 
 
-@pytest.mark.skipif(not torch.__version__.startswith(RECORDED_WITH), reason=f"recorded with torch {RECORDED_WITH}")
+@pytest.mark.skipif(
+    not torch.__version__.startswith(RECORDED_WITH), reason=f"recorded with torch {RECORDED_WITH}"
+)
 @pytest.mark.parametrize("name", PROBES)
 def test_a_probe_runs_the_recorded_trials(name):
     now = forked(lambda: record_of(PROBES[name]()), memory="1GiB", limit_s=120)

@@ -37,7 +37,9 @@ def test_torchs_allocator_reserves_what_the_card_did(name):
     if recording.expandable_segments:
         variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     here = forked(reserved_by_torch, name, memory=str(capacity), **variables)
-    simulated = CachingAllocator(capacity, AllocatorSettings(expandable_segments=recording.expandable_segments))
+    simulated = CachingAllocator(
+        capacity, AllocatorSettings(expandable_segments=recording.expandable_segments)
+    )
     assert here == [simulated.reserved_bytes for _ in replay(recording, simulated)]
     on_card = [reserved_bytes for *_, reserved_bytes in replay(recording, Nothing())]
     assert (here == on_card) is (name not in DIFFER)
@@ -56,7 +58,9 @@ def events_of_six_steps():
 
 def test_the_step_of_a_recording_makes_the_requests_of_the_card():
     on_card = Recording.named(recorded_step.RECORDING).requests
-    kept = {"TORCH_CUBLAS_WORKSPACE_CACHE": "1"}  # as on the card; torch 2.15 takes cuBLAS's workspace for each call
+    kept = {
+        "TORCH_CUBLAS_WORKSPACE_CACHE": "1"
+    }  # as on the card; torch 2.15 takes cuBLAS's workspace for each call
     events = forked(events_of_six_steps, memory="4GiB", **kept)
     first, last = events[: -len(on_card)], events[-len(on_card) :]
     assert requests_of(last, sum(request > 0 for request in requests_of(first))) == on_card

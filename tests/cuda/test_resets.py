@@ -30,7 +30,9 @@ def probed(reset, *, evaluates=True):
                 model(torch.randn(8 * batch_size, WIDTH, device="cuda"))
         train_and_reset(model, batch_size)
         total = torch.cuda.memory_stats()["allocated_bytes.all.allocated"]
-        seen_by_the_step.append((torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated(), total == 0))
+        seen_by_the_step.append(
+            (torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated(), total == 0)
+        )
 
     functions = vars(torch._C).copy()
     with warnings.catch_warnings():
@@ -38,7 +40,9 @@ def probed(reset, *, evaluates=True):
         step, max_batch = (
             (train_and_evaluate, None) if evaluates else (train_and_reset, 1024)
         )  # far from the limit, calls repeat
-        result = oomprobe.find_max_batch(model, step, max_batch=max_batch, resolution=0.05, progress="off")
+        result = oomprobe.find_max_batch(
+            model, step, max_batch=max_batch, resolution=0.05, progress="off"
+        )
     assert vars(torch._C) == functions
     shown = [
         (one.batch_size, one.verdict, one.steps, one.settled_after, one.peak_allocated_bytes, one.peak_reserved_bytes,

@@ -28,20 +28,33 @@ def in_a_table(loop, device, savings=SAVINGS, **options):
     """Return the peaks of each row at one size."""
     size = LOOPS[loop][1]
     target = f"{savings_by_hand.__file__}:{loop}_as_is"
-    limits = {"min_batch": size, "max_batch": size, "confirm_steps": 4, "patience": Patience(look_calls=4), **QUIET}
-    table = oomprobe.probe_target(target, savings=savings, require=size, device=device, **limits, **options)
+    limits = {
+        "min_batch": size,
+        "max_batch": size,
+        "confirm_steps": 4,
+        "patience": Patience(look_calls=4),
+        **QUIET,
+    }
+    table = oomprobe.probe_target(
+        target, savings=savings, require=size, device=device, **limits, **options
+    )
     assert not table.savings.not_run
     return table.at(size)
 
 
 def by_hand(loop, saving):
     build, size = LOOPS[loop]
-    settings = dict([to_expand({}, torch.__version__).split("=")] if saving == "expandable_segments" else [])
-    return forked(lambda: peaks(lambda: build(saving), size, 4), memory="40GiB", card=CARD, **settings)[-1]
+    settings = dict(
+        [to_expand({}, torch.__version__).split("=")] if saving == "expandable_segments" else []
+    )
+    return forked(
+        lambda: peaks(lambda: build(saving), size, 4), memory="40GiB", card=CARD, **settings
+    )[-1]
 
 
 @pytest.mark.parametrize(
-    ("loop", "savings"), [("accumulating", SAVINGS), ("transformers", ("checkpoint", "offload_activations"))]
+    ("loop", "savings"),
+    [("accumulating", SAVINGS), ("transformers", ("checkpoint", "offload_activations"))],
 )
 def test_each_saving_takes_what_it_takes_by_hand(loop, savings):
     found = forked(in_a_table, loop, "sim:A100-40GB", savings, limit_s=300)
@@ -57,7 +70,9 @@ def test_on_a_card_the_same_is_run(isolate, savings):
     for saving in ("as is", *savings):
         allocated, reserved = by_hand("decoder", saving)
         assert found[saving][0] == allocated, saving
-        assert found[saving][1] == pytest.approx(reserved, rel=0.02), saving  # another trial may have left its layout
+        assert found[saving][1] == pytest.approx(reserved, rel=0.02), (
+            saving
+        )  # another trial may have left its layout
 
 
 def test_a_process_that_runs_cannot_get_expandable_segments():
@@ -76,12 +91,21 @@ def test_steps_are_timed_and_optimizer_state_that_exists_comes_back():
         model, step = savings_by_hand.accumulating("as is")
         step(model, 2)
         torch.cuda.synchronize()
-        optimizer = next(cell.cell_contents for cell in step.__closure__ if hasattr(cell.cell_contents, "param_groups"))
+        optimizer = next(
+            cell.cell_contents
+            for cell in step.__closure__
+            if hasattr(cell.cell_contents, "param_groups")
+        )
         seen = Log()
         optimizer.register_step_pre_hook(lambda *_: seen.extend(steps()))
         steps = partial(map, lambda held: held["step"].device.type, optimizer.state.values())
         table = oomprobe.find_savings(model, step, 8, "fused_optimizer", max_batch=8, **QUIET)
-        return str(table), {*seen}, {*steps()}, [result.state_verified for result in table.rows.values()]
+        return (
+            str(table),
+            {*seen},
+            {*steps()},
+            [result.state_verified for result in table.rows.values()],
+        )
 
     printed, seen, devices, verified = forked(probed)
     assert seen == {"cpu", "cuda"}  # a fused step counts on the card

@@ -14,7 +14,10 @@ from oomprobe.ground.torch_versions import VERSION
 from oomprobe.simulation import card_mode
 from oomprobe.simulation.kernels.compared import COMPARED, is_compared
 
-IS_OF_THE_TABLE = VERSION == (2, 14)  # other versions differ in some cases and in the order of requests
+IS_OF_THE_TABLE = VERSION == (
+    2,
+    14,
+)  # other versions differ in some cases and in the order of requests
 in_this_version = pytest.mark.skipif(not IS_OF_THE_TABLE, reason="the table is of torch 2.14")
 REFUSED = "refused"
 # Every dtype, layout and autocast; all variants together run on request.
@@ -70,13 +73,17 @@ def excepted(name, variant):
 
 
 @in_this_version
-@pytest.mark.parametrize("variants", [OFTEN, pytest.param(tuple(sequences.VARIANTS), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "variants", [OFTEN, pytest.param(tuple(sequences.VARIANTS), marks=pytest.mark.slow)], ids=len
+)
 @pytest.mark.parametrize("first", range(0, len(CASES), 40), ids=lambda first: [*CASES][first])
 def test_requests_are_those_of_torch_in_their_order(first, variants):
     asked = pairs([*CASES][first : first + 40], variants)
     wanted = forked(of_torch, asked, memory="40GiB", card=A100)
     found = forked(of_a_simulated_card, asked)
-    different = {key for key, sequence in wanted.items() if sequence != REFUSED and found[key] != sequence}
+    different = {
+        key for key, sequence in wanted.items() if sequence != REFUSED and found[key] != sequence
+    }
     assert different == {key for key in wanted if excepted(*key)}
 
 
@@ -96,7 +103,10 @@ def sizes(sequence):
 @pytest.mark.skipif(IS_OF_THE_TABLE, reason="compared in their order")
 def test_sizes_of_requests_are_those_of_torch():
     asked = [
-        (name, variant) for variant, cases in EVERY_VERSION.items() for name, since in cases.items() if since <= VERSION
+        (name, variant)
+        for variant, cases in EVERY_VERSION.items()
+        for name, since in cases.items()
+        if since <= VERSION
     ]
     wanted = forked(of_torch, asked, memory="40GiB", card=A100)
     found = forked(of_a_simulated_card, asked)
@@ -115,7 +125,9 @@ def dispatched():
         return run(mode, func, args, kwargs)
 
     card_mode.CardMode._run = noted
-    of_a_simulated_card(pairs({**CASES, **COUNTING}, ["fp32"]) + pairs(["attention: plain"], ["bf16"]))
+    of_a_simulated_card(
+        pairs({**CASES, **COUNTING}, ["fp32"]) + pairs(["attention: plain"], ["bf16"])
+    )
     return names
 
 

@@ -24,7 +24,9 @@ def probed(build, **options):
     """Probe, and return the answer, the calls of its confirmation, and those after which it settled, or None."""
     result = oomprobe.find_max_batch(*build(), progress="off", **options)
     confirmed = result.trials[-1]
-    assert any("identical further calls cannot fail" in note for note in result.notes) == bool(confirmed.settled_after)
+    assert any("identical further calls cannot fail" in note for note in result.notes) == bool(
+        confirmed.settled_after
+    )
     return result.batch_size, confirmed.steps, confirmed.settled_after
 
 
@@ -167,7 +169,10 @@ SEEMING = {
     "side stream": (on_a_side_stream, {}),
     "record_stream": (partial(on_a_side_stream, record=True), {}),
     "1 MiB a call outside the allocator": (outside_the_allocator, {"memory": "8GiB"}),
-    "garbage_collection_threshold": (MODELS["gpt"], {"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8"}),
+    "garbage_collection_threshold": (
+        MODELS["gpt"],
+        {"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8"},
+    ),
     "compiled": (recompiling, {}),
     "leak of 1 KiB": (keeping, {}),
 }
@@ -220,7 +225,10 @@ ELSEWHERE = partial(in_order, lambda: torch.empty(1000, dtype=torch.uint8, devic
 @pytest.mark.parametrize(
     ("calls", "like_last"),
     [
-        ([in_order, in_order, partial(in_order, times=2), in_order, at_once, in_order], [True, False, True, False]),
+        (
+            [in_order, in_order, partial(in_order, times=2), in_order, at_once, in_order],
+            [True, False, True, False],
+        ),
         ([replacing] * 6, [False, False, True, False]),
         ([ELSEWHERE, in_order, ELSEWHERE, in_order], [True, False]),
         ([in_order, in_order, partial(in_order, outside)], [False]),

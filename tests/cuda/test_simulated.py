@@ -109,7 +109,14 @@ def test_requests_have_the_same_outcome_as_in_torch(text, streams):
 
     if settings.per_process_memory_fraction < 1:
         limit(settings.per_process_memory_fraction)
-    functions = allocator.malloc, allocator.free, allocator.empty_cache, limit, allocator.use_stream, allocator.stats
+    functions = (
+        allocator.malloc,
+        allocator.free,
+        allocator.empty_cache,
+        limit,
+        allocator.use_stream,
+        allocator.stats,
+    )
     simulated = outcomes(streams, *functions)
     assert simulated == forked(torchs_outcomes, text, streams, memory="3000MiB", context="2710MiB")
 
@@ -127,7 +134,9 @@ class Prefetching:
         side, ready = torch.cuda.Stream(), None
         for _ in range(4):
             with torch.cuda.stream(side):
-                following = torch.zeros(self.batch_size, 3, 32, 32, dtype=torch.uint8).to("cuda", non_blocking=True)
+                following = torch.zeros(self.batch_size, 3, 32, 32, dtype=torch.uint8).to(
+                    "cuda", non_blocking=True
+                )
                 following = following.float().sub_(127).div_(64)
             if ready is not None:
                 yield ready
@@ -137,7 +146,9 @@ class Prefetching:
 
 
 def prefetched(device, batch_size):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 256), nn.ReLU(), nn.Linear(256, 10)).to(device or "cpu")
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 256), nn.ReLU(), nn.Linear(256, 10)).to(
+        device or "cpu"
+    )
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(model, batch_size):
@@ -243,4 +254,8 @@ def test_a_program_peaks_where_it_does_on_torchs_allocator(tmp_path):
         retries = torch.cuda.memory_stats()["num_alloc_retries"]
         return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), retries
 
-    assert (answer.peak_allocated_bytes, answer.peak_reserved_bytes, answer.alloc_retries) == forked(trained)
+    assert (
+        answer.peak_allocated_bytes,
+        answer.peak_reserved_bytes,
+        answer.alloc_retries,
+    ) == forked(trained)

@@ -43,8 +43,18 @@ def evaluating():
 TABLES = {
     # The last number: the work of the rows as a share of that of separate probes, at most.
     "fused attention": (language_model, {"length": LENGTHS}, "1GiB", 0.64),
-    "attention, mixed": (lambda: language_model(Attention), {"length": [512, 2048, 128, 1024, 256]}, "1GiB", 1.3),
-    "sizes of images": (images, {"size": [(64, 64), (64, 96), (128, 128), (256, 192), (224, 224)]}, "6GiB", 0.6),
+    "attention, mixed": (
+        lambda: language_model(Attention),
+        {"length": [512, 2048, 128, 1024, 256]},
+        "1GiB",
+        1.3,
+    ),
+    "sizes of images": (
+        images,
+        {"size": [(64, 64), (64, 96), (128, 128), (256, 192), (224, 224)]},
+        "6GiB",
+        0.6,
+    ),
 }
 
 
@@ -55,7 +65,9 @@ def table_of(lengths, make=lambda: language_model(Attention), **options):
 def work_of(results):
     """Return the work of probes in steps of their answers' sizes; a call that fails counts whole."""
     return sum(
-        (t.steps + (not t.passed)) * t.batch_size / result.batch_size for result in results for t in result.trials
+        (t.steps + (not t.passed)) * t.batch_size / result.batch_size
+        for result in results
+        for t in result.trials
     )
 
 
@@ -70,7 +82,10 @@ def test_each_row_is_a_probe_of_its_own(make, over, memory, share):
     def run():
         model, step = make()
         options = {"progress": "off"}
-        alone = [oomprobe.find_max_batch(model, with_value(step, axis, value), **options) for value in values]
+        alone = [
+            oomprobe.find_max_batch(model, with_value(step, axis, value), **options)
+            for value in values
+        ]
         return alone, oomprobe.find_max_batches(model, step, over, mixed=False, **options)
 
     alone, table = forked(run, memory=memory, limit_s=120)
@@ -81,8 +96,14 @@ def test_each_row_is_a_probe_of_its_own(make, over, memory, share):
         lower, higher = sorted([one.batch_size, row.batch_size])
         failed = {trial.batch_size for trial in (*one.trials, *row.trials) if not trial.passed}
         assert higher - lower <= lower / 128 or failed & {*range(lower + 1, higher + 1)}, value
-        assert higher <= lower * (1 + (1 / 32 if VERSION == (2, 14) else 1 / 8)), value  # holes are a version's own
-        assert (row.limited_by, row.budget_bytes, row.state_verified) == ("memory", one.budget_bytes, True)
+        assert higher <= lower * (1 + (1 / 32 if VERSION == (2, 14) else 1 / 8)), (
+            value
+        )  # holes are a version's own
+        assert (row.limited_by, row.budget_bytes, row.state_verified) == (
+            "memory",
+            one.budget_bytes,
+            True,
+        )
         assert row.trials[-1].phase == "confirm" or "marginal" in str(row.notes)
         assert not [note for note in row.notes if note.startswith("leak")], row.notes
         assert forked(runs_with, make, axis, value, row.batch_size, memory=memory)
@@ -102,7 +123,10 @@ def runs_with(make, axis, value, batch_size, steps=50):
 def test_what_happens_at_every_tenth_call_is_learned_once():
     table = forked(table_of, LENGTHS[:3], evaluating, memory="1GiB")
     trials = [(row, trial) for row in table.rows.values() for trial in row.trials]
-    assert sum(trial.steps == 50 and 2 * trial.batch_size < row.batch_size for row, trial in trials) == 1  # the look
+    assert (
+        sum(trial.steps == 50 and 2 * trial.batch_size < row.batch_size for row, trial in trials)
+        == 1
+    )  # the look
     # Later rows know how long trials must be.
     assert sum(trial.phase == "confirm" and not trial.passed for _, trial in trials) <= 1
     assert all(trial.steps >= 11 for _, trial in trials if trial.passed and trial.phase != "grow")
@@ -127,7 +151,10 @@ def trained(sizes, seed):
 
 def test_mixed_sizes_train_in_buckets_where_those_of_the_rows_do_not():
     table = forked(table_of, LENGTHS, memory="1GiB")
-    mixed, alone = ([forked(trained, sizes, seed) for seed in range(3)] for sizes in (table.mixed, table.batch_sizes()))
+    mixed, alone = (
+        [forked(trained, sizes, seed) for seed in range(3)]
+        for sizes in (table.mixed, table.batch_sizes())
+    )
     assert mixed == [0, 0, 0]
     assert any(alone)  # in some order
     assert table.mixed.keys() == table.batch_sizes().keys()
@@ -151,7 +178,9 @@ def test_expandable_segments_lose_less():
 def test_one_worker_runs_all_rows_and_each_answer_is_confirmed_in_a_new_one(tmp_path):
     def run():
         torch.cuda.init = None  # the caller opens no context
-        return oomprobe.probe_target(TARGET, over={"length": LENGTHS[:3]}, max_batch=64, device="cuda", progress="off")
+        return oomprobe.probe_target(
+            TARGET, over={"length": LENGTHS[:3]}, max_batch=64, device="cuda", progress="off"
+        )
 
     table = forked(forking, run, memory="1GiB", PIDS=tmp_path, limit_s=60)
     inside = forked(lambda: table_of(LENGTHS[:3], language_model, max_batch=64), memory="1GiB")
@@ -164,7 +193,12 @@ def test_one_worker_runs_all_rows_and_each_answer_is_confirmed_in_a_new_one(tmp_
 def test_ranks(tmp_path):
     def run():
         # Forked groups start in 0.05 s, a quarter of which pays for about 3 calls; ordinary groups take seconds to start.
-        options = {"patience": Patience(cost_share=1000), "nproc_per_node": 2, "progress": "off", "resolution": 0.1}
+        options = {
+            "patience": Patience(cost_share=1000),
+            "nproc_per_node": 2,
+            "progress": "off",
+            "resolution": 0.1,
+        }
         return oomprobe.probe_target(TARGET, over={"length": [256, 1024]}, **options)
 
     table = on_ranks(tmp_path, run, BACKEND="gloo", limit_s=60)

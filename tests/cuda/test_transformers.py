@@ -16,7 +16,9 @@ transformers = pytest.importorskip("transformers")
 # Torch 2.10 warns of an argument that torch's own DataLoader passes.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor.:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning"
+    ),
 ]
 CARD = {"memory": "1GiB", "limit_s": 180}
 
@@ -25,7 +27,13 @@ def trainer(folder, batch_size=4, **arguments):
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=2048, n_positions=128, n_embd=256, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=2
+        vocab_size=2048,
+        n_positions=128,
+        n_embd=256,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     settings = transformers.TrainingArguments(
         output_dir=folder, per_device_train_batch_size=batch_size, max_steps=6, logging_steps=1, save_strategy="no",
@@ -115,7 +123,13 @@ def test_a_trainer_on_two_ranks_evaluates_and_ends_with_its_data(tmp_path):
     def probe():
         return oomprobe.probe_target(build, nproc_per_node=2, min_batch=4000, progress="off")
 
-    with pytest.raises(oomprobe.InvalidArgumentError, match="has 4520 examples, too few for min_batch=5000"):
-        on_ranks(tmp_path, lambda: oomprobe.probe_target(build, nproc_per_node=2, min_batch=5000), FOLDER=tmp_path)
+    with pytest.raises(
+        oomprobe.InvalidArgumentError, match="has 4520 examples, too few for min_batch=5000"
+    ):
+        on_ranks(
+            tmp_path,
+            lambda: oomprobe.probe_target(build, nproc_per_node=2, min_batch=5000),
+            FOLDER=tmp_path,
+        )
     with pytest.raises(oomprobe.NothingFitsError, match="on rank"):
         on_ranks(tmp_path, probe, limit_s=60, FOLDER=tmp_path, EVALUATES=1)

@@ -34,7 +34,9 @@ def answer(build, settings=""):
 
 def found(model, step, **options):
     """Return the batch size and the budget of a search, of sizes that a batch norm can train on."""
-    result = oomprobe.find_max_batch(model, step, progress="off", resolution=0, steps=2, min_batch=2, **options)
+    result = oomprobe.find_max_batch(
+        model, step, progress="off", resolution=0, steps=2, min_batch=2, **options
+    )
     return result.batch_size, result.budget_bytes
 
 
@@ -68,7 +70,9 @@ def prepare(settings):
 def cell(build, size, cap_bytes, settings=""):
     prepare(settings)
     torch.cuda.init()
-    torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.get_device_properties(0).total_memory)
+    torch.cuda.set_per_process_memory_fraction(
+        cap_bytes / torch.cuda.get_device_properties(0).total_memory
+    )
     model, step = build()
     torch.cuda.reset_peak_memory_stats()
     fits = True
@@ -85,5 +89,7 @@ def window(build, limit, cap_bytes, *, each_side, memory, settings=""):
     stride = max(1, limit // 400)
     sizes = [limit + number * stride for number in range(1 - each_side, each_side + 1)]
     in_simulation = forked(simulated_cells, build, sizes, cap_bytes, memory, settings, limit_s=600)
-    on_torchs = [forked(cell, build, size, cap_bytes, settings, memory=memory, card=A100) for size in sizes]
+    on_torchs = [
+        forked(cell, build, size, cap_bytes, settings, memory=memory, card=A100) for size in sizes
+    ]
     return sizes, in_simulation, on_torchs

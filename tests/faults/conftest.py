@@ -28,7 +28,9 @@ def settings():
 
 
 def leftovers(mark):
-    files = [name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("torchinductor_")]  # torch's own
+    files = [
+        name for name in os.listdir(tempfile.gettempdir()) if not name.startswith("torchinductor_")
+    ]  # torch's own
     return {"processes": marked(mark), "children": children(), "temporary files": files}
 
 

@@ -14,7 +14,11 @@ FAILS_FROM = 6
 @pytest.mark.parametrize(
     ("error", "pressed", "limited_by"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), True, "memory"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."),
+            True,
+            "memory",
+        ),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True, "host_memory"),
         (RuntimeError("CUDA error: invalid configuration argument"), False, "size_limit"),
     ],
@@ -27,7 +31,9 @@ def test_a_failure_limits_the_answer_by_its_kind(error, pressed, limited_by):
         if pressed:
             with contextlib.suppress(torch.OutOfMemoryError):
                 CARD.take(2 * CARD.total_bytes)
-        raise type(error)(*error.args)  # a new exception, because a kept one would hold the step's frame
+        raise type(error)(
+            *error.args
+        )  # a new exception, because a kept one would hold the step's frame
 
     result = find_max_batch(*trained(fault), device=CARD, memory_fraction=1.0, progress="off")
     assert (result.batch_size, result.first_failing_batch_size) == (FAILS_FROM - 1, FAILS_FROM)

@@ -43,7 +43,13 @@ class Terminal:
             fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
 
         self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, env=env, cwd=cwd, preexec_fn=take_terminal
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=env,
+            cwd=cwd,
+            preexec_fn=take_terminal,
         )
         os.close(theirs)
         os.set_blocking(self._ours, False)
@@ -72,7 +78,15 @@ class Terminal:
 def command(tmp_path, mark):
     """Start a probe that sleeps in batch 4, with or without a terminal."""
     (tmp_path / "slow_target.py").write_text(TARGET)
-    line = [sys.executable, "-m", "oomprobe", "run", f"{tmp_path}/slow_target.py:build", "--device", "cpu:1GiB"]
+    line = [
+        sys.executable,
+        "-m",
+        "oomprobe",
+        "run",
+        f"{tmp_path}/slow_target.py:build",
+        "--device",
+        "cpu:1GiB",
+    ]
     line += ["--progress", "off"]
     env = environment(TMPDIR=str(tmp_path / "temporary"), NO_COLOR="1")
     started = []
@@ -81,7 +95,9 @@ def command(tmp_path, mark):
         if terminal:
             started.append(Terminal(line, env, tmp_path))
         else:
-            started.append(subprocess.Popen(line, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE))
+            started.append(
+                subprocess.Popen(line, env=env, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+            )
         return started[-1]
 
     yield start
@@ -106,13 +122,18 @@ def asleep(process):
 def test_ctrl_c_at_a_terminal(command, mark):
     terminal = command(terminal=True)
     until(lambda: terminal.shows("asleep"))
-    assert len(marked(mark)) == 4  # the command, the process that forks workers, one of these, and its child
+    assert (
+        len(marked(mark)) == 4
+    )  # the command, the process that forks workers, one of these, and its child
     terminal.type(b"\x03")
     assert terminal.exit_code() == 130
     assert "interrupted" in terminal.shown
     assert "trials so far" in terminal.shown
     table = terminal.shown.partition("trials so far")[2].splitlines()
-    assert [line.split()[:3] for line in table if " grow " in line] == [["1", "grow", "fits"], ["2", "grow", "fits"]]
+    assert [line.split()[:3] for line in table if " grow " in line] == [
+        ["1", "grow", "fits"],
+        ["2", "grow", "fits"],
+    ]
     assert "Traceback" not in terminal.shown
     until(lambda: not marked(mark), within_s=5)
 

@@ -16,7 +16,14 @@ from ledger import MIB, Log
 from torch.utils.data import DataLoader
 
 from faults.card import CARD, trained
-from oomprobe import NothingFitsError, OomProbeError, StepFailedError, TimeLimitError, find_max_batch, probe_target
+from oomprobe import (
+    NothingFitsError,
+    OomProbeError,
+    StepFailedError,
+    TimeLimitError,
+    find_max_batch,
+    probe_target,
+)
 
 QUIET = {"progress": "off"}
 
@@ -63,7 +70,10 @@ def test_training_state_is_restored_however_a_probe_ends(fault, options, ends):
 
 @pytest.mark.parametrize(
     ("device", "fault", "ends"),
-    [("sim:1GiB", lambda batch_size: None, None), (CARD, raises(KeyError("labels")), StepFailedError)],
+    [
+        ("sim:1GiB", lambda batch_size: None, None),
+        (CARD, raises(KeyError("labels")), StepFailedError),
+    ],
     ids=["simulated", "bug"],
 )
 def test_no_worker_of_a_data_loader_is_left(device, fault, ends):
@@ -73,13 +83,17 @@ def test_no_worker_of_a_data_loader_is_left(device, fault, ends):
         if batch_size not in loaders:
             data = range(64 * batch_size)
             # Tensors would be shared through a socket in the folder of temporary files, whose path is too long here.
-            loader = DataLoader(data, batch_size, num_workers=1, persistent_workers=True, collate_fn=list)
+            loader = DataLoader(
+                data, batch_size, num_workers=1, persistent_workers=True, collate_fn=list
+            )
             loaders[batch_size] = iter(loader)
         next(loaders[batch_size])
         training.step(model, batch_size)
         fault(batch_size)
 
-    with pytest.raises(ends) if ends else contextlib.nullcontext() as caught:  # a caught error keeps its traceback
+    with (
+        pytest.raises(ends) if ends else contextlib.nullcontext() as caught
+    ):  # a caught error keeps its traceback
         find_max_batch(training.model, step, device=device, min_batch=2, max_batch=4, **QUIET)
     assert not multiprocessing.active_children()
     del caught
@@ -94,12 +108,19 @@ def sets_everything():
 
 
 def test_a_targets_settings_stay_in_its_process():
-    result = probe_target(sets_everything, device=CARD, max_batch=2, **QUIET)  # the fixture compares the settings
+    result = probe_target(
+        sets_everything, device=CARD, max_batch=2, **QUIET
+    )  # the fixture compares the settings
     assert (result.batch_size, result.state_verified) == (2, True)
 
 
 def test_no_trial_error_or_log_record_holds_memory_of_a_step():
-    log, kept, activations, alive = logging.handlers.MemoryHandler(10**6, flushLevel=100), [], Log(), Log()
+    log, kept, activations, alive = (
+        logging.handlers.MemoryHandler(10**6, flushLevel=100),
+        [],
+        Log(),
+        Log(),
+    )
     logging.getLogger().addHandler(log)
     model, step = trained(lambda batch_size: batch_size > 2 and CARD.take(2 * CARD.total_bytes))
 
@@ -111,7 +132,9 @@ def test_no_trial_error_or_log_record_holds_memory_of_a_step():
 
     gc.disable()  # so that a reference cycle is not collected by chance
     try:
-        result = find_max_batch(model, failing, device=CARD, memory_fraction=1.0, progress=kept.append)
+        result = find_max_batch(
+            model, failing, device=CARD, memory_fraction=1.0, progress=kept.append
+        )
         assert result.batch_size == 2
         assert any(not trial.passed for trial in kept)
         assert len(activations) > 50

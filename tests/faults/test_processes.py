@@ -131,7 +131,14 @@ POISONED, CRASHED, TIMED_OUT = Verdict.POISONED, Verdict.CRASHED, Verdict.TIMED_
     ("target", "options", "answer", "limited_by", "verdict", "noted"),
     [
         (poisoned, {"max_batch": 6}, 5, "size_limit", POISONED, "sticky error in two processes"),
-        (poisoned_between_steps, {"max_batch": 6}, 5, "size_limit", POISONED, "sticky error in two processes"),
+        (
+            poisoned_between_steps,
+            {"max_batch": 6},
+            5,
+            "size_limit",
+            POISONED,
+            "sticky error in two processes",
+        ),
         (exited_out_of_memory, {"max_batch": 5}, 4, "memory", Verdict.OOM, ""),
         (killed_once, {"max_batch": 8}, 8, "max_batch", CRASHED, "tried again in a new one"),
         (worn_out, {"min_batch": 1, "max_batch": 4}, 4, "max_batch", Verdict.FITS, ONLY_LATER),
@@ -156,13 +163,25 @@ PASSED = [Verdict.FITS] * 3  # 1, 2 and 4
 @pytest.mark.parametrize(
     ("target", "options", "error", "words", "verdicts"),
     [
-        (lost_from_the_start, {}, DeviceLostError, "a fresh process hit the same error", [POISONED] * 2),
+        (
+            lost_from_the_start,
+            {},
+            DeviceLostError,
+            "a fresh process hit the same error",
+            [POISONED] * 2,
+        ),
         (
             *(exited, {}, StepFailedError),
             "exited with code 1 before it answered\nthe end of its stderr:\na library: licence server not found",
             [*PASSED, CRASHED, CRASHED],
         ),
-        (sleeping_in_c, LIMITED, TimeLimitError, "time passed during batch", [*PASSED[:2], TIMED_OUT, TIMED_OUT]),
+        (
+            sleeping_in_c,
+            LIMITED,
+            TimeLimitError,
+            "time passed during batch",
+            [*PASSED[:2], TIMED_OUT, TIMED_OUT],
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -178,9 +197,13 @@ def test_an_end_that_recurs_is_told_as_such(target, options, error, words, verdi
 def test_an_end_while_measuring_loses_no_confirmed_answer():
     check = partial(check_target, batch_size=8, device=CARD, progress="off")
     assert check(named(killed_measuring)).batch_size == 8
-    with pytest.raises(UnreliableError, match="two processes failed while they measured the memory"):
+    with pytest.raises(
+        UnreliableError, match="two processes failed while they measured the memory"
+    ):
         check(named(always_killed_measuring))
-    with pytest.raises(TimeLimitError, match="time passed while the memory was measured, after ") as late:
+    with pytest.raises(
+        TimeLimitError, match="time passed while the memory was measured, after "
+    ) as late:
         check(named(hanging_measuring), time_limit_s=2.5)
     assert [trial.verdict for trial in late.value.trials] == [Verdict.FITS]
 
@@ -191,7 +214,9 @@ def hangs():
 
 def test_a_hanging_target_ends_at_the_time_limit():
     began_s = time.monotonic()
-    with pytest.raises(TimeLimitError, match=r"time passed while the target was built.* \(time_limit_s=1,"):
+    with pytest.raises(
+        TimeLimitError, match=r"time passed while the target was built.* \(time_limit_s=1,"
+    ):
         probe(hangs, time_limit_s=1)
     assert 1 <= time.monotonic() - began_s < GRACE_S
 
@@ -217,7 +242,9 @@ def records_processes():
 def calls(tmp_path, monkeypatch):
     """Return a function that returns the size and the process of each call of `records_processes`."""
     monkeypatch.setenv("RECORD", str(tmp_path / "calls"))
-    return lambda: [tuple(map(int, line.split())) for line in (tmp_path / "calls").read_text().splitlines()]
+    return lambda: [
+        tuple(map(int, line.split())) for line in (tmp_path / "calls").read_text().splitlines()
+    ]
 
 
 def test_no_process_runs_another_trial_after_one_at_the_edge(calls):
@@ -252,7 +279,9 @@ def workers_started():
 
 
 def test_a_target_that_started_workers_is_refused():
-    with pytest.raises(InvalidArgumentError, match=r"live child processes \(.*start them in the step"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"live child processes \(.*start them in the step"
+    ):
         probe(workers_started, device="cpu:1GiB", max_batch=2)
 
 
@@ -304,7 +333,13 @@ oomprobe.probe_target(build, device="cpu:1GiB", max_batch=2)
 
 def test_a_script_that_probes_itself_on_import_is_refused(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    options = {"env": environment(), "cwd": tmp_path, "timeout": PATIENCE_S, "capture_output": True, "text": True}
+    options = {
+        "env": environment(),
+        "cwd": tmp_path,
+        "timeout": PATIENCE_S,
+        "capture_output": True,
+        "text": True,
+    }
     done = subprocess.run([sys.executable, "train.py"], check=False, **options)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith('put the call under if __name__ == "__main__":')
@@ -322,7 +357,14 @@ def asks_for_cuda():
 
 def test_only_children_touch_the_accelerator(monkeypatch):
     asked = []
-    for name in ("is_available", "_lazy_init", "init", "device_count", "current_device", "mem_get_info"):
+    for name in (
+        "is_available",
+        "_lazy_init",
+        "init",
+        "device_count",
+        "current_device",
+        "mem_get_info",
+    ):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: asked.append(name))
     for name in ("is_available", "current_accelerator", "device_count"):
         monkeypatch.setattr(torch.accelerator, name, lambda *_, name=name: asked.append(name))

@@ -82,7 +82,9 @@ class Sentences(Dataset):
     """Draws random numbers for each example, as image data sets do."""
 
     def __init__(self, count=40, longest=24):
-        lengths = torch.randint(4, longest, (count,), generator=torch.Generator().manual_seed(3)).tolist()
+        lengths = torch.randint(
+            4, longest, (count,), generator=torch.Generator().manual_seed(3)
+        ).tolist()
         lengths[count // 2] = longest
         self.lengths, self.generator = lengths, torch.Generator().manual_seed(7)
 
@@ -90,7 +92,11 @@ class Sentences(Dataset):
         return len(self.lengths)
 
     def __getitem__(self, index):
-        drawn = torch.rand(self.lengths[index], generator=self.generator) + torch.rand(1) + random.random()
+        drawn = (
+            torch.rand(self.lengths[index], generator=self.generator)
+            + torch.rand(1)
+            + random.random()
+        )
         return {"input_ids": (30 * drawn).long()}
 
 
@@ -113,7 +119,9 @@ class WatchedTrainer(transformers.Trainer):
 
     def training_step(self, model, inputs, *rest):
         self.watch.train(len(inputs["input_ids"]))
-        drawn = torch.rand(1, generator=self.generator) + torch.rand(1, generator=self.model.generator)
+        drawn = torch.rand(1, generator=self.generator) + torch.rand(
+            1, generator=self.model.generator
+        )
         inputs["labels"] = inputs["labels"].where(drawn < 1, -100)
         return super().training_step(model, inputs, *rest)
 
@@ -121,7 +129,9 @@ class WatchedTrainer(transformers.Trainer):
 def language_model():
     torch.manual_seed(0)
     sizes = {"vocab_size": 100, "n_positions": 256, "n_embd": 8, "n_layer": 1, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2))
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)
+    )
     model.generator = torch.Generator().manual_seed(7)
     return model
 
@@ -129,10 +139,21 @@ def language_model():
 def trainer(folder, kind=WatchedTrainer, given=None, **args):
     """Return a Trainer; `given` are its own arguments, `args` its TrainingArguments."""
     transformers.logging.set_verbosity_error()
-    defaults = {"per_device_train_batch_size": 4, "max_steps": 9, "logging_steps": 1, "save_strategy": "no"}
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 9,
+        "logging_steps": 1,
+        "save_strategy": "no",
+    }
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
-    settings = transformers.TrainingArguments(output_dir=folder / "out", **{**defaults, **quiet, **args})
-    rest = {"model": language_model(), "data_collator": Collator(), "train_dataset": Sentences()} | (given or {})
+    settings = transformers.TrainingArguments(
+        output_dir=folder / "out", **{**defaults, **quiet, **args}
+    )
+    rest = {
+        "model": language_model(),
+        "data_collator": Collator(),
+        "train_dataset": Sentences(),
+    } | (given or {})
     if "model_init" in rest:
         del rest["model"]
     made = kind(args=settings, **rest)
@@ -144,7 +165,10 @@ def given_an_optimizer():
     model = language_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return {
-        "given": {"model": model, "optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2))},
+        "given": {
+            "model": model,
+            "optimizers": (optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)),
+        },
         "max_grad_norm": 0.1,
     }
 
@@ -152,7 +176,9 @@ def given_an_optimizer():
 def given_a_tokenizer():
     import tokenizers
 
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "a": 1}, unk_token="<pad>"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<pad>": 0, "a": 1}, unk_token="<pad>")
+    )
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
     # The loop aligns the model's special tokens with it.
     given = {"processing_class": tokenizer, "eval_dataset": {"a": Sentences(6)}}
@@ -160,9 +186,7 @@ def given_a_tokenizer():
 
 
 class OfTransformers(Driver):
-    ALONE = (
-        "create the Trainer with per_device_train_batch_size=4 and run trainer.train(). A trial begins with the longest"
-    )
+    ALONE = "create the Trainer with per_device_train_batch_size=4 and run trainer.train(). A trial begins with the longest"
     callback, kind = of_transformers.PeakMonitorCallback, transformers.TrainerCallback
 
     def __init__(self, folder, watch, examples=40, **args):
@@ -175,10 +199,15 @@ class OfTransformers(Driver):
 
     def train(self):
         self.trainer.train()
-        return [one.get("loss") for one in self.trainer.state.log_history], weights(self.trainer.model)
+        return [one.get("loss") for one in self.trainer.state.log_history], weights(
+            self.trainer.model
+        )
 
     def state(self):
-        made, configs = self.trainer, (self.trainer.model.config, self.trainer.model.generation_config)
+        made, configs = (
+            self.trainer,
+            (self.trainer.model.config, self.trainer.model.generation_config),
+        )
         in_dataloader = made.accelerator.gradient_state.in_dataloader
         owners = [made, made.args, *configs, *made.model.modules()]
         return [in_dataloader, *(dict(vars(owner)) for owner in owners), weights(made.model)]
@@ -196,7 +225,9 @@ class OfTransformers(Driver):
 
 def quiet_trainer(**settings):
     silent = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    return pl.Trainer(**{"accelerator": "cpu", "max_epochs": 1, **dict.fromkeys(silent, False), **settings})
+    return pl.Trainer(
+        **{"accelerator": "cpu", "max_epochs": 1, **dict.fromkeys(silent, False), **settings}
+    )
 
 
 def data(examples):
@@ -208,8 +239,15 @@ class Module(pl.LightningModule):
 
     def __init__(self, room=10**9, *, eval_cost=0, batch_size=4, examples=None, manual=False):
         super().__init__()
-        self.layer = torch.nn.Sequential(torch.nn.Linear(WIDTH, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1))
-        self.watch, self.eval_cost, self.examples, self.losses = Watch(room), eval_cost, examples, Log()
+        self.layer = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 1)
+        )
+        self.watch, self.eval_cost, self.examples, self.losses = (
+            Watch(room),
+            eval_cost,
+            examples,
+            Log(),
+        )
         self.automatic_optimization = not manual
         if batch_size is not None:
             self.batch_size = batch_size
@@ -246,7 +284,12 @@ class Busy(Module):
     def __init__(self, watch, **settings):
         super().__init__(**settings)
         self.watch, self.generator = watch, torch.Generator().manual_seed(4)
-        self.count, self.by_name, self.other, self.metric = 0, {"a": [1]}, object(), torchmetrics.MeanMetric()
+        self.count, self.by_name, self.other, self.metric = (
+            0,
+            {"a": [1]},
+            object(),
+            torchmetrics.MeanMetric(),
+        )
         self.save_hyperparameters({"rate": 0.1})
 
     def setup(self, stage):
@@ -272,7 +315,12 @@ class Drawing(Dataset):
         return self.count
 
     def __getitem__(self, index):
-        drawn = torch.rand(WIDTH, generator=self.torch) + self.numpy.random() + torch.rand(WIDTH) + random.random()
+        drawn = (
+            torch.rand(WIDTH, generator=self.torch)
+            + self.numpy.random()
+            + torch.rand(WIDTH)
+            + random.random()
+        )
         return ((drawn + np.random.rand()).float(),)
 
 
@@ -294,14 +342,18 @@ class Data(pl.LightningDataModule):
         self.heard.append(f"setup {stage.value}")
         self.mean = sum(self.full[index][0].mean() for index in range(3))
         sizes = [len(self.full) - 6, 6]
-        self.train_set, self.val_set = torch.utils.data.random_split(self.full, sizes, generator=self.split)
+        self.train_set, self.val_set = torch.utils.data.random_split(
+            self.full, sizes, generator=self.split
+        )
 
     def teardown(self, stage):
         self.heard.append(f"teardown {stage.value}")
         del self.train_set
 
     def train_dataloader(self):
-        return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True, collate_fn=self.noisy)
+        return DataLoader(
+            self.train_set, batch_size=self.batch_size, shuffle=True, collate_fn=self.noisy
+        )
 
     def noisy(self, examples):
         return [torch.stack([one[0] for one in examples]) + self.mean]
@@ -314,17 +366,36 @@ class OfLightning(Driver):
     ALONE = "run trainer.fit with batch_size = 4. As with fast_dev_run"
     callback, kind = of_lightning.PeakMonitorCallback, pl.Callback
 
-    def __init__(self, folder, watch, examples=24, passes_loaders=False, manual=False, drop_last=False, **settings):
+    def __init__(
+        self,
+        folder,
+        watch,
+        examples=24,
+        passes_loaders=False,
+        manual=False,
+        drop_last=False,
+        **settings,
+    ):
         self.watch, self.module, datamodule = watch, Busy(watch, manual=manual), Data(examples)
-        self.trainer, self.given = quiet_trainer(**{"max_epochs": 2, **settings}), {"datamodule": datamodule}
+        self.trainer, self.given = (
+            quiet_trainer(**{"max_epochs": 2, **settings}),
+            {"datamodule": datamodule},
+        )
         if passes_loaders or drop_last:
             datamodule.setup(pl.trainer.states.TrainerFn.FITTING)
-            train = DataLoader(datamodule.train_set, 4, drop_last=drop_last, collate_fn=datamodule.noisy)
-            self.given = {"train_dataloaders": train, "val_dataloaders": datamodule.val_dataloader()}
+            train = DataLoader(
+                datamodule.train_set, 4, drop_last=drop_last, collate_fn=datamodule.noisy
+            )
+            self.given = {
+                "train_dataloaders": train,
+                "val_dataloaders": datamodule.val_dataloader(),
+            }
         self.owners = [self.module, datamodule]
 
     def find(self, **options):
-        return of_lightning.find_max_batch(self.trainer, self.module, **self.given, **QUICK | options)
+        return of_lightning.find_max_batch(
+            self.trainer, self.module, **self.given, **QUICK | options
+        )
 
     def train(self):
         self.module.losses.clear()
@@ -335,8 +406,20 @@ class OfLightning(Driver):
     def state(self):
         module, made = self.module, self.trainer
         owners = [dict(vars(owner)) for owner in (*self.owners, *module.modules())]
-        held = [dict(module.hparams), copy.copy(module.by_name["a"]), module.metric._update_count, weights(module)]
-        return [made.state, made.global_step, made.current_epoch, made.train_dataloader, *owners, *held]
+        held = [
+            dict(module.hparams),
+            copy.copy(module.by_name["a"]),
+            module.metric._update_count,
+            weights(module),
+        ]
+        return [
+            made.state,
+            made.global_step,
+            made.current_epoch,
+            made.train_dataloader,
+            *owners,
+            *held,
+        ]
 
     @property
     def size(self):
@@ -368,7 +451,8 @@ def state_of(model):
         "tensors": {name: value.numpy().tobytes() for name, value in model.state_dict().items()},
         "parameters": [(id(p), p.grad, p.requires_grad) for p in model.parameters()],
         "modules": [
-            (m.training, set(vars(m)), len(m._forward_hooks) + len(m._forward_pre_hooks)) for m in model.modules()
+            (m.training, set(vars(m)), len(m._forward_hooks) + len(m._forward_pre_hooks))
+            for m in model.modules()
         ],
         "args": (id(model.args), copy.deepcopy(model.args)),
         "criterion": id(getattr(model, "criterion", None)),
@@ -388,11 +472,15 @@ class OfUltralytics(Driver):
     def __init__(self, folder, watch, examples=0, prepare=lambda model: None):
         self.watch, self.examples, self.model = watch, examples, tiny_detector()
         prepare(self.model)
-        self.model.register_forward_pre_hook(lambda _, args: watch.train(len(args[0]["img"])) if args else None)
+        self.model.register_forward_pre_hook(
+            lambda _, args: watch.train(len(args[0]["img"])) if args else None
+        )
 
     def find(self, **options):
         options.pop("write_back", None)
-        return of_ultralytics.find_max_batch(self.model, imgsz=64, dataset_size=self.examples, **QUICK | options)
+        return of_ultralytics.find_max_batch(
+            self.model, imgsz=64, dataset_size=self.examples, **QUICK | options
+        )
 
     def train(self):
         """Training begins with what `state` shows; with a trainer, see test_ultralytics.py."""
@@ -414,12 +502,21 @@ class OfAccelerate(Driver):
 
     def __init__(self, folder, watch, scale=None, **settings):
         self.watch = watch
-        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **settings)
-        layers = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+        self.accelerator = accelerate.Accelerator(
+            cpu=True, gradient_accumulation_steps=2, **settings
+        )
+        layers = (
+            torch.nn.Linear(4, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Dropout(0.5),
+            torch.nn.Linear(8, 1),
+        )
         self.model, self.losses = torch.nn.Sequential(*layers), Log()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=3, enabled=scale is not None)
+        self.scaler = torch.amp.GradScaler(
+            "cpu", init_scale=scale or 1.0, growth_interval=3, enabled=scale is not None
+        )
 
     def micro_batch(self, model, batch_size):
         with self.accelerator.accumulate(model):
@@ -444,7 +541,9 @@ class OfAccelerate(Driver):
         def train(batch_size):
             self.function(batch_size)
 
-        decorated = find_executable_batch_size(train, starting_batch_size=max_batch, **QUICK | options)
+        decorated = find_executable_batch_size(
+            train, starting_batch_size=max_batch, **QUICK | options
+        )
         decorated()
         return decorated.result
 
@@ -453,11 +552,22 @@ class OfAccelerate(Driver):
 
     def train(self):
         self.function(3)
-        return list(self.losses), weights(self.model), self.scaler.state_dict(), self.scheduler.get_last_lr()
+        return (
+            list(self.losses),
+            weights(self.model),
+            self.scaler.state_dict(),
+            self.scheduler.get_last_lr(),
+        )
 
     def state(self):
         made = self.accelerator
-        return [made.step, list(made._models), made.sync_gradients, weights(self.model), self.scaler.state_dict()]
+        return [
+            made.step,
+            list(made._models),
+            made.sync_gradients,
+            weights(self.model),
+            self.scaler.state_dict(),
+        ]
 
 
 DRIVERS = [OfTransformers, OfLightning, OfUltralytics, OfAccelerate]

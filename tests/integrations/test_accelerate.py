@@ -48,8 +48,13 @@ def steps_of(batch_size, *, optimizer=torch.optim.SGD, number=50, model=None, ca
 
 
 def test_signature_matches_accelerate():
-    ours, theirs = (list(inspect.signature(one).parameters.values()) for one in (find_executable_batch_size, shrinking))
-    assert [(p.name, p.default, p.kind) for p in ours[:3]] == [(p.name, p.default, p.kind) for p in theirs]
+    ours, theirs = (
+        list(inspect.signature(one).parameters.values())
+        for one in (find_executable_batch_size, shrinking)
+    )
+    assert [(p.name, p.default, p.kind) for p in ours[:3]] == [
+        (p.name, p.default, p.kind) for p in theirs
+    ]
     assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in ours[3:])
 
 
@@ -60,7 +65,11 @@ def test_with_and_without_parentheses(has_parentheses):
         torch.empty(2**50 if batch_size > 2 else 1)
         return batch_size * factor + added
 
-    decorated = find_executable_batch_size(**HOST)(train) if has_parentheses else find_executable_batch_size(train)
+    decorated = (
+        find_executable_batch_size(**HOST)(train)
+        if has_parentheses
+        else find_executable_batch_size(train)
+    )
     assert decorated.result is None
     assert decorated(10, added=1) == 21
     assert decorated.result.batch_size == 2
@@ -74,7 +83,10 @@ def test_with_and_without_parentheses(has_parentheses):
         ({"global_batch": 64}, "accumulates gradients itself"),
         ({"max_batch": 64}, "called starting_batch_size"),
         ({"starting_batch_size": 0}, "starting_batch_size must be"),
-        ({"function": lambda self, batch_size: None}, r"cannot be probed.* Write def .*\(batch_size, self, \.\.\.\)"),
+        (
+            {"function": lambda self, batch_size: None},
+            r"cannot be probed.* Write def .*\(batch_size, self, \.\.\.\)",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, said):
@@ -99,7 +111,9 @@ def test_a_method_takes_the_batch_size_before_self():
 
 def test_it_bisects_to_the_size_that_fits_and_trains_once(monkeypatch):
     # A copy of what the call made would count against the budget on a host, and reduce the answer.
-    monkeypatch.setattr("oomprobe.state.Snapshot.add", lambda self, optimizer: pytest.fail("copied"))
+    monkeypatch.setattr(
+        "oomprobe.state.Snapshot.add", lambda self, optimizer: pytest.fail("copied")
+    )
     calls, finished = Log(), Log()
 
     @find_executable_batch_size(starting_batch_size=128, **HOST)
@@ -118,7 +132,9 @@ def test_it_bisects_to_the_size_that_fits_and_trains_once(monkeypatch):
     assert "first seen when it stepped" not in str(train.result)
 
 
-@pytest.mark.parametrize(("trial_steps", "first", "left_after"), [(3, 0, "cgcccgcccg"), (2, 2, "cccgcccg")])
+@pytest.mark.parametrize(
+    ("trial_steps", "first", "left_after"), [(3, 0, "cgcccgcccg"), (2, 2, "cccgcccg")]
+)
 def test_every_optimizer_makes_its_steps(trial_steps, first, left_after):
     made = Log()
 
@@ -226,7 +242,9 @@ def test_a_size_that_is_passed_is_refused():
     def train(batch_size, model):
         raise AssertionError
 
-    with pytest.raises(TypeError, match=r"train\(batch_size, model\) cannot .*: too many .*: leave it out"):
+    with pytest.raises(
+        TypeError, match=r"train\(batch_size, model\) cannot .*: too many .*: leave it out"
+    ):
         train(8, None)
 
 
@@ -258,7 +276,9 @@ def test_a_model_kept_from_call_to_call_is_refused():
     def train(batch_size):
         steps_of(batch_size, model=model_of_all_calls())
 
-    with pytest.raises(oomprobe.UnreliableError, match=r"train trains a model that an earlier call made and kept"):
+    with pytest.raises(
+        oomprobe.UnreliableError, match=r"train trains a model that an earlier call made and kept"
+    ):
         train()
     assert train() is None  # now it exists before the first call, and is restored
 
@@ -269,11 +289,19 @@ def test_the_loop_of_accelerates_documentation():
 
     @find_executable_batch_size(starting_batch_size=32, **HOST)
     def inner(batch_size):
-        seen.append((accelerator.step, len(accelerator._models), accelerator.gradient_state.active_dataloader))
+        seen.append(
+            (
+                accelerator.step,
+                len(accelerator._models),
+                accelerator.gradient_state.active_dataloader,
+            )
+        )
         accelerator.free_memory()
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.AdamW(model.parameters())
-        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(256, 4)), batch_size)
+        data = torch.utils.data.DataLoader(
+            torch.utils.data.TensorDataset(torch.randn(256, 4)), batch_size
+        )
         model, optimizer, data = accelerator.prepare(model, optimizer, data)
         for (x,) in data:
             with accelerator.accumulate(model):
@@ -308,7 +336,9 @@ def test_prepared_objects_train_on_bit_equal(tmp_path):
     def prepared():
         torch.manual_seed(3)
         one = OfAccelerate(tmp_path, Watch(room=20), mixed_precision="bf16")
-        one.model, one.optimizer, one.scheduler = one.accelerator.prepare(one.model, one.optimizer, one.scheduler)
+        one.model, one.optimizer, one.scheduler = one.accelerator.prepare(
+            one.model, one.optimizer, one.scheduler
+        )
         return one
 
     one, plain = prepared(), prepared()

@@ -35,13 +35,21 @@ def made(driver, folder, watch=None, **settings):
 @pytest.mark.parametrize("driver", DRIVERS, **NAMES)
 def test_the_answer_is_the_largest_size_that_runs(driver, tmp_path):
     watch = Watch(room=5)
-    settings = {"gradient_accumulation_steps": 5} if driver is OfTransformers else {}  # keeps the global batch of 20
+    settings = (
+        {"gradient_accumulation_steps": 5} if driver is OfTransformers else {}
+    )  # keeps the global batch of 20
     one = made(driver, tmp_path, watch, **settings)
     result = one.find(max_batch=8)
-    assert (result.batch_size, result.limited_by, result.first_failing_batch_size) == (5, "memory", 6)
+    assert (result.batch_size, result.limited_by, result.first_failing_batch_size) == (
+        5,
+        "memory",
+        6,
+    )
     assert {5, 6} <= set(watch.trained)
     if driver in LOOPS:  # where the framework reads it
-        assert {trial.samples_per_s for trial in result.trials} == {None}  # a call takes more than one batch
+        assert {trial.samples_per_s for trial in result.trials} == {
+            None
+        }  # a call takes more than one batch
         assert set(one.size) == {5}
         watch.trained.clear()
         one.train()
@@ -65,18 +73,28 @@ def test_no_batch_is_larger_than_the_data_set(driver, tmp_path):
 class DropsLast(drivers.WatchedTrainer):
     def get_train_dataloader(self):
         made = super().get_train_dataloader()
-        return DataLoader(made.dataset, self._train_batch_size, collate_fn=self.data_collator, drop_last=True)
+        return DataLoader(
+            made.dataset, self._train_batch_size, collate_fn=self.data_collator, drop_last=True
+        )
 
 
 @pytest.mark.parametrize(
     ("driver", "settings", "sizes"),
     [
         (OfTransformers, {"max_steps": 30}, [7, 5, 7]),
-        (OfTransformers, {"num_train_epochs": 2, "gradient_accumulation_steps": 3}, [7, 7, 5, 7, 7]),
+        (
+            OfTransformers,
+            {"num_train_epochs": 2, "gradient_accumulation_steps": 3},
+            [7, 7, 5, 7, 7],
+        ),
         (OfTransformers, {"num_train_epochs": 2, "kind": DropsLast}, [7, 7, 7]),  # by itself
         (OfTransformers, {"num_train_epochs": 2, "dataloader_drop_last": True}, [7, 7]),
         (OfTransformers, {"max_steps": 2}, [7, 7]),
-        (OfTransformers, {"max_steps": 30, "examples": 36}, [7, 2, 7]),  # batch norm cannot train on one example
+        (
+            OfTransformers,
+            {"max_steps": 30, "examples": 36},
+            [7, 2, 7],
+        ),  # batch norm cannot train on one example
         (OfLightning, {}, [7, 5, 7]),
         (OfLightning, {"accumulate_grad_batches": 4}, [7, 7, 7, 5, 7, 7]),
         (OfLightning, {"max_epochs": -1, "max_steps": 6}, [7, 5, 7]),
@@ -90,7 +108,11 @@ class DropsLast(drivers.WatchedTrainer):
     ids=str,
 )
 def test_a_smaller_last_batch_runs_if_an_epoch_follows(driver, settings, sizes, tmp_path):
-    own = {OfTransformers: {"max_steps": -1}, OfLightning: {"limit_val_batches": 0}, OfUltralytics: {}}[driver]
+    own = {
+        OfTransformers: {"max_steps": -1},
+        OfLightning: {"limit_val_batches": 0},
+        OfUltralytics: {},
+    }[driver]
     one = made(driver, tmp_path, **{"examples": 40, **own, **settings})
     result = one.find(min_batch=7, max_batch=7, write_back=False)
     assert one.watch.trained == sizes * (len(one.watch.trained) // len(sizes))
@@ -118,7 +140,13 @@ def test_options_are_passed_on(driver, tmp_path):
     average, updated = Average(), Log()
     one, found = made(driver, tmp_path), weakref.ref(average)
     one.watch.also = lambda: updated.append(found().value.add_(1).item())
-    options = {"min_batch": 2, "multiple_of": 2, "memory_fraction": 0.5, "resolution": 0.3, "time_limit_s": 500.0}
+    options = {
+        "min_batch": 2,
+        "multiple_of": 2,
+        "memory_fraction": 0.5,
+        "resolution": 0.3,
+        "time_limit_s": 500.0,
+    }
     steps = {"steps": 3, "confirm_steps": 5}
     result = one.find(max_batch=5, preserve=[average], write_back=False, **options, **steps)
     assert {name: result.options[name] for name in options} == options
@@ -216,15 +244,26 @@ def trained(driver, folder, set_up, *, ending=None, is_used=False, **options):
 
 
 CASES = [(driver, set_up, "out of memory", {}) for driver in DRIVERS for set_up in SET_UPS[driver]]
-CASES += [(driver, "plain", ending, {}) for driver in DRIVERS for ending, error in ENDINGS.items() if error]
-CASES += [(driver, "plain", "out of memory", {"is_used": True}) for driver in (*LOOPS, OfAccelerate)]
-CASES += [(driver, "plain", "out of memory", {"device": "sim:300MiB", "max_batch": 2}) for driver in LOOPS]
+CASES += [
+    (driver, "plain", ending, {})
+    for driver in DRIVERS
+    for ending, error in ENDINGS.items()
+    if error
+]
+CASES += [
+    (driver, "plain", "out of memory", {"is_used": True}) for driver in (*LOOPS, OfAccelerate)
+]
+CASES += [
+    (driver, "plain", "out of memory", {"device": "sim:300MiB", "max_batch": 2}) for driver in LOOPS
+]
 
 
 @pytest.mark.parametrize(("driver", "set_up", "ending", "options"), CASES, **NAMES)
 def test_training_after_a_probe_equals_training_without(driver, set_up, ending, options, tmp_path):
     is_used = {name: value for name, value in options.items() if name == "is_used"}
-    assert trained(driver, tmp_path, set_up, ending=ending, **options) == trained(driver, tmp_path, set_up, **is_used)
+    assert trained(driver, tmp_path, set_up, ending=ending, **options) == trained(
+        driver, tmp_path, set_up, **is_used
+    )
 
 
 # --- callbacks ---
@@ -241,7 +280,11 @@ def listening(driver):
 @pytest.mark.parametrize("driver", LOOPS, **NAMES)
 def test_trials_call_no_callback_and_write_nothing(driver, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    saves = {"save_strategy": "steps", "save_steps": 1, "disable_tqdm": False} if driver is OfTransformers else {}
+    saves = (
+        {"save_strategy": "steps", "save_steps": 1, "disable_tqdm": False}
+        if driver is OfTransformers
+        else {}
+    )
     one, (heard, callback) = made(driver, tmp_path, **saves), listening(driver)
     one.add(callback)
     one.add(driver.callback(PROBE))
@@ -249,9 +292,12 @@ def test_trials_call_no_callback_and_write_nothing(driver, tmp_path, monkeypatch
     before = sorted(tmp_path.rglob("*"))
     capsys.readouterr()
     result = one.find(max_batch=1, write_back=False)
-    assert [item for item in result.not_covered if "callbacks" in item] == [
-        "callbacks, which trials do not call: Listening"  # neither what only shows progress nor the monitor's
-    ]
+    assert (
+        [item for item in result.not_covered if "callbacks" in item]
+        == [
+            "callbacks, which trials do not call: Listening"  # neither what only shows progress nor the monitor's
+        ]
+    )
     assert (heard, sorted(tmp_path.rglob("*")), capsys.readouterr()) == ([], before, ("", ""))
     one.train()
     assert len(heard) > 9
@@ -284,8 +330,16 @@ EVALUATES = {
 @pytest.mark.parametrize(
     ("driver", "settings", "heard"),
     [
-        (OfTransformers, EVALUATES, "1t 2t 2e 2e 2e 3t 4t 4e 4e 4e 4s"),  # trains, evaluates, saves a checkpoint
-        (OfLightning, {"manual": True, "max_steps": 4, "num_sanity_val_steps": 1}, "0e 1t 2t 3t 4t 4e 4e 4e"),
+        (
+            OfTransformers,
+            EVALUATES,
+            "1t 2t 2e 2e 2e 3t 4t 4e 4e 4e 4s",
+        ),  # trains, evaluates, saves a checkpoint
+        (
+            OfLightning,
+            {"manual": True, "max_steps": 4, "num_sanity_val_steps": 1},
+            "0e 1t 2t 3t 4t 4e 4e 4e",
+        ),
         (
             OfLightning,
             {"accumulate_grad_batches": 2, "max_steps": 2, "num_sanity_val_steps": 1},
@@ -307,7 +361,10 @@ def test_the_monitors_callback_tells_each_phase(driver, settings, heard, tmp_pat
 @pytest.mark.parametrize("driver", LOOPS, **NAMES)
 def test_the_monitors_callback_compares_at_the_size_that_trains(driver, asked, expected, tmp_path):
     settings = {"per_device_train_batch_size": 2} if driver is OfTransformers else {}
-    one, watch = made(driver, tmp_path, max_steps=1, **settings), driver.callback(PROBE, batch_size=asked)
+    one, watch = (
+        made(driver, tmp_path, max_steps=1, **settings),
+        driver.callback(PROBE, batch_size=asked),
+    )
     if driver is OfLightning:
         one.owners[1].batch_size = 2
     monitor = watch.monitor
@@ -322,7 +379,14 @@ def test_the_monitors_callback_compares_at_the_size_that_trains(driver, asked, e
 def test_the_monitors_callback_is_the_frameworks_and_pickles(driver, tmp_path):
     path = tmp_path / "probe.json"
     PROBE.to_json(path)
-    for watch in (driver.callback(path, 4, False), pickle.loads(pickle.dumps(driver.callback(path, 4, False)))):
+    for watch in (
+        driver.callback(path, 4, False),
+        pickle.loads(pickle.dumps(driver.callback(path, 4, False))),
+    ):
         assert isinstance(watch, driver.kind)
         assert isinstance(watch, driver.callback)
-        assert (type(watch).__name__, watch.monitor.batch_size, watch.monitor.ok) == ("PeakMonitorCallback", 4, True)
+        assert (type(watch).__name__, watch.monitor.batch_size, watch.monitor.ok) == (
+            "PeakMonitorCallback",
+            4,
+            True,
+        )

@@ -9,7 +9,9 @@ pytest.importorskip("lightning.pytorch")
 NAMES = ("transformers_trainer.py", "lightning_module.py", "inference.py")
 
 
-@pytest.mark.parametrize("words", commands(*NAMES, simulated=True), ids=lambda words: " ".join(words))
+@pytest.mark.parametrize(
+    "words", commands(*NAMES, simulated=True), ids=lambda words: " ".join(words)
+)
 def test_on_a_simulated_card(words):
     status, out, err = start(typed, words).result()
     assert status == 0, err

@@ -9,7 +9,8 @@ from oomprobe.integrations.framework import FrameworkError, load, skipped_callba
 
 def test_a_missing_framework_names_the_command(tmp_path, monkeypatch):
     with pytest.raises(
-        FrameworkError, match=r"nothere 3.1 or newer, and it is not installed: pip .*'oomprobe\[x\]'"
+        FrameworkError,
+        match=r"nothere 3.1 or newer, and it is not installed: pip .*'oomprobe\[x\]'",
     ) as caught:
         load("nothere.part", minimum="3.1", extra="x")
     assert isinstance(caught.value, ImportError)
@@ -33,7 +34,5 @@ def test_an_old_framework_is_refused(monkeypatch, version):
 
 def test_weight_averaging_is_said_to_copy_the_weights():
     callback = type("StochasticWeightAveraging", (), {})()
-    said = (
-        "callbacks, which trials do not call: StochasticWeightAveraging (weight averaging keeps a copy of the weights)"
-    )
+    said = "callbacks, which trials do not call: StochasticWeightAveraging (weight averaging keeps a copy of the weights)"
     assert skipped_callbacks([callback, 1], (int,)) == [said]

@@ -11,9 +11,22 @@ import oomprobe
 
 def test_more_new_tokens_take_more_memory():
     page, names = (REPOSITORY / "docs/inference.md").read_text(encoding="utf-8"), {"torch": torch}
-    exec(re.search(r"^@torch.inference_mode\(\)\ndef generate\(.*?\n\n", page, re.MULTILINE | re.DOTALL)[0], names)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model, peaks = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=100, **sizes)).eval(), []
+    exec(
+        re.search(
+            r"^@torch.inference_mode\(\)\ndef generate\(.*?\n\n", page, re.MULTILINE | re.DOTALL
+        )[0],
+        names,
+    )
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model, peaks = (
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=100, **sizes)).eval(),
+        [],
+    )
     with oomprobe.SimulatedDevice("1GiB").session():
         model.cuda()
         for new_tokens in (2, 8):

@@ -44,8 +44,12 @@ def test_answer_is_set_where_lightning_sets_it(places):
         if "data" not in places:
             del datamodule.batch_size
         for name, owner in (("module", module), ("data", datamodule)):
-            owner.save_hyperparameters({"batch_size" if f"{name}.hparams" in places else "other": 4})
-        read = module if "module" in places else datamodule if "data" in places else datamodule.hparams
+            owner.save_hyperparameters(
+                {"batch_size" if f"{name}.hparams" in places else "other": 4}
+            )
+        read = (
+            module if "module" in places else datamodule if "data" in places else datamodule.hparams
+        )
         datamodule.train_dataloader = lambda: DataLoader(data(64), batch_size=read.batch_size)
         return module, datamodule
 
@@ -54,14 +58,19 @@ def test_answer_is_set_where_lightning_sets_it(places):
 
     ours, theirs = made(), made()
     before = values(*ours)
-    assert probed(*ours, trainer=quiet_trainer(**NO_EVAL), max_batch=1, write_back=False).batch_size == 1
+    assert (
+        probed(*ours, trainer=quiet_trainer(**NO_EVAL), max_batch=1, write_back=False).batch_size
+        == 1
+    )
     assert values(*ours) == before
     result = probed(*ours, trainer=quiet_trainer(**NO_EVAL))
     theirs[0].trainer = quiet_trainer()
     theirs[0].trainer.datamodule = theirs[1]
     lightning_setattr(theirs[0], "batch_size", 9)
     assert values(*ours) == values(*theirs)
-    said = ["(Data and hparams)" in note for note in result.notes if "exists in several places" in note]
+    said = [
+        "(Data and hparams)" in note for note in result.notes if "exists in several places" in note
+    ]
     assert said == [True] * (len(places) - 1)
 
 
@@ -89,11 +98,19 @@ def test_loaders_passed_are_rebuilt_at_each_size():
         assert (result.batch_size, module.batch_size, loader.batch_size) == (11, 4, 3)
         assert "nothing was set: create your DataLoader with batch_size=11" in result.notes
     assert set(module.watch.validated) == {5}  # only the training loader was passed
-    subset = DataLoader(data(100), sampler=torch.utils.data.SubsetRandomSampler(range(30)), batch_size=2)
+    subset = DataLoader(
+        data(100), sampler=torch.utils.data.SubsetRandomSampler(range(30)), batch_size=2
+    )
     assert probed(Module(1000), train_dataloaders=subset, min_batch=16).batch_size == 30
     module = OwnLoaders(20, examples=100, eval_cost=1)
-    assert probed(module, val_dataloaders=DataLoader(data(50), batch_size=16), min_batch=18).batch_size == 20
-    assert (module.batch_size, set(module.watch.validated)) == (20, {16})  # validation keeps its size
+    assert (
+        probed(module, val_dataloaders=DataLoader(data(50), batch_size=16), min_batch=18).batch_size
+        == 20
+    )
+    assert (module.batch_size, set(module.watch.validated)) == (
+        20,
+        {16},
+    )  # validation keeps its size
 
 
 class SemiSupervised(Module):
@@ -104,7 +121,10 @@ class SemiSupervised(Module):
         self.combined = combined
 
     def train_dataloader(self):
-        loaders = {"labelled": DataLoader(data(100), self.batch_size), "unlabelled": DataLoader(data(40), 7)}
+        loaders = {
+            "labelled": DataLoader(data(100), self.batch_size),
+            "unlabelled": DataLoader(data(40), 7),
+        }
         return pl.utilities.CombinedLoader(loaders, "min_size") if self.combined else loaders
 
     def training_step(self, batch, batch_idx):
@@ -119,16 +139,22 @@ def test_a_loader_that_ignores_the_size_keeps_its_own(combined):
     assert any("kept its own" in note for note in result.notes)
 
 
-@pytest.mark.parametrize(("settings", "manual"), [({"fast_dev_run": True}, False), ({"max_steps": 3}, True)], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "manual"), [({"fast_dev_run": True}, False), ({"max_steps": 3}, True)], ids=str
+)
 def test_a_short_training_ends_no_trial(settings, manual):
-    result = probed(Module(9, manual=manual), Data(100), trainer=quiet_trainer(**settings), min_batch=8)
+    result = probed(
+        Module(9, manual=manual), Data(100), trainer=quiet_trainer(**settings), min_batch=8
+    )
     assert result.batch_size == 9
 
 
 # --- what a trial does ---
 
 
-@pytest.mark.parametrize(("accumulated", "micro", "asked"), [(1, 1, {}), (9, 2, {}), (1, 2, {"global_batch": 24})])
+@pytest.mark.parametrize(
+    ("accumulated", "micro", "asked"), [(1, 1, {}), (9, 2, {}), (1, 2, {"global_batch": 24})]
+)
 def test_gradients_exist_while_they_accumulate(accumulated, micro, asked):
     class Watching(Module):
         def on_before_backward(self, loss):
@@ -137,7 +163,10 @@ def test_gradients_exist_while_they_accumulate(accumulated, micro, asked):
     had, trainer = Log(), quiet_trainer(accumulate_grad_batches=accumulated, **NO_EVAL)
     result = probed(Watching(8), Data(), trainer, min_batch=8, max_batch=8, **asked)
     assert had[: 2 * micro] == [False, True][:micro] * 2
-    assert any(note.startswith("one step of a trial is Trainer.fit for 2 optimizer steps") for note in result.notes)
+    assert any(
+        note.startswith("one step of a trial is Trainer.fit for 2 optimizer steps")
+        for note in result.notes
+    )
     assert any("of 2 accumulated batches each" in note for note in result.notes) is (micro == 2)
     if asked:
         assert result.plan(24)[0].ran_accumulated
@@ -145,7 +174,9 @@ def test_gradients_exist_while_they_accumulate(accumulated, micro, asked):
 
 def test_a_trial_has_the_settings_of_the_trainer():
     class Watching(Module):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        def configure_gradient_clipping(
+            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+        ):
             seen.held.add((gradient_clip_val, gradient_clip_algorithm.value))
 
         def training_step(self, batch, batch_idx):
@@ -156,14 +187,23 @@ def test_a_trial_has_the_settings_of_the_trainer():
             steps = self.trainer.estimated_stepping_batches
             seen.held.add((self.trainer.max_epochs, steps))
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            one_cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": one_cycle, "interval": "step"}}
+            one_cycle = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=0.1, total_steps=steps
+            )
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": one_cycle, "interval": "step"},
+            }
 
     seen = Box(set())
     clipping = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}
     trainer = quiet_trainer(max_epochs=3, precision="bf16-mixed", **clipping)
     probed(Watching(8), Data(64), trainer, min_batch=8, max_batch=8)
-    assert seen.held == {(0.5, "value"), torch.bfloat16, (3, 24)}  # the length is that of the real training
+    assert seen.held == {
+        (0.5, "value"),
+        torch.bfloat16,
+        (3, 24),
+    }  # the length is that of the real training
 
 
 @pytest.mark.parametrize(
@@ -185,10 +225,14 @@ def test_manual_optimization_runs_until_each_optimizer_steps(every, expected):
             return [torch.optim.SGD(self.layer[i].parameters(), lr=0.1) for i in (0, 2)]
 
     stepped = Box([set(), set()])
-    result = probed(Two(6, manual=True), Data(20), quiet_trainer(**NO_EVAL), min_batch=4, max_batch=4)
+    result = probed(
+        Two(6, manual=True), Data(20), quiet_trainer(**NO_EVAL), min_batch=4, max_batch=4
+    )
     assert result.batch_size == 4
     assert stepped.held == expected
-    assert any(note.startswith("some optimizers (1) did not step") for note in result.notes) is (not expected[1])
+    assert any(note.startswith("some optimizers (1) did not step") for note in result.notes) is (
+        not expected[1]
+    )
 
 
 def test_a_module_that_skips_its_batches_is_reported():
@@ -205,8 +249,13 @@ def test_validation_limits_the_answer_if_it_needs_more():
         """The scheduler and the hook need a metric of validation."""
 
         def configure_optimizers(self):
-            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer := super().configure_optimizers())
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer := super().configure_optimizers()
+            )
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "val"},
+            }
 
         def on_fit_start(self):
             phases.held.append("")
@@ -236,7 +285,9 @@ def test_trials_without_validation(how):
     module = (kind if how == "no step" else Module)(20, eval_cost=4)
     data_kind = type("NoVal", (Data,), {"val_dataloader": pl.LightningDataModule.val_dataloader})
     datamodule = data_kind() if how == "no loader" else Data()
-    result = probed(module, datamodule, quiet_trainer(limit_val_batches=0 if how == "limit" else 1.0))
+    result = probed(
+        module, datamodule, quiet_trainer(limit_val_batches=0 if how == "limit" else 1.0)
+    )
     assert (result.batch_size, module.watch.validated) == (20, [])
     assert any("evaluation between epochs" in item for item in result.not_covered)
 
@@ -267,12 +318,18 @@ class Padded(Module):
 
 def test_batches_hold_the_longest_examples():
     padded = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-    loader, module = DataLoader(Sentences(), batch_size=2, collate_fn=padded, shuffle=True), Padded(100)
+    loader, module = (
+        DataLoader(Sentences(), batch_size=2, collate_fn=padded, shuffle=True),
+        Padded(100),
+    )
     result = probed(module, train_dataloaders=loader)
     assert (result.batch_size, {length for _, length in module.watch.trained}) == (5, {20})
     assert not any("longest sequence" in item for item in result.not_covered)
     result = probed(Padded(1000), train_dataloaders=loader, max_batch=4, scan_s=0)
-    assert any("1 of 100 examples of the training data were scanned in 0 s" in note for note in result.notes)
+    assert any(
+        "1 of 100 examples of the training data were scanned in 0 s" in note
+        for note in result.notes
+    )
     assert any("longest sequence" in item for item in result.not_covered)
 
 
@@ -288,16 +345,28 @@ def test_a_compiled_module():
 
 def test_pytorch_lightning_is_recognised_by_its_trainer():
     other = pytest.importorskip("pytorch_lightning")
-    trainer = other.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    with pytest.raises(oomprobe.InvalidArgumentError, match="a LightningModule of pytorch_lightning, not Module"):
+    trainer = other.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    with pytest.raises(
+        oomprobe.InvalidArgumentError, match="a LightningModule of pytorch_lightning, not Module"
+    ):
         probed(Module(), Data(), trainer)
 
     class Theirs(other.LightningModule):
-        train_dataloader, configure_optimizers = OwnLoaders.train_dataloader, Module.configure_optimizers
+        train_dataloader, configure_optimizers = (
+            OwnLoaders.train_dataloader,
+            Module.configure_optimizers,
+        )
 
         def __init__(self):
             super().__init__()
-            self.layer, self.watch, self.batch_size, self.examples = torch.nn.Linear(8, 1), Watch(10), 2, 30
+            self.layer, self.watch, self.batch_size, self.examples = (
+                torch.nn.Linear(8, 1),
+                Watch(10),
+                2,
+                30,
+            )
 
         def training_step(self, batch, batch_idx):
             self.watch.train(len(batch[0]))
@@ -324,8 +393,14 @@ REBUILT = r"of the training data cannot be rebuilt .* Pass train_dataloaders=Dat
     ("options", "said"),
     [
         ({"trainer": 3}, "trainer must be a lightning.pytorch.Trainer, not int"),
-        ({"module": torch.nn.Linear(1, 1)}, "module must be a LightningModule of lightning.pytorch, not Linear"),
-        ({"datamodule": DataLoader(data(9))}, "datamodule must be .*: pass loaders as train_dataloaders="),
+        (
+            {"module": torch.nn.Linear(1, 1)},
+            "module must be a LightningModule of lightning.pytorch, not Linear",
+        ),
+        (
+            {"datamodule": DataLoader(data(9))},
+            "datamodule must be .*: pass loaders as train_dataloaders=",
+        ),
         ({"datamodule": None}, r"no training data: Module has no train_dataloader\(\)"),
         (
             {"batch_size_name": "bs"},
@@ -334,8 +409,14 @@ REBUILT = r"of the training data cannot be rebuilt .* Pass train_dataloaders=Dat
         ({"train_dataloaders": BATCHED}, REBUILT),
         ({"train_dataloaders": data(9)}, REBUILT),
         ({"train_dataloaders": DataLoader(Stream(), batch_size=2)}, "is a stream"),
-        ({"val_dataloaders": BATCHED}, r"of the validation data .* Pass val_dataloaders=DataLoader"),
-        ({"trainer": {"devices": 2, "strategy": "ddp_spawn"}}, "trains on 2 ranks.*lightning.model_and_step"),
+        (
+            {"val_dataloaders": BATCHED},
+            r"of the validation data .* Pass val_dataloaders=DataLoader",
+        ),
+        (
+            {"trainer": {"devices": 2, "strategy": "ddp_spawn"}},
+            "trains on 2 ranks.*lightning.model_and_step",
+        ),
         (
             {"trainer": {"devices": 1, "strategy": "ddp"}},
             "buffers that trials would not have: probe with strategy='auto'",
@@ -368,7 +449,10 @@ def test_setup_and_teardown_run_once():
 
 def test_the_scaler_of_a_precision_plugin_is_restored():
     scaler, module = torch.amp.GradScaler("cpu", growth_interval=1), Module(5)
-    plugin, before = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler), scaler.state_dict()
+    plugin, before = (
+        pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler),
+        scaler.state_dict(),
+    )
     assert probed(module, Data(), quiet_trainer(plugins=[plugin])).batch_size == 5
     assert scaler.state_dict() == before
 
@@ -406,13 +490,20 @@ def test_trials_log_and_save_nothing(tmp_path, monkeypatch, caplog, capsys):
             self.logger.experiment.add_image("a", torch.zeros(1))
             self.log("loss", 1.0, logger=True)
             self.trainer.save_checkpoint("now.ckpt")
-            for folder in (self.logger.log_dir, self.trainer.log_dir, self.trainer.default_root_dir):
+            for folder in (
+                self.logger.log_dir,
+                self.trainer.log_dir,
+                self.trainer.default_root_dir,
+            ):
                 open(os.path.join(folder, "image.png"), "a").close()
             return super().training_step(batch, batch_idx)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    seen, loggers = Box(set()), [pl.loggers.CSVLogger(tmp_path / "logs"), pl.loggers.CSVLogger(tmp_path / "more")]
+    seen, loggers = (
+        Box(set()),
+        [pl.loggers.CSVLogger(tmp_path / "logs"), pl.loggers.CSVLogger(tmp_path / "more")],
+    )
     trainer = pl.Trainer(accelerator="cpu", logger=loggers, default_root_dir=tmp_path)
     caplog.clear()
     capsys.readouterr()
@@ -421,7 +512,9 @@ def test_trials_log_and_save_nothing(tmp_path, monkeypatch, caplog, capsys):
         result = probed(Own(5), Data(), trainer)
     assert (list(tmp_path.iterdir()), seen.held) == ([], {2})
     assert (caplog.text, capsys.readouterr()) == ("", ("", ""))
-    assert not any("callbacks" in item for item in result.not_covered)  # neither the progress bar nor checkpoints
+    assert not any(
+        "callbacks" in item for item in result.not_covered
+    )  # neither the progress bar nor checkpoints
 
 
 # --- compared with Lightning's own finder on the same module, where that one is wrong (Lightning 2.6.6) ---
@@ -441,6 +534,9 @@ def test_our_answer_ran_and_theirs_did_not(room, examples, mode, theirs, ours, t
     with nullcontext() if ours else pytest.raises(oomprobe.NothingFitsError):
         assert probed(module).batch_size == module.batch_size == ours
         assert ours in module.watch.trained
-    module, tuner = OwnLoaders(room, examples=examples), pl.tuner.Tuner(quiet_trainer(default_root_dir=tmp_path))
+    module, tuner = (
+        OwnLoaders(room, examples=examples),
+        pl.tuner.Tuner(quiet_trainer(default_root_dir=tmp_path)),
+    )
     assert tuner.scale_batch_size(module, val_dataloaders=DataLoader(data(9)), mode=mode) == theirs
     assert theirs == 1 or theirs not in module.watch.trained

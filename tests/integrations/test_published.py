@@ -53,7 +53,9 @@ def test_peaks_published_in_bytes_are_exact(family):
 @pytest.mark.parametrize("family", CLOSE)
 def test_peaks_are_close_to_those_published(family):
     for figure in made_again(family, CLOSE[family]):
-        assert figure.published_bytes == figure.simulated_bytes or abs(figure.error) <= 0.003, figure
+        assert figure.published_bytes == figure.simulated_bytes or abs(figure.error) <= 0.003, (
+            figure
+        )
 
 
 def test_published_peaks_of_convolutions_are_inside_the_interval():
@@ -61,7 +63,8 @@ def test_published_peaks_of_convolutions_are_inside_the_interval():
     for figure in made_again("segmentation", ["pspnet r18-d8 512x1024", "pspnet r50b-d8 512x1024"]):
         assert figure.verdict == "inside"
         assert (
-            "r50b" not in figure.name or abs(figure.explained_bytes - figure.published_bytes) <= figure.rounding_bytes
+            "r50b" not in figure.name
+            or abs(figure.explained_bytes - figure.published_bytes) <= figure.rounding_bytes
         )
 
 
@@ -71,7 +74,10 @@ def test_peaks_of_configurations_have_the_order_published():
     found = list(litgpt_hub.orders(counted))
     assert len(found) >= 15
     assert [pair for *pair, same in found if not same] == []
-    surprising = {("phi-2 lora", "phi-2 qlora"), ("tiny-llama lora", "tiny-llama qlora")}  # 4 bits need more memory
+    surprising = {
+        ("phi-2 lora", "phi-2 qlora"),
+        ("tiny-llama lora", "tiny-llama qlora"),
+    }  # 4 bits need more memory
     assert surprising <= {tuple(pair) for *pair, _ in found}
     # Phi-3's full training, published with less than one card can do: the orders that do not come out are its own.
     wrong = [pair for *pair, same in litgpt_hub.orders(rows) if not same]

@@ -34,7 +34,9 @@ def split_of(trainer):
     ],
 )
 def test_the_global_batch_is_kept(tmp_path, split, options, written):
-    probed = trainer(tmp_path, per_device_train_batch_size=split[0], gradient_accumulation_steps=split[1])
+    probed = trainer(
+        tmp_path, per_device_train_batch_size=split[0], gradient_accumulation_steps=split[1]
+    )
     result = find(probed, **options)
     batch_size, accumulated = written or split
     assert split_of(probed) == (batch_size, accumulated)
@@ -56,10 +58,16 @@ def test_a_time_limit_includes_the_split(tmp_path, monkeypatch, caplog):
     limits = []
     monkeypatch.setattr("oomprobe.integrations.transformers.check", takes_too_long)
     caplog.set_level("INFO", logger="oomprobe")
-    result = find(trainer(tmp_path, gradient_accumulation_steps=30), time_limit_s=1000.0, max_batch=1)
-    assert [record.getMessage() for record in caplog.records if record.name == "oomprobe"] == [*result.notes]
+    result = find(
+        trainer(tmp_path, gradient_accumulation_steps=30), time_limit_s=1000.0, max_batch=1
+    )
+    assert [record.getMessage() for record in caplog.records if record.name == "oomprobe"] == [
+        *result.notes
+    ]
     assert 0 < limits[0] < 1000
-    assert any("nothing was written back" in note and "stay (too long)" in note for note in result.notes)
+    assert any(
+        "nothing was written back" in note and "stay (too long)" in note for note in result.notes
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +92,9 @@ def test_a_split_that_does_not_run_is_not_written(tmp_path, fails_from, written,
     assert split_of(probed) == written
     assert any(note in one for one in result.notes)
     verdict = str(result).partition("\n")[0]
-    assert ("batch 8 fits, written: 6 x 4 (your global batch), in " in verdict) is (written == (6, 4))
+    assert ("batch 8 fits, written: 6 x 4 (your global batch), in " in verdict) is (
+        written == (6, 4)
+    )
 
 
 # --- evaluation ---
@@ -103,8 +113,12 @@ class Hungry(torch.nn.Module):
 
 def test_an_evaluation_that_does_not_fit_is_named(tmp_path):
     given = {"model": Hungry(), "eval_dataset": Sentences(64)}
-    probed = trainer(tmp_path, transformers.Trainer, given, eval_strategy="steps", per_device_eval_batch_size=64)
-    with pytest.raises(oomprobe.NothingFitsError, match="with all available memory, in step 'eval': out of") as error:
+    probed = trainer(
+        tmp_path, transformers.Trainer, given, eval_strategy="steps", per_device_eval_batch_size=64
+    )
+    with pytest.raises(
+        oomprobe.NothingFitsError, match="with all available memory, in step 'eval': out of"
+    ) as error:
         find(probed, device="cpu:256MiB")
     said = "evaluation is what does not fit, at per_device_eval_batch_size=64: make that smaller"
     assert error.value.__notes__ == [said]
@@ -126,7 +140,9 @@ def test_evaluation_runs_on_the_longest_as_in_training(tmp_path):
     seen, forward, data = Box(set()), probed.model.forward, probed.eval_dataset
 
     def watched(input_ids, **rest):
-        seen.held.add((probed.model.training, tuple(input_ids.shape), probed.model.lm_head.weight.dtype))
+        seen.held.add(
+            (probed.model.training, tuple(input_ids.shape), probed.model.lm_head.weight.dtype)
+        )
         return forward(input_ids=input_ids, **rest)
 
     probed.model.forward = watched
@@ -134,7 +150,9 @@ def test_evaluation_runs_on_the_longest_as_in_training(tmp_path):
     # At most the size of the data set.
     assert {shape for trains, shape, _ in seen.held if not trains} == {(5, 24), (3, 60)}
     assert {shape for trains, shape, _ in seen.held if trains} == {(1, 24), (2, 24)}
-    assert {dtype for *_, dtype in seen.held} == {torch.float32}  # outside training it would be cast
+    assert {dtype for *_, dtype in seen.held} == {
+        torch.float32
+    }  # outside training it would be cast
     assert not any("no optimizer" in note for note in result.notes)
     assert probed.eval_dataset is data
 
@@ -147,16 +165,25 @@ def test_a_bug_of_evaluation_is_reported_with_the_call_to_make(tmp_path):
 
     given = {"data_collator": of_two, "eval_dataset": Sentences(6)}
     with pytest.raises(oomprobe.StepFailedError) as caught:
-        find(trainer(tmp_path, given=given, eval_strategy="epoch", per_device_eval_batch_size=5), max_batch=2)
+        find(
+            trainer(tmp_path, given=given, eval_strategy="epoch", per_device_eval_batch_size=5),
+            max_batch=2,
+        )
     assert "run trainer.evaluate() with per_device_eval_batch_size=5. A trial" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("settings", "is_said"),
-    [({"eval_on_start": True}, True), ({"eval_strategy": "epoch", "eval_accumulation_steps": 1}, False)],
+    [
+        ({"eval_on_start": True}, True),
+        ({"eval_strategy": "epoch", "eval_accumulation_steps": 1}, False),
+    ],
 )
 def test_predictions_kept_on_the_device_are_reported(tmp_path, settings, is_said):
-    given = {"eval_dataset": Sentences(6), "compute_metrics": lambda _: pytest.fail("called in a trial")}
+    given = {
+        "eval_dataset": Sentences(6),
+        "compute_metrics": lambda _: pytest.fail("called in a trial"),
+    }
     listed = " ".join(find(trainer(tmp_path, given=given, **settings), max_batch=1).not_covered)
     assert ("eval_accumulation_steps" in listed) is is_said
 
@@ -183,8 +210,14 @@ class StopsEarly(WatchedTrainer):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (OwnBatches, r"batches of \[2\] examples were collated instead of 1: .*get_train_dataloader"),
-        (OwnCollator, "the data_collator of the Trainer was never called: .*use self.data_collator"),
+        (
+            OwnBatches,
+            r"batches of \[2\] examples were collated instead of 1: .*get_train_dataloader",
+        ),
+        (
+            OwnCollator,
+            "the data_collator of the Trainer was never called: .*use self.data_collator",
+        ),
         (StopsEarly, "made 1 of 2 optimizer steps"),
     ],
 )

@@ -63,11 +63,17 @@ def logged():
 
 
 def prepared(model, *, imgsz=64, objects=1, dataset_size=0):
-    return adapter.Training(model, choose_device("cpu:1GiB", model), imgsz, torch.float16, objects, dataset_size)
+    return adapter.Training(
+        model, choose_device("cpu:1GiB", model), imgsz, torch.float16, objects, dataset_size
+    )
 
 
 def criteria(trained):
-    return [one for one in (trained.criterion, *vars(trained.criterion).values()) if hasattr(one, "assigner")]
+    return [
+        one
+        for one in (trained.criterion, *vars(trained.criterion).values())
+        if hasattr(one, "assigner")
+    ]
 
 
 # --- signatures ---
@@ -87,7 +93,15 @@ def test_arguments_match_the_original():
 # --- what is run ---
 
 
-TASKS = ["yolo26n-seg", "yolo26n-pose", "yolo11n-obb", "yolo11n-cls", "yolo26n-sem", "yolo26n-depth", "yolov8s-world"]
+TASKS = [
+    "yolo26n-seg",
+    "yolo26n-pose",
+    "yolo11n-obb",
+    "yolo11n-cls",
+    "yolo26n-sem",
+    "yolo26n-depth",
+    "yolov8s-world",
+]
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -102,13 +116,17 @@ def test_models_of_every_task(name):
 
 def test_a_simulated_card_is_refused(nano):
     for device in ("sim:RTX-3090", oomprobe.SimulatedDevice("RTX-3090")):
-        with pytest.raises(oomprobe.InvalidArgumentError, match=r"a simulated card cannot run.*device='cpu:8GiB'"):
+        with pytest.raises(
+            oomprobe.InvalidArgumentError, match=r"a simulated card cannot run.*device='cpu:8GiB'"
+        ):
             find_max_batch(nano, imgsz=64, device=device)
 
 
 def batch_of(task, batch_size, *, objects=1, channels=3, **arguments):
     arguments = SimpleNamespace(**{"mask_ratio": 4, "overlap_mask": True, **arguments})
-    net = SimpleNamespace(yaml={"channels": channels}, model=[SimpleNamespace(nc=5)], args=arguments)
+    net = SimpleNamespace(
+        yaml={"channels": channels}, model=[SimpleNamespace(nc=5)], args=arguments
+    )
     return adapter._worst_batch(net, task, batch_size, imgsz=64, objects=objects)
 
 
@@ -145,8 +163,14 @@ def test_as_many_anchors_as_possible_are_matched(name, matched):
     pairs_of, matched_of = [], []
     for criterion in criteria(training.model):
         pairs, loss = criterion.assigner.get_box_metrics, criterion.bbox_loss.forward
-        criterion.assigner.get_box_metrics = lambda *a, pairs=pairs: (pairs_of.append(a[4].bool()), pairs(*a))[1]
-        criterion.bbox_loss.forward = lambda *a, loss=loss: (matched_of.append(a[6].sum(1).tolist()), loss(*a))[1]
+        criterion.assigner.get_box_metrics = lambda *a, pairs=pairs: (
+            pairs_of.append(a[4].bool()),
+            pairs(*a),
+        )[1]
+        criterion.bbox_loss.forward = lambda *a, loss=loss: (
+            matched_of.append(a[6].sum(1).tolist()),
+            loss(*a),
+        )[1]
     training.run(training.model, 3)
     assert pairs_of[0].shape == (3, 4, 32 * 32 + 16 * 16 + 8 * 8)
     assert pairs_of[0].float().mean().item() == pytest.approx(0.25, rel=0.1)
@@ -231,7 +255,9 @@ def test_if_nothing_fits_there_is_no_default(nano):
     ids=str,
 )
 def test_a_wrong_argument_is_an_error(nano, wrong):
-    with pytest.raises(oomprobe.InvalidArgumentError, match=f"^{next(iter(wrong))} must be .*, not "):
+    with pytest.raises(
+        oomprobe.InvalidArgumentError, match=f"^{next(iter(wrong))} must be .*, not "
+    ):
         check_train_batch_size(nano, **{"imgsz": 64, "device": "cpu:1GiB", **wrong})
 
 
@@ -244,7 +270,9 @@ def test_a_wrong_argument_is_an_error(nano, wrong):
         ([65, torch.bfloat16], 64.0, (128, torch.bfloat16, 1, 0), 0.6),
     ],
 )
-def test_arguments_reach_the_probe(nano, monkeypatch, arguments, stride, trained_with, memory_fraction):
+def test_arguments_reach_the_probe(
+    nano, monkeypatch, arguments, stride, trained_with, memory_fraction
+):
     def training(model, device, *received):
         assert received == trained_with
 
@@ -264,7 +292,9 @@ def test_the_answer_is_logged_and_no_file_is_written(nano, logged, tmp_path, mon
     answer = check_train_batch_size(nano, 64, dataset_size=2, device="cpu:1GiB", **ONCE)
     (line,) = [text for level, text in logged if level == "INFO" and "AutoBatch" in text]
     assert f"Using batch-size {answer}, which ran" in line
-    assert not any("optimizer:" in text for _, text in logged)  # the trials' optimizer is not logged
+    assert not any(
+        "optimizer:" in text for _, text in logged
+    )  # the trials' optimizer is not logged
     assert list(tmp_path.iterdir()) == []
 
 
@@ -283,7 +313,14 @@ def test_install_replaces_what_the_trainer_calls(nano):
     assert trainer.check_train_batch_size is before
 
 
-COMMON = {"data": "tiny.yaml", "imgsz": 64, "device": "cpu", "workers": 0, "plots": False, "verbose": False}
+COMMON = {
+    "data": "tiny.yaml",
+    "imgsz": 64,
+    "device": "cpu",
+    "workers": 0,
+    "plots": False,
+    "verbose": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -296,10 +333,14 @@ def tiny(tmp_path_factory):
     for kind in ("images", "labels"):
         (place / kind / "train").mkdir(parents=True)
     for i in range(8):
-        Image.fromarray(random.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(place / "images/train" / f"{i}.png")
+        Image.fromarray(random.integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(
+            place / "images/train" / f"{i}.png"
+        )
         boxes = "\n".join(f"{k} {0.3 + 0.4 * k} 0.5 0.2 0.3" for k in range(2))
         (place / "labels/train" / f"{i}.txt").write_text(boxes)
-    (place / "tiny.yaml").write_text(f"path: {place}\ntrain: images/train\nval: images/train\nnames: {{0: a, 1: b}}\n")
+    (place / "tiny.yaml").write_text(
+        f"path: {place}\ntrain: images/train\nval: images/train\nnames: {{0: a, 1: b}}\n"
+    )
     (place / "tiny_model.yaml").write_text(json.dumps(TINY))
     return place
 
@@ -322,15 +363,28 @@ def beside_the_images(folder, train):
 
 def test_training_matches_training_with_that_batch(tiny, logged):
     def train():
-        settings = {**COMMON, "epochs": 1, "val": False, "seed": 3, "nbs": 4, "project": str(tiny / "runs")}
+        settings = {
+            **COMMON,
+            "epochs": 1,
+            "val": False,
+            "seed": 3,
+            "nbs": 4,
+            "project": str(tiny / "runs"),
+        }
         with install(device=HERE, max_batch=6, progress="off", **ONCE):
             ultralytics.YOLO(tiny / "tiny_model.yaml").train(batch=-1, name="probed", **settings)
-        trainer.check_train_batch_size = lambda **_: 6  # the same path through the trainer, without a probe
+        trainer.check_train_batch_size = lambda **_: (
+            6
+        )  # the same path through the trainer, without a probe
         ultralytics.YOLO(tiny / "tiny_model.yaml").train(batch=-1, name="plain", **settings)
         return logged
 
-    assert any("Using batch-size 6, which ran in 60%" in text for _, text in beside_the_images(tiny, train))
-    probed, plain = ((tiny / "runs" / name / "results.csv").read_text() for name in ("probed", "plain"))
+    assert any(
+        "Using batch-size 6, which ran in 60%" in text for _, text in beside_the_images(tiny, train)
+    )
+    probed, plain = (
+        (tiny / "runs" / name / "results.csv").read_text() for name in ("probed", "plain")
+    )
     losses = [[row.split(",")[2:5] for row in text.splitlines()[1:]] for text in (probed, plain)]
     assert losses[0] == losses[1]
     assert math.isfinite(float(losses[0][0][0]))
@@ -354,7 +408,14 @@ def test_the_recipe_saves_and_evaluates(tiny, logged, request):
 
     def run():
         names = {"torch": torch, "YOLO": OnHost, "folder": str(tiny / "late")}
-        exec(recipe, {**names, "oomprobe": SimpleNamespace(check=check), "result": SimpleNamespace(batch_size=4)})
+        exec(
+            recipe,
+            {
+                **names,
+                "oomprobe": SimpleNamespace(check=check),
+                "result": SimpleNamespace(batch_size=4),
+            },
+        )
         return results[0].batch_size, results[0].not_covered, [text for _, text in logged]
 
     size, not_covered, said = beside_the_images(tiny, run)
@@ -367,5 +428,7 @@ def test_the_recipe_saves_and_evaluates(tiny, logged, request):
 
 def test_other_objects_are_refused():
     for model in (ultralytics.YOLO("yolo11n.yaml", verbose=False), torch.nn.Linear(1, 1)):
-        with pytest.raises(oomprobe.InvalidArgumentError, match=rf"not {type(model).__name__}: pass the \.model"):
+        with pytest.raises(
+            oomprobe.InvalidArgumentError, match=rf"not {type(model).__name__}: pass the \.model"
+        ):
             find_max_batch(model, device="cpu:1GiB")

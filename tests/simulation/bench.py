@@ -5,7 +5,11 @@ from torch import nn
 from oomprobe.devices.simulated import SimulatedDevice
 
 EXPANDABLE = "expandable_segments:True"
-ALLOCATOR_SETTINGS = ["", EXPANDABLE, "per_process_memory_fraction:0.8"]  # as PYTORCH_ALLOC_CONF writes them
+ALLOCATOR_SETTINGS = [
+    "",
+    EXPANDABLE,
+    "per_process_memory_fraction:0.8",
+]  # as PYTORCH_ALLOC_CONF writes them
 
 
 class Blocks(nn.Module):

@@ -14,7 +14,9 @@ def make(wrap, *, backend="nccl", model=None, shape=(64,)):
     torch.cuda.set_device(local_rank)
     if backend:
         dist.init_process_group(backend)
-    model = wrap((model or nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))).to(local_rank))
+    model = wrap(
+        (model or nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))).to(local_rank)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(model, batch_size):
@@ -28,19 +30,29 @@ def make(wrap, *, backend="nccl", model=None, shape=(64,)):
             dist.all_gather_object(gathered, {"rank": dist.get_rank()})
             assert len(gathered) == int(os.environ["WORLD_SIZE"])
             dist.all_reduce(loss.detach(), async_op=True).wait()
-            assert dist.all_reduce(loss.detach()) is None  # work is returned only if it is asked for
+            assert (
+                dist.all_reduce(loss.detach()) is None
+            )  # work is returned only if it is asked for
             dist.barrier()
 
     return model, step
 
 
 def ddp():
-    return make(lambda model: DistributedDataParallel(model, device_ids=[torch.device(int(os.environ["LOCAL_RANK"]))]))
+    return make(
+        lambda model: DistributedDataParallel(
+            model, device_ids=[torch.device(int(os.environ["LOCAL_RANK"]))]
+        )
+    )
 
 
 def small_buckets():
     buckets = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True}
-    return make(lambda model: DistributedDataParallel(model, process_group=dist.new_group(backend="gloo"), **buckets))
+    return make(
+        lambda model: DistributedDataParallel(
+            model, process_group=dist.new_group(backend="gloo"), **buckets
+        )
+    )
 
 
 def compressed():
@@ -53,7 +65,14 @@ def compressed():
 
 
 def sync_batch_norm():
-    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
+    layers = (
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+    )
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(*layers))
     return make(DistributedDataParallel, model=model, shape=(3, 8, 8))
 

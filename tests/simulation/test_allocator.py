@@ -104,7 +104,9 @@ def test_which_of_two_free_blocks_of_one_size_is_used(order, is_split_again, reu
 def test_statistics():
     allocator = an_allocator()
     assert {*allocator.stats().values()} == {0}
-    allocator.serve([5 * MIB, 5 * MIB - 100, 30 * MIB, -3, -1], [])  # a split segment with gaps, and a whole one
+    allocator.serve(
+        [5 * MIB, 5 * MIB - 100, 30 * MIB, -3, -1], []
+    )  # a split segment with gaps, and a whole one
     assert allocator.stats() == {
         "allocation.all.allocated": 3,
         "requested_bytes.all.allocated": 40 * MIB - 100,
@@ -131,7 +133,15 @@ def test_a_refusal_has_the_figures_of_torchs_message(limit_bytes):
     found = re.findall(r"[\d.]+ (?:[GMK]iB|bytes)", str(refused.value))
     # Requested, on the card, free, in use, allowed, allocated, reserved and free.
     allowed = [] if limit_bytes is None else ["1024.00 MiB"]
-    assert found == ["2.00 GiB", "4.00 GiB", "512.00 MiB", "3.50 GiB", *allowed, "1023.50 MiB", "512.00 KiB"]
+    assert found == [
+        "2.00 GiB",
+        "4.00 GiB",
+        "512.00 MiB",
+        "3.50 GiB",
+        *allowed,
+        "1023.50 MiB",
+        "512.00 KiB",
+    ]
     assert allocator.ooms == allocator.alloc_retries == 1
 
 
@@ -155,11 +165,17 @@ def test_a_segment_that_exists_is_adopted(name):
     allocator, start = an_allocator(EXPANDABLE if room else ""), 2**40
     blocks = [(start + at * MIB, int(nbytes * MIB)) for at, nbytes in inside]
     handles = adopt(allocator, start, size * MIB, blocks, room * MIB)
-    assert allocator.requested() == dict(zip(handles, (nbytes for _, nbytes in blocks), strict=True))
+    assert allocator.requested() == dict(
+        zip(handles, (nbytes for _, nbytes in blocks), strict=True)
+    )
     assert allocator.layout(handles)[0] == blocks
     assert has_no_empty_block(allocator)
     used = sum(nbytes for _, nbytes in blocks)
-    assert (allocator.allocated_bytes, allocator.requested_bytes, allocator.reserved_bytes) == (used, used, size * MIB)
+    assert (allocator.allocated_bytes, allocator.requested_bytes, allocator.reserved_bytes) == (
+        used,
+        used,
+        size * MIB,
+    )
     [(address, _)] = allocator.layout([allocator.malloc(int(request * MIB))])[0]
     if offset is None:
         assert not start <= address < start + size * MIB
@@ -173,13 +189,25 @@ def test_a_segment_that_exists_is_adopted(name):
 @pytest.mark.parametrize("blocks", [[(0, 5), (4, 5)], [(16, 5)], [(-1, 5)], [(0, 21)]])
 def test_blocks_that_overlap_are_not_adopted(blocks):
     with pytest.raises(ValueError, match="overlaps another"):
-        adopt(an_allocator(), GIB, 20 * MIB, [(GIB + at * MIB, nbytes * MIB) for at, nbytes in blocks], 0)
+        adopt(
+            an_allocator(),
+            GIB,
+            20 * MIB,
+            [(GIB + at * MIB, nbytes * MIB) for at, nbytes in blocks],
+            0,
+        )
 
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["malloc", "malloc", "malloc", "free", "free", "empty", "use", "share", "end"]),
-        st.one_of(st.integers(1, 4 * MIB), st.integers(1, 80 * MIB), st.sampled_from([MIB, MIB + 1, 10 * MIB])),
+        st.sampled_from(
+            ["malloc", "malloc", "malloc", "free", "free", "empty", "use", "share", "end"]
+        ),
+        st.one_of(
+            st.integers(1, 4 * MIB),
+            st.integers(1, 80 * MIB),
+            st.sampled_from([MIB, MIB + 1, 10 * MIB]),
+        ),
     ),
     max_size=60,
 )

@@ -31,7 +31,10 @@ def net():
 
 def train(model, optimizer, batch_size, device=None):
     def step():
-        x, y = torch.randn(batch_size, 64, device=device), torch.randint(10, (batch_size,), device=device)
+        x, y = (
+            torch.randn(batch_size, 64, device=device),
+            torch.randint(10, (batch_size,), device=device),
+        )
         optimizer.zero_grad()
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
@@ -44,12 +47,17 @@ def train(model, optimizer, batch_size, device=None):
 
 @pytest.mark.parametrize("device", [None, "cuda"])
 def test_a_step_changes_no_real_tensor(device):
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 10)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step(batch_size=64, device=device):
         optimizer.zero_grad()
-        x, y = torch.randn(batch_size, 3, 8, 8, device=device), torch.randint(10, (batch_size,), device=device)
+        x, y = (
+            torch.randn(batch_size, 3, 8, 8, device=device),
+            torch.randint(10, (batch_size,), device=device),
+        )
         F.cross_entropy(model(x), y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -69,7 +77,13 @@ def test_a_step_changes_no_real_tensor(device):
 
 def test_patches_are_removed_after_an_error():
     def patched():
-        return torch.cuda.is_available, torch.amp.autocast.__init__, nn.Module._apply, torch.Generator, torch.save
+        return (
+            torch.cuda.is_available,
+            torch.amp.autocast.__init__,
+            nn.Module._apply,
+            torch.Generator,
+            torch.save,
+        )
 
     before = patched()
     bench = Bench(net())
@@ -94,7 +108,9 @@ def test_parameters_gradients_and_state_are_counted():
     assert bench.allocated_bytes == weights
     bench.run(train(model, optimizer, 32, "cuda"), times=2)
     workspaces = 2 * 8_519_680  # of the main and the backward thread
-    assert bench.allocated_bytes == 4 * weights + workspaces  # gradients and two moments; step counts stay on the host
+    assert (
+        bench.allocated_bytes == 4 * weights + workspaces
+    )  # gradients and two moments; step counts stay on the host
     optimizer.zero_grad()
     assert bench.allocated_bytes == 3 * weights + workspaces
 
@@ -291,20 +307,30 @@ ON_CARD = {
 ON_HOST = {
     "scalar": (lambda _: torch.tensor(3.5).item(), 3.5),
     "text at the host": (lambda _: str(torch.ones(3)), "tensor([1., 1., 1.])"),
-    "set": (lambda _: (float(one_set()[3]), float(one_set().sum()), bool((one_set() > 5).any())), (7.0, 7.0, True)),
+    "set": (
+        lambda _: (float(one_set()[3]), float(one_set().sum()), bool((one_set() > 5).any())),
+        (7.0, 7.0, True),
+    ),
     "permutation": (lambda _: len(set(torch.randperm(100_000).tolist())), 100_000),
-    "4 TiB, without memory": (lambda _: torch.zeros(2**20, 2**20, device="cpu").numpy().shape, (2**20, 2**20)),
+    "4 TiB, without memory": (
+        lambda _: torch.zeros(2**20, 2**20, device="cpu").numpy().shape,
+        (2**20, 2**20),
+    ),
 }
 
 
-@pytest.mark.parametrize(("read", "value"), {**ON_CARD, **ON_HOST}.values(), ids=[*ON_CARD, *ON_HOST])
+@pytest.mark.parametrize(
+    ("read", "value"), {**ON_CARD, **ON_HOST}.values(), ids=[*ON_CARD, *ON_HOST]
+)
 def test_a_loss_reads_as_one_and_host_tensors_keep_their_values(read, value):
     bench = Bench()
     assert bench.run(lambda: read(torch.zeros((), device="cuda") + 3)) == value
     assert bench.notes == ""
 
 
-@pytest.mark.parametrize(("dtype", "value", "kind"), [(torch.int64, 1, "an integer"), (torch.bool, False, "a boolean")])
+@pytest.mark.parametrize(
+    ("dtype", "value", "kind"), [(torch.int64, 1, "an integer"), (torch.bool, False, "a boolean")]
+)
 def test_invented_values_are_noted_with_the_line(dtype, value, kind):
     bench = Bench()
     assert bench.run(lambda: torch.empty(4, dtype=dtype, device="cuda")[1].item()) == value
@@ -324,21 +350,31 @@ def twice(x: torch.Tensor) -> torch.Tensor:
             lambda x: torch.ones_like(x).repeat_interleave(x.long()),
         ),
         ("LINE asks for the address", lambda x: x.data_ptr()),
-        ("LINE asks for the address", lambda x: x.untyped_storage().data_ptr()),  # not dispatched by torch
+        (
+            "LINE asks for the address",
+            lambda x: x.untyped_storage().data_ptr(),
+        ),  # not dispatched by torch
         ("sparse_coo tensor .* at LINE", lambda x: x.to_sparse()),
-        ("oomprobe_tests.twice.* at LINE cannot run without data .*register_fake", lambda x: twice(x)),
+        (
+            "oomprobe_tests.twice.* at LINE cannot run without data .*register_fake",
+            lambda x: twice(x),
+        ),
     ],
 )
 def test_refusals_name_the_line(message, act):
     line = act.__code__.co_firstlineno
-    with pytest.raises(UnreliableError, match=message.replace("LINE", rf"test_card_mode\.py:{line}\b")):
+    with pytest.raises(
+        UnreliableError, match=message.replace("LINE", rf"test_card_mode\.py:{line}\b")
+    ):
         Bench().run(lambda: act(torch.zeros(5, device="cuda")))
 
 
 COPIES = {
     "state of a model": lambda model, optimizer: copy.deepcopy(model.state_dict()),
     "optimizer": lambda model, optimizer: copy.deepcopy(optimizer),
-    "activations": lambda model, optimizer: copy.deepcopy(model[0](torch.ones(4, 64, device="cuda")).detach()),
+    "activations": lambda model, optimizer: copy.deepcopy(
+        model[0](torch.ones(4, 64, device="cuda")).detach()
+    ),
 }
 
 
@@ -361,7 +397,9 @@ def test_what_early_stopping_keeps_is_copied(name):
 
     taken = bench.run(keep)
     copied = bench.run(
-        lambda: {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors(kept[0])}
+        lambda: {
+            one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors(kept[0])
+        }
     )
     assert taken == sum(-(-nbytes // 512) * 512 for nbytes in copied.values()) > 0
 
@@ -372,7 +410,11 @@ def test_copies_share_memory_as_the_tensors_did():
     def copied():
         whole = torch.ones(8, 8, device="cuda")
         first, part = copy.deepcopy((whole, whole[2:, 1:]))
-        return first.untyped_storage()._cdata == part.untyped_storage()._cdata, part.stride(), part.storage_offset()
+        return (
+            first.untyped_storage()._cdata == part.untyped_storage()._cdata,
+            part.stride(),
+            part.storage_offset(),
+        )
 
     assert bench.run(copied) == (True, (8, 1), 17)
 
@@ -465,8 +507,14 @@ def test_quantised_tensors_are_refused():
 
 
 MODELS = {
-    "recurrent": (lambda: nn.GRU(64, 32, 2, batch_first=True, dropout=0.1, bidirectional=True), lambda m, x: m(x)[0]),
-    "compiled": (lambda: torch.compile(nn.Linear(64, 64), fullgraph=True), lambda m, x: m(x)),  # runs eagerly
+    "recurrent": (
+        lambda: nn.GRU(64, 32, 2, batch_first=True, dropout=0.1, bidirectional=True),
+        lambda m, x: m(x)[0],
+    ),
+    "compiled": (
+        lambda: torch.compile(nn.Linear(64, 64), fullgraph=True),
+        lambda m, x: m(x),
+    ),  # runs eagerly
     # Checkpointing asks for the device of real parameters inside the dispatch mode.
     "checkpointed norm": (
         lambda: nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.Dropout(0.1)),
@@ -475,12 +523,16 @@ MODELS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.compile with fullgraph")  # by torch.compile
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore:torch.compile with fullgraph"
+)  # by torch.compile
 @pytest.mark.parametrize("name", MODELS)
 def test_models_that_run(name):
     make, forward = MODELS[name]
     model = make()
-    Bench(model).run(lambda: forward(model, torch.zeros(4, 10, 64, device="cuda")).sum().backward(), times=2)
+    Bench(model).run(
+        lambda: forward(model, torch.zeros(4, 10, 64, device="cuda")).sum().backward(), times=2
+    )
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -531,10 +583,17 @@ def test_calls_that_only_cuda_supports():
         torch.cuda.nvtx.range_pop()
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
             (x.requires_grad_() * x).sum().backward()
-        counts = torch.histc(torch.zeros(5, dtype=torch.int32, device="cuda"), bins=8)  # not implemented on the CPU
+        counts = torch.histc(
+            torch.zeros(5, dtype=torch.int32, device="cuda"), bins=8
+        )  # not implemented on the CPU
         drawn = torch.randn(4, device="cuda", generator=generator)
         made = [drawn, fresh.weight, nn.Linear(8, 8, device="cuda")(fresh(x)), thrice(x)]
-        return {one.device.type for one in made}, isinstance(generator, torch.Generator), counts.shape, counts.dtype
+        return (
+            {one.device.type for one in made},
+            isinstance(generator, torch.Generator),
+            counts.shape,
+            counts.dtype,
+        )
 
     assert Bench().run(step) == ({"cuda"}, True, (8,), torch.int32)
 

@@ -20,7 +20,13 @@ def test_every_card_is_plausible_and_found_by_both_names(card):
     assert 10 < card.multi_processor_count < 200
     if stated := re.search(r"(\d+)GB", card.name):
         assert 0.9 * int(stated[1]) * 2**30 < card.total_bytes <= int(stated[1]) * 2**30
-    for name in (card.name, card.full_name, f"sim:{card.name}", card.name.lower(), card.name.replace("-", " ")):
+    for name in (
+        card.name,
+        card.full_name,
+        f"sim:{card.name}",
+        card.name.lower(),
+        card.name.replace("-", " "),
+    ):
         assert find_card(name) is card
 
 
@@ -28,7 +34,9 @@ def test_a_measured_context_overrides_the_default():
     assert find_card("T4").context_bytes == 144 * 2**20 < find_card("2080 Ti").context_bytes
 
 
-@pytest.mark.parametrize(("capability", "threads"), [((8, 0), 2048), ((8, 9), 1536), ((12, 1), 1536), ((5, 0), 2048)])
+@pytest.mark.parametrize(
+    ("capability", "threads"), [((8, 0), 2048), ((8, 9), 1536), ((12, 1), 1536), ((5, 0), 2048)]
+)
 def test_threads_follow_the_compute_capability(capability, threads):
     assert replace(generic_card(1), compute_capability=capability).processors.threads == threads
 
@@ -52,8 +60,14 @@ def test_finds_cards_as_people_write_them(name):
     [
         ("A100", "is ambiguous: A100-40GB or A100-80GB"),
         ("RTX 4095", "is not in the catalogue; similar cards: .*RTX-4090"),
-        ("RTX 4090 Laptop GPU", "is not in the catalogue; similar cards: RTX-4090"),  # 16 GB: another card
-        ("RTX 3080 12GB", "is not in the catalogue; similar cards: .*RTX-3080-10GB.*"),  # wrong memory size
+        (
+            "RTX 4090 Laptop GPU",
+            "is not in the catalogue; similar cards: RTX-4090",
+        ),  # 16 GB: another card
+        (
+            "RTX 3080 12GB",
+            "is not in the catalogue; similar cards: .*RTX-3080-10GB.*",
+        ),  # wrong memory size
         ("H800", "is not in the catalogue; similar cards: .*H100-80GB.*"),
         ("", "is not in the catalogue"),
         ("80", "is the name of no card; did you mean 'sim:80GiB'[?]"),
@@ -61,7 +75,9 @@ def test_finds_cards_as_people_write_them(name):
     ],
 )
 def test_an_unknown_name_lists_similar_cards(name, problem):
-    with pytest.raises(NoDeviceError, match=f"^{name!r} {problem}\n.*; 'sim:24GiB' is one of 24 GiB$"):
+    with pytest.raises(
+        NoDeviceError, match=f"^{name!r} {problem}\n.*; 'sim:24GiB' is one of 24 GiB$"
+    ):
         find_card(name)
 
 
@@ -86,6 +102,10 @@ def test_cublas_workspace_size(monkeypatch, card, config, workspace_bytes):
 
 def test_a_generic_card_leaves_all_its_memory_to_torch():
     card = generic_card(parse_bytes("1.5GiB"))
-    assert (card.name, card.available_bytes, card.context_bytes) == ("1.5 GiB", parse_bytes("1.5GiB"), 0)
+    assert (card.name, card.available_bytes, card.context_bytes) == (
+        "1.5 GiB",
+        parse_bytes("1.5GiB"),
+        0,
+    )
     with pytest.raises(InvalidArgumentError, match="a card of 0 bytes is not possible"):
         generic_card(0)

@@ -80,5 +80,14 @@ def test_a_search_says_so_once():
 
 def test_what_is_compared():
     aten = torch.ops.aten
-    assert all(map(is_compared, (aten.mm.default, aten.mul_.Tensor, aten.view.default, aten.erfinv.default)))
-    assert not any(map(is_compared, (aten.renorm.default, aten._ctc_loss.default, torch.ops.strangers.doubled.default)))
+    assert all(
+        map(
+            is_compared, (aten.mm.default, aten.mul_.Tensor, aten.view.default, aten.erfinv.default)
+        )
+    )
+    assert not any(
+        map(
+            is_compared,
+            (aten.renorm.default, aten._ctc_loss.default, torch.ops.strangers.doubled.default),
+        )
+    )

@@ -29,7 +29,9 @@ def probed(act):
     """Probe a loop that trains, evaluates at every 7th call, and then does something; return what the trials showed."""
     model = nn.Linear(WIDTH, WIDTH)
     optimizer = torch.optim.SGD(model.parameters())
-    train = training_step(optimizer, lambda batch_size: torch.randn(batch_size, WIDTH, device="cuda"))
+    train = training_step(
+        optimizer, lambda batch_size: torch.randn(batch_size, WIDTH, device="cuda")
+    )
 
     @numbered
     def step(number, model, batch_size):
@@ -40,13 +42,25 @@ def probed(act):
         act()
 
     functions = vars(torch._C).copy()
-    options = {"min_batch": 1024, "max_batch": 1536, "resolution": 0.2, "patience": Patience(look_calls=15)}
+    options = {
+        "min_batch": 1024,
+        "max_batch": 1536,
+        "resolution": 0.2,
+        "patience": Patience(look_calls=15),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         result = find_hastily(model=model, step=step, device="sim:64MiB", **options)
     assert vars(torch._C) == functions
     return [
-        (one.batch_size, one.verdict, one.steps, one.peak_allocated_bytes, one.peak_reserved_bytes, one.alloc_retries)
+        (
+            one.batch_size,
+            one.verdict,
+            one.steps,
+            one.peak_allocated_bytes,
+            one.peak_reserved_bytes,
+            one.alloc_retries,
+        )
         for one in result.trials
     ]
 
@@ -63,7 +77,9 @@ def test_a_reset_hides_nothing(way):
     def reset():
         RESETS[way]()
         stats = torch.cuda.memory_stats()
-        seen.append((max_memory_allocated() == torch.cuda.memory_allocated(), stats["num_alloc_retries"]))
+        seen.append(
+            (max_memory_allocated() == torch.cuda.memory_allocated(), stats["num_alloc_retries"])
+        )
 
     assert probed(reset) == probed_without()
     assert {is_peak_reset for is_peak_reset, _ in seen} == {"peaks" in way}
@@ -149,7 +165,9 @@ def test_what_a_simulated_card_cannot_do_is_refused_in_a_sentence(name):
         assert not isinstance(model, torch.cuda.CUDAGraph)
         getattr(torch.cuda, name)(64)
 
-    with pytest.raises(SimulationError, match=rf"torch\.cuda\.{name} at test_cuda_api\.py:\d+ .*: "):
+    with pytest.raises(
+        SimulationError, match=rf"torch\.cuda\.{name} at test_cuda_api\.py:\d+ .*: "
+    ):
         oomprobe.check(nn.Linear(8, 8), step, 4, device="sim:1GiB", progress="off")
     assert getattr(torch.cuda, name) is refused
 
@@ -200,7 +218,8 @@ def stepping_with_a_shared_block(model, batch_size):
 
 
 @pytest.mark.parametrize(
-    ("step", "is_on_side", "is_held"), [(stepping_on_streams, True, False), (stepping_with_a_shared_block, False, True)]
+    ("step", "is_on_side", "is_held"),
+    [(stepping_on_streams, True, False), (stepping_with_a_shared_block, False, True)],
 )
 def test_what_is_assumed_of_streams_is_said(step, is_on_side, is_held):
     result = oomprobe.check(nn.Linear(8, 8).eval(), step, 4, device="sim:1GiB", progress="off")
@@ -210,7 +229,9 @@ def test_what_is_assumed_of_streams_is_said(step, is_on_side, is_held):
 
 def test_a_shared_block_is_held_until_the_step_ends():
     def peak(step):
-        result = oomprobe.check(nn.Linear(8, 8).eval(), step, 2**20, device="sim:1GiB", progress="off")
+        result = oomprobe.check(
+            nn.Linear(8, 8).eval(), step, 2**20, device="sim:1GiB", progress="off"
+        )
         return result.trials[-1].peak_reserved_bytes
 
     def alone(model, batch_size):

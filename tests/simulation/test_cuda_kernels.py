@@ -94,8 +94,15 @@ def test_autocast_as_the_step_sees_it():
     def step():
         full = torch.zeros(64, 64, device="cuda")
         with torch.autocast(device_type="cuda"):
-            state = torch.is_autocast_enabled(), torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-            mixed = torch.dot(full[0], full[0].half()).dtype, torch.cat([full, full.half()]).dtype  # promoted
+            state = (
+                torch.is_autocast_enabled(),
+                torch.is_autocast_enabled("cuda"),
+                torch.get_autocast_dtype("cuda"),
+            )
+            mixed = (
+                torch.dot(full[0], full[0].half()).dtype,
+                torch.cat([full, full.half()]).dtype,
+            )  # promoted
         with torch.autocast("cuda", enabled=False):
             return *state, *mixed, torch.is_autocast_enabled("cuda")
 
@@ -105,7 +112,10 @@ def test_autocast_as_the_step_sees_it():
 def test_autocast_that_the_caller_has_entered_has_cudas_lists_too():
     """As where a script probes inside its own context; without a card, it is the CPU's."""
     with torch.autocast("cpu", torch.bfloat16):
-        assert on(AMPERE, lambda: torch.zeros(8, 8, device="cuda").bfloat16().exp().dtype) is torch.float32
+        assert (
+            on(AMPERE, lambda: torch.zeros(8, 8, device="cuda").bfloat16().exp().dtype)
+            is torch.float32
+        )
 
 
 # --- workspaces ---
@@ -153,15 +163,28 @@ def test_cudnn_counts_channels_last_depthwise_in_32_bits(groups, memory_format, 
 
     def step(model, batch_size):
         with torch.no_grad():
-            model(torch.zeros(batch_size, 64, 512, 512, device="cuda").half().to(memory_format=memory_format))
+            model(
+                torch.zeros(batch_size, 64, 512, 512, device="cuda")
+                .half()
+                .to(memory_format=memory_format)
+            )
 
-    result = oomprobe.find_max_batch(model, step, device="sim:H100-80GB", max_batch=160, progress="off")
-    assert (result.batch_size, result.limited_by) == (127 if limited_by == "size_limit" else 160, limited_by)
+    result = oomprobe.find_max_batch(
+        model, step, device="sim:H100-80GB", max_batch=160, progress="off"
+    )
+    assert (result.batch_size, result.limited_by) == (
+        127 if limited_by == "size_limit" else 160,
+        limited_by,
+    )
 
 
 def test_reflection_stops_at_32_bits():
     def step(model, batch_size):
-        F.pad(torch.zeros(batch_size, 1024, 1024, 2, device="cuda", dtype=torch.int8), (1, 1, 1, 1), mode="reflect")
+        F.pad(
+            torch.zeros(batch_size, 1024, 1024, 2, device="cuda", dtype=torch.int8),
+            (1, 1, 1, 1),
+            mode="reflect",
+        )
 
     result = oomprobe.find_max_batch(
         nn.Linear(1, 1), step, device="sim:H100-80GB", max_batch=2048, progress="off", resolution=0

@@ -80,9 +80,17 @@ def test_the_answer_ran_and_its_report_says_that_it_is_simulated():
     assert answer_ran(result)
     with pytest.raises(NothingFitsError):
         check(model, step, result.batch_size + 1)
-    assert (result.limited_by, result.state_verified, result.available_bytes) == ("memory", True, 1024 * MIB)
+    assert (result.limited_by, result.state_verified, result.available_bytes) == (
+        "memory",
+        True,
+        1024 * MIB,
+    )
     assert sum(t.replayed for t in result.trials) > 8
-    assert all(t.peak_reserved_bytes <= t.cap_bytes for t in result.trials if t.passed and t.cap_bytes is not None)
+    assert all(
+        t.peak_reserved_bytes <= t.cap_bytes
+        for t in result.trials
+        if t.passed and t.cap_bytes is not None
+    )
     assert all(t.step_s is None for t in result.trials)  # fake steps have no meaningful time
     assert result.trials[-1].peak_upper_bytes >= result.trials[-1].peak_reserved_bytes
     text = " ".join(str(result).split())
@@ -129,7 +137,9 @@ def tokens_of_images():
 
 def attention():
     model = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-    return model, training_step(torch.optim.AdamW(model.parameters()), lambda n: torch.randn(n, 64, 64))
+    return model, training_step(
+        torch.optim.AdamW(model.parameters()), lambda n: torch.randn(n, 64, 64)
+    )
 
 
 LOOPS = {
@@ -146,7 +156,9 @@ LOOPS = {
 def test_what_is_predicted_is_what_runs_show(name):
     make, memory = LOOPS[name]
     found, truth = (
-        find_hastily(Patience(look_calls=15), *make(), device=device, resolution=0.1, confirm_steps=2)
+        find_hastily(
+            Patience(look_calls=15), *make(), device=device, resolution=0.1, confirm_steps=2
+        )
         for device in (f"sim:{memory}", Running(memory))
     )
     answers = [(one.batch_size, one.limit_batch_size, one.limiting_step) for one in (found, truth)]
@@ -154,10 +166,16 @@ def test_what_is_predicted_is_what_runs_show(name):
     assert answer_ran(found)
     assert not any(trial.replayed for trial in truth.trials)
     assert sum(not trial.replayed for trial in found.trials) <= 6 < len(truth.trials)
-    peaks = {(t.batch_size, t.phase): (t.peak_allocated_bytes, t.peak_reserved_bytes) for t in truth.trials if t.passed}
+    peaks = {
+        (t.batch_size, t.phase): (t.peak_allocated_bytes, t.peak_reserved_bytes)
+        for t in truth.trials
+        if t.passed
+    }
     for trial in found.trials:
         if trial.passed and name != "a smaller last batch":  # whose remainders follow no line
-            assert (trial.peak_allocated_bytes, trial.peak_reserved_bytes) == peaks[trial.batch_size, trial.phase]
+            assert (trial.peak_allocated_bytes, trial.peak_reserved_bytes) == peaks[
+                trial.batch_size, trial.phase
+            ]
 
 
 def test_a_failed_backward_leaves_nothing_to_the_next_trial():
@@ -197,11 +215,15 @@ def test_steps_whose_turns_differ_are_not_predicted():
     @torch.no_grad()
     def evaluate(model, batch_size):
         is_later = turns.count("train") % 6 == 0
-        results = [model(torch.randn(batch_size, 256, device="cuda")) for _ in range(3 if is_later else 1)]
+        results = [
+            model(torch.randn(batch_size, 256, device="cuda")) for _ in range(3 if is_later else 1)
+        ]
         del results
 
     options = {"confirm_steps": 2, "max_batch": 4096, "progress": lambda trial: turns.clear()}
-    result = oomprobe.find_max_batch(model, {"train": train, "eval": evaluate}, device="sim:64MiB", **options)
+    result = oomprobe.find_max_batch(
+        model, {"train": train, "eval": evaluate}, device="sim:64MiB", **options
+    )
     assert not any(trial.replayed for trial in result.trials)
     [note] = [note for note in result.notes if "not predicted" in note]
     assert "step 'eval' allocates something else in its second turn than in its first" in note
@@ -218,7 +240,10 @@ def test_a_search_whose_predictions_fail_goes_on_from_what_ran(at, times):
 
     step = linear_step(model, 256, torch.optim.SGD, inputs)
     result, truth = probe(model, step, "sim:64MiB"), probe(model, step, Running("64MiB"))
-    assert (result.batch_size, result.limit_batch_size) == (truth.batch_size, truth.limit_batch_size)
+    assert (result.batch_size, result.limit_batch_size) == (
+        truth.batch_size,
+        truth.limit_batch_size,
+    )
     assert answer_ran(result)
     sizes = [trial.batch_size for trial in result.trials]
     assert sizes[:2] == [1, 2]
@@ -240,7 +265,11 @@ def test_a_verdict_that_contradicted_predictions_stands():
         return [x[: max(1, len(x) // 2)]] if len(x) > 300 else [x]
 
     result = probe(
-        model, linear_step(model, 256, torch.optim.SGD, inputs), "sim:64MiB", max_batch=1024, memory_fraction=1.0
+        model,
+        linear_step(model, 256, torch.optim.SGD, inputs),
+        "sim:64MiB",
+        max_batch=1024,
+        memory_fraction=1.0,
     )
     assert result.batch_size == 1024
     assert [(t.batch_size, t.phase) for t in result.trials] == [
@@ -288,7 +317,11 @@ def test_every_exit_restores_everything(stopped):
     assert training.picture() == before
     training.step(training.model, 4)  # training can continue
     state = [value for kept in training.optimizer.state.values() for value in kept.values()]
-    held = [torch.randn(3), *state, *(p.grad for p in training.model.parameters() if p.grad is not None)]
+    held = [
+        torch.randn(3),
+        *state,
+        *(p.grad for p in training.model.parameters() if p.grad is not None),
+    ]
     assert {type(value) for value in held} == {torch.Tensor}
 
 
@@ -304,7 +337,9 @@ def test_the_report_says_above_which_size_convolutions_may_be_slower():
     [note] = [note for note in result.notes if note.startswith("simulated")]
     patches = 8 * 25 * 64 * 64 * 4
     had_room = [
-        t.batch_size for t in result.trials if t.passed and t.peak_reserved_bytes + t.batch_size * patches < 2**28
+        t.batch_size
+        for t in result.trials
+        if t.passed and t.peak_reserved_bytes + t.batch_size * patches < 2**28
     ]
     assert note.endswith(f"convolutions may be slower above batch {max(had_room)}")
     assert max(had_room) * 4 < result.batch_size
@@ -312,12 +347,22 @@ def test_the_report_says_above_which_size_convolutions_may_be_slower():
 
 def test_a_card_forgets_the_previous_model():
     card = SimulatedDevice("300MiB")
-    first = probe(nn.Linear(256, 256), lambda m, n: (m(torch.zeros(n, 256, device="cuda")) > 5).sum().item(), card)
+    first = probe(
+        nn.Linear(256, 256),
+        lambda m, n: (m(torch.zeros(n, 256, device="cuda")) > 5).sum().item(),
+        card,
+    )
     assert any("reads an integer" in note for note in first.notes)
     model = conv_net()
-    second, fresh = probe(model, conv_step(model), card), probe(model, conv_step(model), "sim:300MiB")
+    second, fresh = (
+        probe(model, conv_step(model), card),
+        probe(model, conv_step(model), "sim:300MiB"),
+    )
     assert not any("reads an integer" in note for note in second.notes)
-    tried = [[(t.batch_size, t.phase, t.passed, t.replayed) for t in result.trials] for result in (second, fresh)]
+    tried = [
+        [(t.batch_size, t.phase, t.passed, t.replayed) for t in result.trials]
+        for result in (second, fresh)
+    ]
     assert tried[0] == tried[1]
 
 
@@ -326,7 +371,9 @@ def test_a_card_forgets_the_previous_model():
 
 def test_a_card_smaller_than_the_model_says_by_how_much():
     model = nn.Linear(4096, 4096)
-    with pytest.raises(NothingFitsError, match=r"takes 64\.02 MiB.*has 48\.00 MiB.*16\.02 MiB too little"):
+    with pytest.raises(
+        NothingFitsError, match=r"takes 64\.02 MiB.*has 48\.00 MiB.*16\.02 MiB too little"
+    ):
         probe(model, lambda m, n: m(torch.randn(n, 4096)).sum(), "sim:48MiB")
 
 
@@ -365,7 +412,9 @@ def test_a_cap_between_live_and_reserved_memory():
     with card.session():
         kept += [bytes_on_card(5) for _ in range(32)][::4]
     card.release()
-    assert card._memory.allocator.reserved_bytes == 160 * MIB  # a quarter of each 20 MiB segment is live
+    assert (
+        card._memory.allocator.reserved_bytes == 160 * MIB
+    )  # a quarter of each 20 MiB segment is live
     with card.cap(100 * MIB), card.session():
         assert torch.cuda.memory_reserved() == 40 * MIB
         bytes_on_card(50)
@@ -378,7 +427,9 @@ def test_live_bytes_are_requested_bytes():
     card, kept = SimulatedDevice("1GiB"), []
     with card.session():
         kept.append(bytes_on_card(11))
-        assert torch.cuda.memory_allocated() == 12 * MIB  # own segment, remainder too small to split
+        assert (
+            torch.cuda.memory_allocated() == 12 * MIB
+        )  # own segment, remainder too small to split
     assert card.live_bytes() == 11 * MIB
 
 
@@ -394,8 +445,15 @@ def test_a_model_built_for_cuda():
         assert {str(p.device) for p in model.parameters()} == {"cuda:0"} == {str(more.device)}
         assert str(torch.randn(3).to("cuda").device) == "cuda:0"
         assert str(more.cpu().device) == "cpu"
-        x = torch.tensor([1.0, 2.0, 3.0], device="cuda")  # initialisation may read the tensors it creates
-        assert [float(value) for value in x] == x.tolist() == x.cpu().numpy().tolist() == [1.0, 2.0, 3.0]
+        x = torch.tensor(
+            [1.0, 2.0, 3.0], device="cuda"
+        )  # initialisation may read the tensors it creates
+        assert (
+            [float(value) for value in x]
+            == x.tolist()
+            == x.cpu().numpy().tolist()
+            == [1.0, 2.0, 3.0]
+        )
         assert (x[1].item(), x.data_ptr()) == (2.0, x.view(3).data_ptr())
         shaped_by_values = x[x > 1], (x > 1).nonzero(), x.unique(), x.masked_select(x > 2)
         assert [len(one) for one in shaped_by_values] == [2, 2, 3, 1]
@@ -404,7 +462,9 @@ def test_a_model_built_for_cuda():
     del x, shaped_by_values
     assert type(model[0].weight) is nn.Parameter
     assert model[0].weight.device.type == "cpu"
-    assert card.live_bytes() == 4 * MIB + sum(t.nbytes for t in [*model.parameters(), *model.buffers()])
+    assert card.live_bytes() == 4 * MIB + sum(
+        t.nbytes for t in [*model.parameters(), *model.buffers()]
+    )
     assert probe(model, conv_step(model, "cuda"), card).state_verified
 
 
@@ -415,7 +475,8 @@ def test_building_that_runs_out_of_memory_fits_nowhere():
         model = nn.Linear(8, 8).cuda()
         model.weight.data = (torch.zeros(8, 4 * MIB, device="cuda") + 1)[:, :8].clone()
     with pytest.raises(
-        NothingFitsError, match=r"building the model ran out of memory at test_device\.py:\d+, although"
+        NothingFitsError,
+        match=r"building the model ran out of memory at test_device\.py:\d+, although",
     ):
         probe(model, lambda model, n: None, card)
 
@@ -426,7 +487,11 @@ def test_what_building_leaves_in_the_cache_is_told():
         model = nn.Linear(8, 8).cuda()
         torch.zeros(32 * MIB, dtype=torch.uint8, device="cuda")
     assert card.cached_bytes() == 32 * MIB
-    [note] = [note for note in probe(model, linear_step(model, 8), card).notes if "were reserved and free" in note]
+    [note] = [
+        note
+        for note in probe(model, linear_step(model, 8), card).notes
+        if "were reserved and free" in note
+    ]
     assert "32.00 MiB" in note
     assert "torch.cuda.empty_cache()" in note
 
@@ -454,7 +519,9 @@ def test_checkpoints_load_onto_the_card_and_in_a_step(tmp_path):
 
 def step_using(kib):
     """Return a step that allocates this much per sample."""
-    return lambda model, n: torch.ones(n, kib, 256, device="cuda").sum() + model(torch.ones(2, 8)).sum()
+    return lambda model, n: (
+        torch.ones(n, kib, 256, device="cuda").sum() + model(torch.ones(2, 8)).sum()
+    )
 
 
 @pytest.mark.parametrize("kibs", [(1, 64), (64, 1)])

@@ -15,9 +15,13 @@ def requests(name, variant="fp32"):
     return [nbytes for _, nbytes in events if nbytes > 0]
 
 
-@pytest.mark.parametrize(("variant", "name"), [(variant, name) for variant in STATED for name in STATED[variant]])
+@pytest.mark.parametrize(
+    ("variant", "name"), [(variant, name) for variant in STATED for name in STATED[variant]]
+)
 def test_an_operator_requests_what_is_stated_of_it(variant, name):
-    assert [nbytes for nbytes in requests(name, variant) if nbytes >= 100_000] == STATED[variant][name]
+    assert [nbytes for nbytes in requests(name, variant) if nbytes >= 100_000] == STATED[variant][
+        name
+    ]
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if hasattr(case, "builds")])

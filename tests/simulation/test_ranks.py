@@ -35,11 +35,17 @@ def probe(name, ranks=8, **options):
 @pytest.mark.parametrize("name", ["small_buckets", "compressed", "sync_batch_norm"])
 def test_ddp(name):
     result = probe(name)
-    assert (result.limited_by, result.world_size, result.environment["world_size"]) == ("memory", 8, 8)
+    assert (result.limited_by, result.world_size, result.environment["world_size"]) == (
+        "memory",
+        8,
+        8,
+    )
     assert result.available_bytes == 2**30 - 2**30 // 20  # less NCCL's share
     text = " ".join(str(result).split())
     assert "per rank fits in" in text
-    assert "8 fresh processes, one for each rank; torch" in text  # and not this one, which is no rank
+    assert (
+        "8 fresh processes, one for each rank; torch" in text
+    )  # and not this one, which is no rank
     [about_nccl] = [note for note in result.notes if "NCCL" in note]
     assert about_nccl.startswith(
         "one rank of 8 was simulated, with collectives that take no memory; 51.20 MiB of the card"
@@ -56,16 +62,26 @@ def test_ranks_on_several_cards():
 
 
 def test_a_card_of_80_gb_keeps_a_gibibyte_for_nccl():
-    one, eight = (probe("ddp", ranks, device="sim:H100-80GB", max_batch=8, multiple_of=1) for ranks in (1, 8))
+    one, eight = (
+        probe("ddp", ranks, device="sim:H100-80GB", max_batch=8, multiple_of=1) for ranks in (1, 8)
+    )
     assert one.available_bytes - eight.available_bytes == 2**30
 
 
 def check(name, batch_size=2, **options):
     """Check a size of a sharded target, on as many ranks as its mesh has; return the trial."""
-    options = {"device": "sim:1GiB", "memory_fraction": 1.0, "confirm_steps": 4, "progress": "off", **options}
+    options = {
+        "device": "sim:1GiB",
+        "memory_fraction": 1.0,
+        "confirm_steps": 4,
+        "progress": "off",
+        **options,
+    }
     options["patience"] = FEW_CALLS
     ranks = prod(sharded.MESHES.get(name, (2,)))
-    return oomprobe.check_target(f"{sharded.__file__}:{name}", batch_size, nproc_per_node=ranks, **options).trials[-1]
+    return oomprobe.check_target(
+        f"{sharded.__file__}:{name}", batch_size, nproc_per_node=ranks, **options
+    ).trials[-1]
 
 
 @functools.cache
@@ -80,9 +96,16 @@ def test_shards_take_less_than_whole_parameters(name):
 
 def test_a_sharded_search_is_predicted():
     options = {"nproc_per_node": 8, "device": "sim:1GiB", "progress": "off", "resolution": 0.1}
-    result = oomprobe.probe_target(f"{sharded.__file__}:bf16_clipped", patience=FEW_CALLS, **options)
+    result = oomprobe.probe_target(
+        f"{sharded.__file__}:bf16_clipped", patience=FEW_CALLS, **options
+    )
     assert result.limited_by == "memory"
-    assert {trial.batch_size for trial in result.trials if not trial.replayed} <= {1, 2, 4, result.batch_size}
+    assert {trial.batch_size for trial in result.trials if not trial.replayed} <= {
+        1,
+        2,
+        4,
+        result.batch_size,
+    }
     assert not any("not compared" in note for note in result.notes)
     assert not any("streams" in item for item in result.not_covered)  # FSDP2's own are covered
 
@@ -90,7 +113,13 @@ def test_a_sharded_search_is_predicted():
 def test_a_step_that_fails_leaves_no_gathered_parameters_behind():
     """Trials above 4 run out of memory, and none is predicted."""
     name = f"{sharded.__file__}:fails_in_backward"
-    options = {"nproc_per_node": 2, "device": "sim:1GiB", "progress": "off", "resolution": 0, "confirm_steps": 1}
+    options = {
+        "nproc_per_node": 2,
+        "device": "sim:1GiB",
+        "progress": "off",
+        "resolution": 0,
+        "confirm_steps": 1,
+    }
     result = oomprobe.probe_target(name, max_batch=8, patience=FEW_CALLS, **options)
     assert result.batch_size == 4
     assert sum(not trial.passed and not trial.replayed for trial in result.trials) >= 4
@@ -108,7 +137,10 @@ def test_a_model_built_on_meta_takes_no_host_memory():
         "status = pathlib.Path('/proc/self/status').read_text()\n"
         "print(result.trials[-1].peak_allocated_bytes, 1024 * int(status.partition('VmHWM:')[2].split()[0]))"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{Path(sharded.__file__).parent}:{Path(oomprobe.__file__).parents[1]}"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{Path(sharded.__file__).parent}:{Path(oomprobe.__file__).parents[1]}",
+    }
     said = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     ).stdout
@@ -128,12 +160,17 @@ def test_a_model_built_on_meta_takes_no_host_memory():
             marks=pytest.mark.skipif(VERSION < (2, 10), reason="torch before 2.10 has none"),
         ),
         ("pipeline", "stages of a pipeline take different memory"),
-        ("exchanging", "all_to_all at sharded.py:[0-9]+ sends parts of a tensor whose sizes depend on values"),
+        (
+            "exchanging",
+            "all_to_all at sharded.py:[0-9]+ sends parts of a tensor whose sizes depend on values",
+        ),
         ("exchanging_functionally", "sizes depend on values"),
         ("compiled_layers", "a compiled model that is sharded.*leave out torch.compile"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # by what torch.compile imports
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script_method. is deprecated"
+)  # by what torch.compile imports
 def test_what_one_card_cannot_stand_for_is_refused_in_a_sentence(name, said):
     with pytest.raises(oomprobe.UnreliableError, match=said):
         check(name)

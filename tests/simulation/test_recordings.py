@@ -23,7 +23,9 @@ class Replayed(CachingAllocator):
     """An allocator of torch 2.11 or earlier, which made the recordings."""
 
     def __init__(self, recording):
-        settings = AllocatorSettings(expandable_segments=recording.expandable_segments, block_order=BlockOrder.ADDRESS)
+        settings = AllocatorSettings(
+            expandable_segments=recording.expandable_segments, block_order=BlockOrder.ADDRESS
+        )
         super().__init__(recording.capacity_bytes, settings)
 
     def address(self, block):
@@ -36,7 +38,9 @@ class Addressed(Replayed):
     def __init__(self, recording):
         super().__init__(recording)
         self.to_make = [(segment, size) for segment, size, *_ in recording.begins]
-        self.to_make += [(e[1], e[2]) for e in recording.events if isinstance(e, list) and e[0] == "s"]
+        self.to_make += [
+            (e[1], e[2]) for e in recording.events if isinstance(e, list) and e[0] == "s"
+        ]
         self.released = Counter()
 
     def _next_range(self, nbytes):
@@ -58,9 +62,13 @@ def test_blocks_and_segments_are_where_the_card_put_them(name):
         assert card.reserved_bytes == reserved_bytes
     assert card.ooms == recording.refused
     assert card.to_make == []
-    assert card.released == Counter(e[1] for e in recording.events if isinstance(e, list) and e[0] == "r")
+    assert card.released == Counter(
+        e[1] for e in recording.events if isinstance(e, list) and e[0] == "r"
+    )
     card = Replayed(recording)  # with its own addresses
-    assert all(card.reserved_bytes == reserved_bytes for *_, reserved_bytes in replay(recording, card))
+    assert all(
+        card.reserved_bytes == reserved_bytes for *_, reserved_bytes in replay(recording, card)
+    )
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -106,8 +114,14 @@ def test_a_simulated_step_makes_the_requests_of_the_card():
 
 @pytest.mark.skipif(VERSION < (2, 10), reason="chooses another attention kernel")
 @pytest.mark.parametrize(
-    ("name", "workspaces"),  # what cuDNN took for convolutions in each call, which no simulation knows
-    [("h200-gpt-bfloat16", []), ("h200-conv-net", [33849360, 50626707, 54887135, 67182608, 100737171, 106227199])],
+    (
+        "name",
+        "workspaces",
+    ),  # what cuDNN took for convolutions in each call, which no simulation knows
+    [
+        ("h200-gpt-bfloat16", []),
+        ("h200-conv-net", [33849360, 50626707, 54887135, 67182608, 100737171, 106227199]),
+    ],
 )
 def test_simulated_steps_make_the_large_requests_of_an_h200(name, workspaces):
     card = SimulatedDevice("H200-141GB")

@@ -23,8 +23,15 @@ def checked(change=lambda model: None):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     change(model)
-    options = {"device": "sim:24GiB", "breakdown": True, "progress": "off", "patience": Patience(look_calls=8)}
-    return oomprobe.check(*language_model(model, torch.optim.AdamW(model.parameters())), 128, **options)
+    options = {
+        "device": "sim:24GiB",
+        "breakdown": True,
+        "progress": "off",
+        "patience": Patience(look_calls=8),
+    }
+    return oomprobe.check(
+        *language_model(model, torch.optim.AdamW(model.parameters())), 128, **options
+    )
 
 
 before_it = cache(checked)
@@ -49,7 +56,11 @@ class Keeping(nn.Module):
 
 def replaced(name, make):
     def change(model):
-        for place in [f"blocks.{number}.{name}" for number in range(2)] if name in dir(model.blocks[0]) else [name]:
+        for place in (
+            [f"blocks.{number}.{name}" for number in range(2)]
+            if name in dir(model.blocks[0])
+            else [name]
+        ):
             parent, _, last = place.rpartition(".")
             setattr(model.get_submodule(parent), last, make(model.get_submodule(place)))
 
@@ -62,11 +73,17 @@ def wider(model):
 
 
 SEEDED = {
-    "dropout of one block": (lambda model: setattr(model.blocks[1].dropout1, "p", 0.1), "blocks.1.dropout1"),
+    "dropout of one block": (
+        lambda model: setattr(model.blocks[1].dropout1, "p", 0.1),
+        "blocks.1.dropout1",
+    ),
     "a little wider": (wider, "blocks.*.linear1"),
     "larger vocabulary": (replaced("tokens", lambda _: nn.Embedding(4000, 128)), "tokens"),
     "kept after a layer": (replaced("linear1", Keeping), "blocks.*.linear1"),
-    "an extra head": (replaced("head", lambda one: nn.Sequential(nn.Linear(128, 128), nn.Tanh(), one)), "head"),
+    "an extra head": (
+        replaced("head", lambda one: nn.Sequential(nn.Linear(128, 128), nn.Tanh(), one)),
+        "head",
+    ),
 }
 
 
@@ -92,11 +109,15 @@ def test_the_answer_and_the_memory_are_judged_by_the_tolerance():
 
     before = found(100, 1000 * MIB)
     assert grown(before, found(99, 1010 * MIB), 0.01) == []
-    assert grown(before, found(98, 1010 * MIB), 0.01) == ["the answer fell: 98, 2.0 % less than 100"]
+    assert grown(before, found(98, 1010 * MIB), 0.01) == [
+        "the answer fell: 98, 2.0 % less than 100"
+    ]
     assert grown(before, found(200, 1011 * MIB), 0.01) == [
         "memory grew: batch 8 allocates 1011.00 MiB, 1.1 % more than 1000.00 MiB (tolerance 1 %)"
     ]
-    assert grown(before, found(50, 900 * MIB, options={"max_batch": 50}), 0.01) == []  # another search
+    assert (
+        grown(before, found(50, 900 * MIB, options={"max_batch": 50}), 0.01) == []
+    )  # another search
 
 
 @pytest.mark.parametrize(

@@ -46,10 +46,17 @@ def test_a_remembered_result_is_what_torch_returns(name):
     def call(run):
         with mode:
             tensors = [torch.empty(shape) for shape in shapes]
-            kwargs = {key: torch.empty(value) if key == "out" else value for key, value in named.items()}
-        arguments = [*tensors, *(value for value in kwargs.values() if isinstance(value, FakeTensor))]
+            kwargs = {
+                key: torch.empty(value) if key == "out" else value for key, value in named.items()
+            }
+        arguments = [
+            *tensors,
+            *(value for value in kwargs.values() if isinstance(value, FakeTensor)),
+        ]
         given = [tensors] if name == "nothing" else tensors
-        return described(run(func, (*given, *rest), kwargs), arguments), described(arguments, arguments)
+        return described(run(func, (*given, *rest), kwargs), arguments), described(
+            arguments, arguments
+        )
 
     def kernel(func, args, kwargs):
         with mode:
@@ -65,7 +72,11 @@ def test_arguments_that_decide_about_the_result_are_told_apart():
     with mode:
         host, integers = torch.empty(4), torch.empty(4, dtype=INTEGERS)
         card = torch.empty(4, device=torch.device("cpu", 0))
-    found = [results.run(aten.mul.Tensor, (one, by), {}) for one in (integers, host, card) for by in (1, 1.0, True)]
+    found = [
+        results.run(aten.mul.Tensor, (one, by), {})
+        for one in (integers, host, card)
+        for by in (1, 1.0, True)
+    ]
     assert [one.dtype for one in found] == [INTEGERS, torch.float32, INTEGERS, *[torch.float32] * 6]
     assert {one.fake_device for one in found[3:6]} == {host.fake_device} != {card.fake_device}
     assert {one.fake_device for one in found[6:]} == {card.fake_device}
@@ -112,7 +123,9 @@ class Cuts:
         return [whole[cut] for cut in self.cuts]
 
 
-@pytest.mark.parametrize("cuts", [[slice(4)], [slice(8), slice(4)]], ids=["larger than the result", "of two results"])
+@pytest.mark.parametrize(
+    "cuts", [[slice(4)], [slice(8), slice(4)]], ids=["larger than the result", "of two results"]
+)
 def test_a_storage_that_is_not_one_results_own_is_not_made_anew(cuts):
     mode, cut = FakeTensorMode(), Cuts(*cuts)
     results = Results(mode, Views(mode))
@@ -129,7 +142,9 @@ def test_a_view_is_what_the_class_of_fakes_makes():
     mode._allow_unsafe_data_ptr_access = False
     views, meta = Views(mode), torch.empty(8, device="meta")
     for shape in ((8,), (2, 4)):
-        made = views.make(meta.untyped_storage(), shape, torch.empty(shape).stride(), 0, torch.float32, device)
+        made = views.make(
+            meta.untyped_storage(), shape, torch.empty(shape).stride(), 0, torch.float32, device
+        )
         with torch._C._DisableTorchDispatch():
             one = FakeTensor(mode, meta.view(shape), device)
         assert vars(made) == vars(one)

@@ -12,7 +12,12 @@ from oomprobe.simulation.reductions import Processors, Reduction, buffers
 from .bench import Bench
 
 WORKSPACES = Path(__file__).parents[1] / "data" / "cudnn_workspaces_v100.csv"
-A100, H100, ADA, T4 = ((8, 0), 108, 2048), ((9, 0), 132, 2048), ((8, 9), 128, 1536), ((7, 5), 40, 1024)
+A100, H100, ADA, T4 = (
+    ((8, 0), 108, 2048),
+    ((9, 0), 132, 2048),
+    ((8, 9), 128, 1536),
+    ((7, 5), 40, 1024),
+)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +34,10 @@ A100, H100, ADA, T4 = ((8, 0), 108, 2048), ((9, 0), 132, 2048), ((8, 9), 128, 15
     ],
 )  # fmt: skip
 def test_partial_results_of_reductions(card, item, shape, strides, reduced, expected):
-    assert buffers(Reduction(Processors(*card), item, max(4, item), reduced), shape, strides, 0) == expected
+    assert (
+        buffers(Reduction(Processors(*card), item, max(4, item), reduced), shape, strides, 0)
+        == expected
+    )
 
 
 def test_reductions_in_a_step_allocate_partial_results():
@@ -64,7 +72,19 @@ def forward(
 
 
 def backward(images, weight, *, transposed=False, groups=1):
-    args = (images, images, weight, None, (1, 1), (0, 0), (1, 1), transposed, (0, 0), groups, [True] * 3)
+    args = (
+        images,
+        images,
+        weight,
+        None,
+        (1, 1),
+        (0, 0),
+        (1, 1),
+        transposed,
+        (0, 0),
+        groups,
+        [True] * 3,
+    )
     return convolution_workspace(torch.ops.aten.convolution_backward.default, args)
 
 
@@ -75,7 +95,10 @@ def backward(images, weight, *, transposed=False, groups=1):
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), stride=(2, 2)), 2 * 8 * 9 * 31 * 31),
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), dilation=(2, 2)), 2 * 8 * 9 * 60 * 60),
         (lambda x: forward(x, torch.empty(8, 4, 3, 3), transposed=True), 2 * 4 * 9 * 64 * 64),
-        (lambda x: forward(x, torch.empty(8, 4, 3, 3), transposed=True, groups=2), 2 * 8 * 9 * 64 * 64),
+        (
+            lambda x: forward(x, torch.empty(8, 4, 3, 3), transposed=True, groups=2),
+            2 * 8 * 9 * 64 * 64,
+        ),
         (lambda x: backward(x, torch.empty(16, 8, 5, 5)), 2 * 8 * 25 * 60 * 60),
         (lambda x: backward(x, torch.empty(8, 4, 3, 3), transposed=True), 2 * 4 * 9 * 64 * 64),
         (lambda x: convolution_workspace(torch.ops.aten.mm.default, (x, x)), 0),
@@ -89,7 +112,9 @@ def test_unfolded_patches_of_64x64_images(workspace, values):
 @pytest.mark.parametrize("padding", [0, 1])
 def test_winograd_may_want_more_than_patches(padding):
     images, weight = torch.empty(2, 8, 64, 64), torch.empty(64, 8, 3, 3)
-    assert forward(images, weight, padding=(padding, padding)) == 4 * 36 * (2 * 16 * 16 * (8 + 64) + 8 * 64)
+    assert forward(images, weight, padding=(padding, padding)) == 4 * 36 * (
+        2 * 16 * 16 * (8 + 64) + 8 * 64
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,9 +130,13 @@ def test_a_convolution_may_copy_its_input_result_and_weight(dtype, recorded_byte
 def test_workspaces_recorded_on_a_card():
     """All are within what a convolution may want; ten of twelve plain ones of 3x3 are Winograd's, up to the block's rounding."""
     plain = []
-    for row in csv.DictReader(line for line in WORKSPACES.read_text().splitlines() if not line.startswith("#")):
+    for row in csv.DictReader(
+        line for line in WORKSPACES.read_text().splitlines() if not line.startswith("#")
+    ):
         numbers = {name: int(value) for name, value in row.items() if name != "kind"}
-        channels, height, kernel, stride = (numbers[name] for name in ("channels", "height", "kernel", "stride"))
+        channels, height, kernel, stride = (
+            numbers[name] for name in ("channels", "height", "kernel", "stride")
+        )
         images = torch.empty(numbers["images"], channels, height, height, device="meta")
         weight = torch.empty(numbers["out_channels"], channels, kernel, kernel, device="meta")
         arguments = images, weight, (stride, stride), (kernel // 2,) * 2

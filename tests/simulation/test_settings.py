@@ -35,7 +35,9 @@ def test_refuses_a_setting(item):
         AllocatorSettings.from_text(f"{item},new:1")
     named, said = f"{item!r} in PYTORCH_ALLOC_CONF", str(caught.value)
     assert (said == f"{named} cannot be read") is (item in UNREADABLE)
-    assert (f"does not support {named}: leave it out, or probe on a real device" in said) is (item in NOT_SIMULATED)
+    assert (f"does not support {named}: leave it out, or probe on a real device" in said) is (
+        item in NOT_SIMULATED
+    )
 
 
 def test_reads_the_environment_in_torchs_order(monkeypatch):

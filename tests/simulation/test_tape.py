@@ -8,7 +8,15 @@ from oomprobe.simulation.cards import generic_card
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.prediction import Predictor, lines_through
 from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import ALLOCATED, FREED, RELEASED, RecordedCall, peak_bytes, replay_call, replay_calls
+from oomprobe.simulation.tape import (
+    ALLOCATED,
+    FREED,
+    RELEASED,
+    RecordedCall,
+    peak_bytes,
+    replay_call,
+    replay_calls,
+)
 
 MIB = 2**20
 
@@ -26,7 +34,12 @@ def a_call(*sizes, leave=0, dead=()):
 @pytest.mark.parametrize(
     ("leave", "dead", "closed"),
     [(0, [], True), (1, [1], True), (1, [], False), (1, [0], False)],
-    ids=["leaves nothing", "frees what was left", "leaves a block each time", "frees another block"],
+    ids=[
+        "leaves nothing",
+        "frees what was left",
+        "leaves a block each time",
+        "frees another block",
+    ],
 )
 def test_closed_calls_free_what_the_previous_one_left(leave, dead, closed):
     call = a_call(1, 2, leave=leave, dead=dead)
@@ -101,7 +114,11 @@ def taught(*sizes):
 
 def test_a_step_that_releases_the_cache():
     allocator = CachingAllocator(1024 * MIB)
-    replay_call(allocator, RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0), (RELEASED, 0, 0)), (64 * MIB,)), {})
+    replay_call(
+        allocator,
+        RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0), (RELEASED, 0, 0)), (64 * MIB,)),
+        {},
+    )
     assert allocator.reserved_bytes == 0
 
 
@@ -136,7 +153,10 @@ def test_other_calls_with_the_predicted_peak_keep_the_lines():
     def further(size, extra):
         """Return a cold trial whose calls go on after the predicted ones."""
         more = (ALLOCATED, 9, 0), (FREED, 0, 9)
-        return [RecordedCall((*call.events, *more), (*(*call.sizes, *[0] * 9)[:9], extra)) for call in cold(size)]
+        return [
+            RecordedCall((*call.events, *more), (*(*call.sizes, *[0] * 9)[:9], extra))
+            for call in cold(size)
+        ]
 
     predictor = taught(1, 2)
     assert learn(predictor, 8, further(8, 8 * MIB))
@@ -146,7 +166,9 @@ def test_other_calls_with_the_predicted_peak_keep_the_lines():
 
 
 def test_the_peak_counts_what_earlier_calls_left():
-    assert peak_bytes(cold(1)) == (4 + 8 + 1 + 2) * MIB  # gradient of the first call is freed as the second one starts
+    assert (
+        peak_bytes(cold(1)) == (4 + 8 + 1 + 2) * MIB
+    )  # gradient of the first call is freed as the second one starts
     assert peak_bytes([a_call(5, leave=1), a_call(6, leave=1), a_call(7)]) == 18
     assert peak_bytes([]) == 0
 
@@ -175,7 +197,12 @@ def test_a_call_repeats_where_it_did_at_another_size():
 def test_a_call_repeats_where_all_were_as_predicted():
     assert following(taught(2, 4), cold(8)[:2]) == step(8)
     assert following(taught(2, 4), [a_call(8), step(8)]) is None
-    assert following(taught(2, 4), [first(8), RecordedCall(step(8).events, (9 * MIB, 16 * MIB, 4 * MIB))]) is None
+    assert (
+        following(
+            taught(2, 4), [first(8), RecordedCall(step(8).events, (9 * MIB, 16 * MIB, 4 * MIB))]
+        )
+        is None
+    )
 
 
 def test_calls_of_several_steps_are_predicted_in_their_order():
@@ -197,7 +224,9 @@ def test_calls_of_several_steps_are_predicted_in_their_order():
 def test_a_later_turn_with_another_call_ends_predictions():
     predictor, names = Predictor(), ["train", "train", "eval", "train", "eval"]
     for size in (1, 2, 3):
-        assert predictor.learn(size, names, [first(size), step(size), a_call(size), step(size), a_call(size, size)])
+        assert predictor.learn(
+            size, names, [first(size), step(size), a_call(size), step(size), a_call(size, size)]
+        )
     assert predictor.lines is None
     assert "'eval'" in predictor.reason
 
@@ -225,14 +254,22 @@ def test_a_repeat_without_room_changes_only_counters():
     assert memory.allocator.allocated_bytes == 0
 
 
-@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=12), st.integers(0, 3))
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=12),
+    st.integers(0, 3),
+)
 def test_calls_that_repeat_are_replayed_until_nothing_changes(blocks, leave):
     """Blocks of half a MiB, each of which is freed after some others, but the last ones by the next call."""
-    events, alive = [(FREED, 1, len(blocks) - 1 - index) for index in range(min(leave, len(blocks)))], []
+    events, alive = (
+        [(FREED, 1, len(blocks) - 1 - index) for index in range(min(leave, len(blocks)))],
+        [],
+    )
     for index, (_, later) in enumerate(blocks):
         events.append((ALLOCATED, index, 0))
         alive.append((index, index + later))
-        for block in [block for block, until in alive if until <= index and block < len(blocks) - leave]:
+        for block in [
+            block for block, until in alive if until <= index and block < len(blocks) - leave
+        ]:
             events.append((FREED, 0, block))
             alive = [of_block for of_block in alive if of_block[0] != block]
     events += [(FREED, 0, block) for block, _ in alive if block < len(blocks) - leave]

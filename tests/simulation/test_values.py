@@ -39,14 +39,22 @@ def shuffled(device):
 KNOWN = {
     "labels that count": lambda device: sequences(device)[labels(device) != -100],
     "numbers of them": lambda device: (labels(device) != -100).sum(),
-    "classes and their counts": lambda device: labels(device).unique(return_inverse=True, return_counts=True),
-    "masked select": lambda device: sequences(device).masked_select((labels(device) == 0)[..., None]),
+    "classes and their counts": lambda device: labels(device).unique(
+        return_inverse=True, return_counts=True
+    ),
+    "masked select": lambda device: sequences(device).masked_select(
+        (labels(device) == 0)[..., None]
+    ),
     "positions": lambda device: (labels(device) == 3).nonzero(as_tuple=True),
     "packed": lambda device: sequences(device)[:3].repeat_interleave(lengths(device), dim=0),
     "graphs of a batch": lambda device: F.one_hot(torch.tensor([0, 0, 1, 2, 2]).to(device)),
-    "split by lengths": lambda device: sequences(device).flatten(0, 1).split([*lengths(device).tolist(), 26]),
+    "split by lengths": lambda device: (
+        sequences(device).flatten(0, 1).split([*lengths(device).tolist(), 26])
+    ),
     "in place": written_in_place,
-    "masks of nothing": lambda device: sequences(device)[torch.zeros(4, 8, dtype=torch.bool, device=device)],
+    "masks of nothing": lambda device: sequences(device)[
+        torch.zeros(4, 8, dtype=torch.bool, device=device)
+    ],
     "an order": shuffled,
     "of numpy": lambda device: torch.from_numpy(np.arange(6) % 3).to(device).unique(),
     "to host and back": lambda device: labels(device).cpu().max().to(device).item(),
@@ -96,7 +104,10 @@ MOST = {
 def test_unknown_values_choose_as_many_as_they_can(choose, shape):
     bench = Bench()
     assert bench.run(lambda: tuple(choose(torch.randn(4, 16, device="cuda")).shape)) == shape
-    assert "chooses elements by values that are unknown: counted as if it chose all of them" in bench.notes
+    assert (
+        "chooses elements by values that are unknown: counted as if it chose all of them"
+        in bench.notes
+    )
 
 
 def test_what_is_too_large_for_the_host_is_unknown():
@@ -135,7 +146,11 @@ def test_an_unknown_number_makes_all_views_unknown(which):
 
 def test_values_that_nobody_has_filled_in():
     positions = torch.full((8,), 10**12)
-    chosen = Bench().run(lambda: torch.zeros(4, 8, dtype=torch.int64, device="cuda").gather(1, positions.cuda()[None]))
+    chosen = Bench().run(
+        lambda: torch.zeros(4, 8, dtype=torch.int64, device="cuda").gather(
+            1, positions.cuda()[None]
+        )
+    )
     assert chosen.shape == (1, 8)
 
 
@@ -161,5 +176,8 @@ def test_no_line_predicts_what_is_counted():
     result = oomprobe.find_max_batch(model, step, device="sim:64MiB", max_batch=64, progress="off")
     said = " ".join(map(str, result.notes))
     assert "test_values.py:" in said
-    assert "counts elements by values of this batch: a batch with more of them takes more memory" in said
+    assert (
+        "counts elements by values of this batch: a batch with more of them takes more memory"
+        in said
+    )
     assert "what it allocates depends on values of the batch" in said

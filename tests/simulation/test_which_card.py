@@ -10,11 +10,18 @@ import oomprobe
 from oomprobe.records.patience import Patience
 
 CARDS = [f"sim:{name}" for name in ("RTX-3060-12GB", "A40", "T4", "RTX-2080Ti", "8GiB")]
-QUIET = {"progress": "off", "patience": Patience(look_calls=8), "confirm_steps": 2, "resolution": 0.1}
+QUIET = {
+    "progress": "off",
+    "patience": Patience(look_calls=8),
+    "confirm_steps": 2,
+    "resolution": 0.1,
+}
 
 
 def trained(model, sample):
-    inner = training_step(torch.optim.AdamW(model.parameters()), lambda batch_size: torch.randn(batch_size, *sample))
+    inner = training_step(
+        torch.optim.AdamW(model.parameters()), lambda batch_size: torch.randn(batch_size, *sample)
+    )
 
     def step(model, batch_size):
         with torch.autocast("cuda", torch.bfloat16, enabled=len(sample) == 2):
@@ -58,18 +65,28 @@ def test_the_number_of_multiprocessors_decides_a_replay():
         for card in ("sim:RTX-3060-12GB", "sim:RTX-3090")
     }
     table = oomprobe.find_max_batches(nn.Identity(), step, device=[*own], **sizes)
-    peaks = [{card: one.trials[-1].peak_allocated_bytes for card, one in every.items()} for every in (own, table.rows)]
+    peaks = [
+        {card: one.trials[-1].peak_allocated_bytes for card, one in every.items()}
+        for every in (own, table.rows)
+    ]
     assert peaks[0] == peaks[1]
     assert len({*peaks[0].values()}) == 2
 
 
 def test_the_smallest_card_for_a_size_is_run_with_its_plan():
     table = oomprobe.find_max_batches(
-        *attention(), device=["sim:8GiB", "sim:2GiB", "sim:4GiB", "sim:1GiB"], require=60, global_batch=240, **QUIET
+        *attention(),
+        device=["sim:8GiB", "sim:2GiB", "sim:4GiB", "sim:1GiB"],
+        require=60,
+        global_batch=240,
+        **QUIET,
     )
     assert [result.batch_size >= 60 for _, result in table.fitting()] == [True, False, True, False]
     assert table.smallest() == "sim:4GiB"
-    assert [card for card, result in table.rows.items() if not result.was_replayed] == ["sim:8GiB", "sim:4GiB"]
+    assert [card for card, result in table.rows.items() if not result.was_replayed] == [
+        "sim:8GiB",
+        "sim:4GiB",
+    ]
     assert table.rows["sim:4GiB"].plan(240)[0].ran
     replayed = [trial for card in ("sim:2GiB", "sim:1GiB") for trial in table.rows[card].trials]
     assert {trial.accumulation_steps for trial in replayed} == {1}
@@ -83,7 +100,9 @@ def test_cards_are_drawn_below_one_another():
     pytest.importorskip("matplotlib")
     model, step = trained(nn.Linear(256, 256), (256,))
     devices = ["sim:256MiB", "sim:64MiB", "sim:128MiB"]
-    [axes] = oomprobe.find_max_batches(model, step, device=devices, require=10_000, **QUIET).plot().axes
+    [axes] = (
+        oomprobe.find_max_batches(model, step, device=devices, require=10_000, **QUIET).plot().axes
+    )
     assert [label.get_text() for label in axes.get_yticklabels()] == ["256MiB", "64MiB", "128MiB"]
     smallest = axes.patches[2].get_facecolor()
     assert [bar.get_facecolor() == smallest for bar in axes.patches] == [False, False, True]
@@ -96,13 +115,17 @@ def test_a_step_that_knows_its_call_runs_on_every_card():
     def evaluating(number, model, size):
         step(model, size * (1 + (number % 7 == 0)))
 
-    table = oomprobe.find_max_batches(model, evaluating, device=["sim:128MiB", "sim:64MiB"], **QUIET)
+    table = oomprobe.find_max_batches(
+        model, evaluating, device=["sim:128MiB", "sim:64MiB"], **QUIET
+    )
     assert [result.was_replayed for _, result in table.fitting()] == [False, False]
 
 
 def test_cards_on_which_nothing_fits():
     model, step = trained(nn.Linear(8192, 8192), (8192,))
-    table = oomprobe.find_max_batches(model, step, device=["sim:256MiB", "sim:2GiB", "sim:1GiB", "sim:T4"], **QUIET)
+    table = oomprobe.find_max_batches(
+        model, step, device=["sim:256MiB", "sim:2GiB", "sim:1GiB", "sim:T4"], **QUIET
+    )
     assert [*table.batch_sizes()] == ["sim:2GiB", "sim:T4"]
     assert "too little" in table.unfit["sim:256MiB"]
     assert "even the smallest" in table.unfit["sim:1GiB"] or "batch 1" in table.unfit["sim:1GiB"]
@@ -135,7 +158,9 @@ def test_all_cards_have_a_name():
     def step(model, batch_size):
         torch.empty(batch_size, device="cuda")
 
-    table = oomprobe.find_max_batches(nn.Identity(), step, device="sim:all", max_batch=1, steps=1, **QUIET)
+    table = oomprobe.find_max_batches(
+        nn.Identity(), step, device="sim:all", max_batch=1, steps=1, **QUIET
+    )
     assert len(table.rows) > 30
     assert {*table.batch_sizes().values()} == {1}
 
@@ -166,12 +191,18 @@ def test_a_time_limit_keeps_the_rows_that_are_finished():
             torch.empty(1, device="cuda")
 
     devices = ["sim:T4", "sim:24GiB"]
-    table = oomprobe.find_max_batches(nn.Identity(), step, device=devices, max_batch=1, time_limit_s=3, **QUIET)
+    table = oomprobe.find_max_batches(
+        nn.Identity(), step, device=devices, max_batch=1, time_limit_s=3, **QUIET
+    )
     assert [*table.rows] == ["sim:24GiB"]
-    assert table.notes == ("time limit: there are no rows for sim:T4. Allow more time, or name fewer cards",)
+    assert table.notes == (
+        "time limit: there are no rows for sim:T4. Allow more time, or name fewer cards",
+    )
 
 
 def test_a_time_limit_is_for_all_cards():
     model, step = attention()
     with pytest.raises(oomprobe.TimeLimitError):
-        oomprobe.find_max_batches(model, step, device=["sim:T4", "sim:24GiB"], time_limit_s=1e-3, **QUIET)
+        oomprobe.find_max_batches(
+            model, step, device=["sim:T4", "sim:24GiB"], time_limit_s=1e-3, **QUIET
+        )

@@ -10,17 +10,30 @@ MIB = 2**20
 
 
 def exited(**fields):
-    plain = {"signal": None, "code": None, "why": None, "stderr": "", "peak_resident_bytes": 0, "oom_kills": 0}
+    plain = {
+        "signal": None,
+        "code": None,
+        "why": None,
+        "stderr": "",
+        "peak_resident_bytes": 0,
+        "oom_kills": 0,
+    }
     return ExitStatus(**{**plain, **fields})
 
 
 def verdict_on(status, *, used_mib=0, smaller=True, on_host=True):
     return classify_exit(
-        status, smaller_passed=smaller, on_host=on_host, used_bytes=used_mib * MIB, cap_bytes=100 * MIB
+        status,
+        smaller_passed=smaller,
+        on_host=on_host,
+        used_bytes=used_mib * MIB,
+        cap_bytes=100 * MIB,
     )
 
 
-@pytest.mark.parametrize("ended", [{"signal": signal.SIGSEGV}, {"signal": signal.SIGABRT}, {"code": 1}, {"code": 0}])
+@pytest.mark.parametrize(
+    "ended", [{"signal": signal.SIGSEGV}, {"signal": signal.SIGABRT}, {"code": 1}, {"code": 0}]
+)
 def test_a_crash_counts_as_memory_only_under_pressure(ended):
     assert verdict_on(exited(**ended), used_mib=50) is Verdict.OOM
     assert verdict_on(exited(**ended), used_mib=49) is Verdict.CRASHED
@@ -53,18 +66,29 @@ SHARDS = "loader: 0 of 12 shards failed to allocate"
     ("ended", "smaller", "verdict"),
     [
         ({"signal": signal.SIGKILL, "oom_kills": 1}, True, Verdict.HOST_OOM),
-        ({"signal": signal.SIGABRT, "stderr": "CUDA error: device-side assert triggered"}, True, Verdict.POISONED),
+        (
+            {"signal": signal.SIGABRT, "stderr": "CUDA error: device-side assert triggered"},
+            True,
+            Verdict.POISONED,
+        ),
         ({"code": 1, "stderr": "no such file"}, True, Verdict.CRASHED),
         ({"code": 1, "stderr": SHARDS}, True, Verdict.OOM),
         ({"code": 1, "stderr": SHARDS}, False, Verdict.CRASHED),
         # What Python prints after a library's last words is not read.
         (
-            {"signal": signal.SIGABRT, "stderr": "std::bad_alloc\nFatal Python error: Aborted\n" + FRAMES},
+            {
+                "signal": signal.SIGABRT,
+                "stderr": "std::bad_alloc\nFatal Python error: Aborted\n" + FRAMES,
+            },
             True,
             Verdict.OOM,
         ),
         # Long before the end, so the process handled it.
-        ({"code": 1, "stderr": "CUDA error: out of memory" + "\nand on" * 6}, True, Verdict.CRASHED),
+        (
+            {"code": 1, "stderr": "CUDA error: out of memory" + "\nand on" * 6},
+            True,
+            Verdict.CRASHED,
+        ),
     ],
 )
 def test_without_pressure_signal_and_last_words_decide(ended, smaller, verdict):
@@ -76,7 +100,10 @@ def test_without_pressure_signal_and_last_words_decide(ended, smaller, verdict):
     [
         ({"signal": signal.SIGTERM}, Verdict.CRASHED),
         ({"signal": signal.SIGKILL, "oom_kills": 0}, Verdict.CRASHED),
-        *(({"signal": signal.SIGKILL, "why": why}, Verdict.TIMED_OUT) for why in ("timed out", "stuck")),
+        *(
+            ({"signal": signal.SIGKILL, "why": why}, Verdict.TIMED_OUT)
+            for why in ("timed out", "stuck")
+        ),
     ],
 )
 def test_a_process_ended_on_purpose_tells_nothing_about_memory(ended, verdict):
@@ -87,9 +114,15 @@ def test_a_process_ended_on_purpose_tells_nothing_about_memory(ended, verdict):
 @pytest.mark.parametrize(
     ("status", "text"),
     [
-        (exited(signal=signal.SIGSEGV, stderr="ouch"), "killed by SIGSEGV\nthe end of its stderr:\nouch"),
+        (
+            exited(signal=signal.SIGSEGV, stderr="ouch"),
+            "killed by SIGSEGV\nthe end of its stderr:\nouch",
+        ),
         (exited(signal=signal.SIGKILL), "killed by SIGKILL (not by the system's OOM killer)"),
-        (exited(signal=signal.SIGKILL, oom_kills=2), "killed by SIGKILL (the system's OOM killer was active)"),
+        (
+            exited(signal=signal.SIGKILL, oom_kills=2),
+            "killed by SIGKILL (the system's OOM killer was active)",
+        ),
         (exited(code=3), "exited with code 3 before it answered"),
         (exited(signal=15, why="timed out"), "the trial's process timed out and was terminated"),
     ],
@@ -100,7 +133,10 @@ def test_the_text_of_an_exit_status(status, text):
 
 def test_the_text_keeps_the_innermost_frames_of_a_trace():
     frames = "\n".join(f'  File "f{n}.py", line {n}' for n in range(50))
-    text = exited(signal=11, stderr=f"Fatal Python error\n\nCurrent thread (most recent call first):\n{frames}").text()
+    text = exited(
+        signal=11,
+        stderr=f"Fatal Python error\n\nCurrent thread (most recent call first):\n{frames}",
+    ).text()
     assert "f0.py" in text
     assert "f40.py" not in text
 
@@ -119,5 +155,7 @@ Thread 0x03 (most recent call first):
 
 
 def test_a_hang_is_placed_at_the_innermost_line_of_the_users_code():
-    assert exited(why="timed out", stderr=TRACE.format(torch=torch.__file__)).where() == "train.py:12"
+    assert (
+        exited(why="timed out", stderr=TRACE.format(torch=torch.__file__)).where() == "train.py:12"
+    )
     assert exited(why="timed out", stderr="File x, line 3 in no trace").where() is None

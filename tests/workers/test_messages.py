@@ -57,7 +57,9 @@ def test_an_unusual_exception_is_named(error):
 
 
 def test_a_class_that_the_parent_has_not_imported_is_named():
-    raised = sent_to_parent(ValueError("x"), building="t.py:b", module="their_train", cause="Theirs: x")
+    raised = sent_to_parent(
+        ValueError("x"), building="t.py:b", module="their_train", cause="Theirs: x"
+    )
     assert type(raised.__cause__) is RuntimeError
     assert "Theirs: x" in str(raised)
 
@@ -68,7 +70,11 @@ def test_a_tensor_is_sent_as_its_shape():
 
 
 @pytest.mark.parametrize(
-    "error", [errors.InvalidArgumentError("the model is on two devices"), KeyError("no such thing in the child")]
+    "error",
+    [
+        errors.InvalidArgumentError("the model is on two devices"),
+        KeyError("no such thing in the child"),
+    ],
 )
 def test_an_error_from_outside_the_step_keeps_class_and_text(error):
     raised = sent_to_parent(error)

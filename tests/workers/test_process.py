@@ -23,8 +23,14 @@ from oomprobe.runners.workers.messages import Lost, receive, send
 from oomprobe.runners.workers.process import TAIL_BYTES, Process
 from oomprobe.runners.workers.serve import FurtherOfAll
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
-LEARNS = Request(phase=Phase.GROW, calls=(Call(step="step", batch_size=1),), until=Until(turns=("step",), full_steps=1))
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="processes are isolated on Linux only"
+)
+LEARNS = Request(
+    phase=Phase.GROW,
+    calls=(Call(step="step", batch_size=1),),
+    until=Until(turns=("step",), full_steps=1),
+)
 PROMPT_S = 5  # enough for a busy machine, and much less than LONG_S
 LONG_S = 20  # until a sleeping process would end by itself
 
@@ -117,7 +123,11 @@ def passes_on_its_pipes(wire):
 
 
 def reports_its_setup(wire):
-    ignored = [name for name in ("SIGINT", "SIGTERM") if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN]
+    ignored = [
+        name
+        for name in ("SIGINT", "SIGTERM")
+        if signal.getsignal(getattr(signal, name)) == signal.SIG_IGN
+    ]
     killed_first = Path("/proc/self/oom_score_adj").read_text()
     send(wire, told([os.getsid(0) == os.getpid(), ignored, killed_first]))
 
@@ -160,7 +170,9 @@ def calls_of_ranks(*numbers):
 def asked(child, value, patience=PATIENCE, **limits):
     """Return the answer or exit status of a child; None as the value asks nothing."""
     messages = {} if value is None else {0: told(value)}
-    return Crew({0: child}, patience=patience).ask(messages, limits.pop("deadline_s", None), **limits)[0]
+    return Crew({0: child}, patience=patience).ask(
+        messages, limits.pop("deadline_s", None), **limits
+    )[0]
 
 
 def listened(act, *, within_s=None, stuck_s=None, after_s=0.0, **waits):

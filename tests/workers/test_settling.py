@@ -55,13 +55,19 @@ def told(verdict=Verdict.FITS, *, peak_mib=100, error=None, measured=None, **sho
 
 
 def ended(*, signal=None, code=None, why=None, stderr=""):
-    return ExitStatus(signal=signal, code=code, why=why, stderr=stderr, peak_resident_bytes=0, oom_kills=0)
+    return ExitStatus(
+        signal=signal, code=code, why=why, stderr=stderr, peak_resident_bytes=0, oom_kills=0
+    )
 
 
 PASSED, OOM = told(), told(Verdict.OOM, error="CUDA out of memory")
 BUG, LOST = failed(ValueError("shape")), Lost(text="an illegal memory access")
 NOISE = failed(RuntimeError("Connection closed by peer"))
-KILLED, WAITING, SLOW = ended(signal=9), ended(signal=15, why=WAITED), ended(signal=15, why=TIMED_OUT)
+KILLED, WAITING, SLOW = (
+    ended(signal=9),
+    ended(signal=15, why=WAITED),
+    ended(signal=15, why=TIMED_OUT),
+)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +84,10 @@ KILLED, WAITING, SLOW = ended(signal=9), ended(signal=15, why=WAITED), ended(sig
         ({1: OOM, 0: WAITING}, 1),
         ({1: told(Verdict.HOST_OOM), 0: KILLED}, 1),
         ({1: told(Verdict.SIZE_LIMIT), 0: BUG}, 1),
-        ({0: told(Verdict.OOM, peak_mib=300), 1: told(Verdict.OOM, peak_mib=400)}, 1),  # it has less left
+        (
+            {0: told(Verdict.OOM, peak_mib=300), 1: told(Verdict.OOM, peak_mib=400)},
+            1,
+        ),  # it has less left
         ({1: PASSED, 0: ended(signal=15, why=LATE)}, None),
     ],
 )
@@ -113,7 +122,11 @@ def test_a_pass_is_the_slowest_and_the_largest_of_all_ranks():
     }
     outcome = passed_outcome(answers, {0: 150 * MIB, 2: 1000 * MIB})
     trial = outcome.trial
-    assert (trial.peak_reserved_bytes, trial.peak_allocated_bytes, trial.step_s) == (200 * MIB, 100 * MIB, 2.0)
+    assert (trial.peak_reserved_bytes, trial.peak_allocated_bytes, trial.step_s) == (
+        200 * MIB,
+        100 * MIB,
+        2.0,
+    )
     assert trial.samples_per_s == 4
     assert trial.limiting_rank == 0  # 50 MiB are left there, and 800 MiB on the other
     assert [(one.rank, one.verdict, one.available_bytes) for one in trial.ranks] == [
@@ -126,9 +139,15 @@ def test_a_pass_is_the_slowest_and_the_largest_of_all_ranks():
 
 
 def test_a_failure_says_on_which_rank_and_what_the_others_did():
-    where = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 7 in step\n'
+    where = (
+        'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 7 in step\n'
+    )
     outcome = failed_outcome(
-        REQUEST, {1: OOM, 0: ended(signal=15, why=WAITED, stderr=where), 2: PASSED}, 1, AVAILABLE, [READY] * 3
+        REQUEST,
+        {1: OOM, 0: ended(signal=15, why=WAITED, stderr=where), 2: PASSED},
+        1,
+        AVAILABLE,
+        [READY] * 3,
     )
     assert outcome.trial.verdict is Verdict.OOM
     assert outcome.trial.error == "on rank 1 of 3: CUDA out of memory"

@@ -21,7 +21,9 @@ from oomprobe.runners.workers.messages import Ready
 from oomprobe.runners.workers.runner import workers
 from oomprobe.runners.workers.template import SURROUNDINGS_CHANGED, Template
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are isolated on Linux only")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="processes are isolated on Linux only"
+)
 
 
 @pytest.fixture
@@ -86,7 +88,9 @@ FORKS_AN_ORPHAN = """
 def test_a_worker_is_ended_with_all_that_it_started_and_no_other(target, tmp_path):
     """A fork in a session of its own is known by its worker's mark, and another worker's has another mark."""
     orphans = tmp_path / "orphans"
-    forking = textwrap.indent(textwrap.dedent(FORKS_AN_ORPHAN.format(orphans=str(orphans))), " " * 16).strip()
+    forking = textwrap.indent(
+        textwrap.dedent(FORKS_AN_ORPHAN.format(orphans=str(orphans))), " " * 16
+    ).strip()
     name, _ = target(build=forking)
     source = workers(name, "cpu", Options(max_batch=4), NO_AXIS, PATIENCE)
     source.template.wait(time.monotonic() + 60)
@@ -131,7 +135,9 @@ def test_a_template_until_the_environment_has_changed_and_until_it_has_died(monk
     worker.end()
 
 
-STARTS_A_THREAD = "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+STARTS_A_THREAD = (
+    "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+)
 MAPS_CUDA = "import mmap, os; library = mmap.mmap(os.open({library!r}, os.O_RDONLY), 4096, prot=mmap.PROT_READ)"
 
 
@@ -148,7 +154,10 @@ def test_a_process_whose_import_has_loaded_cudas_driver_is_not_forked(target, tm
         print(_prepare({name!r}), "spoiling" in sys.modules)
     """
     told = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     assert told.stdout.endswith("loads CUDA's driver True\n")
 
@@ -173,14 +182,22 @@ def test_one_that_must_not_be_forked_becomes_the_first_worker(target, monkeypatc
 @pytest.mark.parametrize(
     ("source", "imports"),
     [
-        ('"""Train."""\nfrom __future__ import annotations\nimport math, torch\nfrom torch import nn', 3),
-        ("import torch\nimport os\nos.environ['A'] = '1'\nimport tenacity", 2),  # which tenacity may read
+        (
+            '"""Train."""\nfrom __future__ import annotations\nimport math, torch\nfrom torch import nn',
+            3,
+        ),
+        (
+            "import torch\nimport os\nos.environ['A'] = '1'\nimport tenacity",
+            2,
+        ),  # which tenacity may read
         ("import torch\nimport model\nimport tenacity", 1),  # the user's own code
         ("x = 1\nimport torch", 0),
         ("import torch\nthis is no Python", 0),
     ],
 )
-def test_only_the_first_imports_of_installed_packages_are_made_beforehand(source, imports, tmp_path):
+def test_only_the_first_imports_of_installed_packages_are_made_beforehand(
+    source, imports, tmp_path
+):
     file = tmp_path / "train.py"
     file.write_text(source)
     (tmp_path / "model.py").touch()

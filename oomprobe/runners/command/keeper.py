@@ -22,7 +22,10 @@ TICK_S = 0.02
 GRACE_S = 2.0  # between SIGTERM and SIGKILL
 # These have processes on other machines, which they end when they are terminated, but not when they are killed. Slurm itself
 # waits 30 s (KillWait in slurm.conf).
-REMOTE_LAUNCHERS, REMOTE_GRACE_S = {"srun", "mpirun", "mpiexec", "orterun", "prterun", "mpiexec.hydra"}, 40.0
+REMOTE_LAUNCHERS, REMOTE_GRACE_S = (
+    {"srun", "mpirun", "mpiexec", "orterun", "prterun", "mpiexec.hydra"},
+    40.0,
+)
 KILLING_S = 5.0  # a killed process ends at once, unless it waits in the kernel
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # only FD ends the keeper
 
@@ -96,7 +99,9 @@ def end_all() -> None:
     A process whose main thread has ended may still hold memory, so wait until the system has let go of every child.
     """
     begun_s, terminated = time.monotonic(), set()
-    while reap() is not None and (waited_s := time.monotonic() - begun_s) < REMOTE_GRACE_S + KILLING_S:
+    while (
+        reap() is not None and (waited_s := time.monotonic() - begun_s) < REMOTE_GRACE_S + KILLING_S
+    ):
         for pid, name in processes_below().items():
             number = signal.SIGTERM
             if waited_s >= (REMOTE_GRACE_S if name in REMOTE_LAUNCHERS else GRACE_S):

@@ -28,7 +28,9 @@ _EXCEPTION = re.compile(
 _CPP_EXCEPTION = re.compile(rf"^{_PREFIX}\s*what\(\):\s+(?P<text>.+)$")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TORCH_OOM = re.compile(r"(?:CUDA|HIP) out of memory\. Tried to allocate")
-_ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code>-?\d+)", re.DOTALL)  # torchrun's
+_ROOT_CAUSE = re.compile(
+    r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code>-?\d+)", re.DOTALL
+)  # torchrun's
 _GOES_ON = "DistBackendError"  # NCCL's error: its cause stands a few lines below
 _NCCL_FAILURE = re.compile(r"(?:Cuda|HIP) failure.*")
 
@@ -125,7 +127,9 @@ class Output:
             classes = name, "builtins.RuntimeError"
         whole, context = f"{name}: {text}".removesuffix(": "), tuple(self.tail())
         kept = self.first if len(self.first) < MOST_EXCEPTIONS else self.last
-        kept.append(ReportedError(facts=(Link(classes=classes, text=text),), text=whole, context=context))
+        kept.append(
+            ReportedError(facts=(Link(classes=classes, text=text),), text=whole, context=context)
+        )
 
     def exceptions(self) -> list[ReportedError]:
         """Return the exceptions in the order of the output."""
@@ -151,7 +155,9 @@ class Ending:
     context: Sequence[str] = ()  # lines of the output that show it
 
 
-def cause_of(seen: RunReports, output: Output, status: int, evidence: Evidence, *, oom_kills: int) -> Ending:
+def cause_of(
+    seen: RunReports, output: Output, status: int, evidence: Evidence, *, oom_kills: int
+) -> Ending:
     """Return why a run failed: what its processes reported, then what its output says, then how it exited.
 
     `status` is the exit status of the command, negative for a signal; `oom_kills` counts what the system's OOM killer ended.
@@ -171,7 +177,12 @@ def cause_of(seen: RunReports, output: Output, status: int, evidence: Evidence, 
             error = f"the system's OOM killer ended a process; {_exit(output, status)}"
             return Ending(verdict=Verdict.HOST_OOM, error=error)
     if cause is not None:
-        return Ending(verdict=verdict, error=_named(cause.text, cause.who), where=cause.where, context=cause.context)
+        return Ending(
+            verdict=verdict,
+            error=_named(cause.text, cause.who),
+            where=cause.where,
+            context=cause.context,
+        )
     if output.oom_line and not all_told:
         return Ending(verdict=Verdict.OOM, error=QUOTED.format(line=output.oom_line))
     return Ending(verdict=Verdict.CRASHED, error=_crash(errors, output, status))
@@ -187,7 +198,9 @@ def _crash(errors: Sequence[ReportedError], output: Output, status: int) -> str:
     return crash
 
 
-def _judged(errors: Sequence[ReportedError], evidence: Evidence) -> tuple[Verdict, ReportedError | None]:
+def _judged(
+    errors: Sequence[ReportedError], evidence: Evidence
+) -> tuple[Verdict, ReportedError | None]:
     """Return the first out-of-memory error, otherwise the first error that may be a cause, with its verdict."""
     verdict, cause = Verdict.BUG, None
     for error in errors:
@@ -208,10 +221,17 @@ def _errors(seen: RunReports, output: Output, all_told: bool) -> Iterator[Report
         printed = [error for error in printed if not _TORCH_OOM.search(error.text)]
     for report in seen.reports:
         if report.errors:
-            name, text = report.errors[0].classes[0].removeprefix("builtins."), report.errors[0].text
+            name, text = (
+                report.errors[0].classes[0].removeprefix("builtins."),
+                report.errors[0].text,
+            )
             context = _context(text, printed)
             yield ReportedError(
-                facts=report.errors, text=f"{name}: {text}", who=report.name, where=report.where, context=context
+                facts=report.errors,
+                text=f"{name}: {text}",
+                who=report.name,
+                where=report.where,
+                context=context,
             )
     yield from printed
 

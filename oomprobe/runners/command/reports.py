@@ -31,9 +31,13 @@ class Memory:
     peak_reserved_bytes: int
     peak_allocated_bytes: int
     retries: int  # times that the allocator released its cache to serve a request
-    requested: tuple[tuple[int, int], ...]  # bytes and blocks, in all, by the end of each of the first steps
+    requested: tuple[
+        tuple[int, int], ...
+    ]  # bytes and blocks, in all, by the end of each of the first steps
     fraction: float | None  # of the total that the allocator may reserve; None: unknown
-    outside_bytes: int | None  # the most that was in use but not reserved by this process; None: unknown
+    outside_bytes: (
+        int | None
+    )  # the most that was in use but not reserved by this process; None: unknown
     workspace_bytes: int = 0  # of a simulated card: the largest that a convolution may want
 
 
@@ -54,8 +58,12 @@ class ProcessReport:
     steps: int  # of each optimizer, on average
     step_s: tuple[float, ...]  # times of day of the first optimizer step and the last
     ooms: int  # out-of-memory errors of the allocator
-    raised_ooms: int  # which reached the program; torch handles others itself, of cuDNN and Inductor
-    where: str | None  # the user's line that ran out of memory, or whose exception ended the process
+    raised_ooms: (
+        int  # which reached the program; torch handles others itself, of cuDNN and Inductor
+    )
+    where: (
+        str | None
+    )  # the user's line that ran out of memory, or whose exception ended the process
     errors: tuple[Link, ...]  # the exception that ended the process, and its causes
     devices: tuple[Memory, ...]  # on which it has reserved memory
     # On a simulated card:
@@ -122,7 +130,10 @@ class RunReports:
     @classmethod
     def read(cls, folder: Path) -> RunReports:
         """Read the reports in a folder."""
-        reports = [from_plain(ProcessReport, json.loads(path.read_bytes())) for path in folder.glob("*.json")]
+        reports = [
+            from_plain(ProcessReport, json.loads(path.read_bytes()))
+            for path in folder.glob("*.json")
+        ]
         return cls(sorted(reports, key=lambda report: report.at_s))
 
     @property
@@ -168,7 +179,9 @@ class RunReports:
         There must be as many as there are ranks. A process beside them that does not report (python -I, a container) cannot be
         told from none, but is rare: what makes one process silent makes all of a command silent.
         """
-        return sum(bool(report.devices or report.steps) for report in self.reports) >= self.world_size
+        return (
+            sum(bool(report.devices or report.steps) for report in self.reports) >= self.world_size
+        )
 
     @property
     def refusal(self) -> str:
@@ -225,14 +238,20 @@ class RunReports:
         cards = []
         for users in devices.values():
             begun_s = max(report.begun_s for report, _ in users)
-            cards.append(UsedCard([user for user in users if user[0].why != "exit" or user[0].at_s >= begun_s]))
+            cards.append(
+                UsedCard(
+                    [user for user in users if user[0].why != "exit" or user[0].at_s >= begun_s]
+                )
+            )
         return cards
 
     @property
     def fullest_card(self) -> UsedCard:
         """The device of which the command has reserved the largest share; without users if it has reserved none."""
         return max(
-            self.cards, key=lambda card: card.peak_reserved_bytes / max(1, card.available_bytes), default=UsedCard(())
+            self.cards,
+            key=lambda card: card.peak_reserved_bytes / max(1, card.available_bytes),
+            default=UsedCard(()),
         )
 
     @property
@@ -247,7 +266,10 @@ class RunReports:
         requested = {}
         for report in self.training:
             for memory in report.devices:
-                steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(memory.requested)]
+                steps = [
+                    (after[0] - before[0], after[1] - before[1])
+                    for before, after in pairwise(memory.requested)
+                ]
                 if any(nbytes for nbytes, _ in steps):
                     requested[f"{report.rank} {memory.uuid}"] = steps
         return requested
@@ -283,9 +305,7 @@ class RunReports:
         for card in cards:
             if len(card.users) > 1:
                 names = " and ".join(report.name for report, _ in card.users)
-                return (
-                    f"{names} hold memory of one GPU, {card.memory.name}, and a cap for each would not be one for both"
-                )
+                return f"{names} hold memory of one GPU, {card.memory.name}, and a cap for each would not be one for both"
             [(report, memory)] = card.users
             wanted = fraction_of(memory, fractions) + TOLERANCE
             if memory.fraction is None:

@@ -52,7 +52,9 @@ class Run:
         scratch = self._folder / "run"
         for folder in (self._reports, scratch):
             folder.mkdir()
-        words = [word.replace(BATCH, str(batch_size)).replace(DIR, str(scratch)) for word in command]
+        words = [
+            word.replace(BATCH, str(batch_size)).replace(DIR, str(scratch)) for word in command
+        ]
         python_path = [str(HERE / "site")]
         if users := os.environ.get("PYTHONPATH"):
             python_path.append(users)

@@ -36,7 +36,13 @@ from oomprobe.records.trials import (
     Verdict,
 )
 from oomprobe.runners.command.output import OUT_OF_MEMORY, PORT_IN_USE, Ending, cause_of
-from oomprobe.runners.command.reports import RunReports, UsedCard, are_the_same, fraction_of, limiting_rank
+from oomprobe.runners.command.reports import (
+    RunReports,
+    UsedCard,
+    are_the_same,
+    fraction_of,
+    limiting_rank,
+)
 from oomprobe.runners.command.run import BATCH, BATCH_VARIABLE, Run
 from oomprobe.runners.signals import Interrupts
 from oomprobe.verdicts import Evidence
@@ -47,7 +53,10 @@ if TYPE_CHECKING:
 MORE = 1.25  # times what it takes to start the command and to make the steps of a trial: trials go on for so long
 TICK_S = 0.1  # between readings of the reports
 ATTEMPTS = 4
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # where both are set, torch ignores the second
+ALLOCATOR_VARIABLES = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)  # where both are set, torch ignores the second
 LARGEST_READ_BYTES = 2**20  # of a file among the arguments
 NOT_COVERED = (
     "what comes after the steps of a trial: evaluation, checkpoints, longer samples, the last batch of an epoch",
@@ -86,7 +95,9 @@ NOT_SIMULATED = (
     "at batch {size}, no process of the command used the simulated card. It may train on the CPU (--device cuda?), run Python with -I, -E or -S, "
     "or with an emptied environment (sudo, env -i, a container)"
 )
-WEAK_EXIT = "weak: no process reported an optimizer step, so a trial passed when the command exited with 0"
+WEAK_EXIT = (
+    "weak: no process reported an optimizer step, so a trial passed when the command exited with 0"
+)
 WEAK_SECONDS = (
     "weak: no process reported an optimizer step, so a trial passed when the command had run for {seconds}, whatever it "
     "had done by then"
@@ -109,7 +120,9 @@ def checked(command: Sequence[str]) -> list[str]:
             f"the command must be a list of strings, such as ['python', 'train.py', '--batch-size', '{BATCH}'], not {command!r}"
         )
     if shutil.which(command[0]) is None:
-        raise InvalidArgumentError(f"{command[0]} is not a program that can be run: {_why_no_program(command[0])}")
+        raise InvalidArgumentError(
+            f"{command[0]} is not a program that can be run: {_why_no_program(command[0])}"
+        )
     for word in command:
         if BATCH in word or BATCH_VARIABLE in word + _text_of(word):
             return list(command)
@@ -145,15 +158,23 @@ class CommandRunner:
     ) -> None:  # fmt: skip
         self._command, self._options, self._interrupts = command, options, interrupts
         self._passes_after_s, self._patience = passes_after_s, patience
-        self._card = card  # the one that each process of the command is to be on; None: real devices
+        self._card = (
+            card  # the one that each process of the command is to be on; None: real devices
+        )
         self._replays: SimulatedDevice | None = opened_if_simulated(
             card
         )  # the same card, which replays sizes that follow from others
         # Fraction of the memory, by UUID of the device; by the first run that passed.
         self._available: dict[str, float] = {}
         self._measured = Measured(available_bytes=0, outside_bytes=None)  # by that run
-        self._device = DeviceInfo(name="the command's device", torch_device="cuda:0", total_bytes=0, on_host=False)
-        self._environment: dict[str, Any] = {"command": shlex.join(command), "torch": None, "cuda": None}
+        self._device = DeviceInfo(
+            name="the command's device", torch_device="cuda:0", total_bytes=0, on_host=False
+        )
+        self._environment: dict[str, Any] = {
+            "command": shlex.join(command),
+            "torch": None,
+            "cuda": None,
+        }
         self._took_s: list[float] = []  # by each run
         self._last_passed = 0, RunReports()  # batch size and reports
         self._world_size = 1
@@ -176,7 +197,9 @@ class CommandRunner:
             confirmations=2,
             runs_plans=False,
             alone=ALONE,
-            not_covered=NOT_COVERED if self._card is None else (*NOT_COVERED, *UNSIMULATED, *self._left_out),
+            not_covered=NOT_COVERED
+            if self._card is None
+            else (*NOT_COVERED, *UNSIMULATED, *self._left_out),
             environment=self._environment,
         )
 
@@ -232,7 +255,9 @@ class CommandRunner:
         recorded = run.recorded()
         if len(recorded) != 1 or len(seen.training) != 1:
             return False
-        workspace_bytes = max((memory.workspace_bytes for memory in seen.training[0].devices), default=0)
+        workspace_bytes = max(
+            (memory.workspace_bytes for memory in seen.training[0].devices), default=0
+        )
         step = request.calls[0].step
         return self._replays.learn_recorded(request.batch_size, step, recorded[0], workspace_bytes)
 
@@ -276,7 +301,10 @@ class CommandRunner:
             most_s = patience.handling_s if seen.may_recover else patience.failed_s
             if seen.goes_on or troubled.for_s(seen.is_in_trouble) > most_s:
                 return seen, _failure(run, request, seen)
-            if incomplete.for_s(seen.steps >= wanted and seen.missing_ranks > 0) > patience.missing_s:
+            if (
+                incomplete.for_s(seen.steps >= wanted and seen.missing_ranks > 0)
+                > patience.missing_s
+            ):
                 raise UnreliableError(_missing(request, seen, patience.missing_s))
             if request.deadline_s is not None and time.monotonic() > request.deadline_s:
                 return seen, _timed_out(run, seen)
@@ -321,7 +349,9 @@ class CommandRunner:
 
     # --- what a run has shown ---
 
-    def _check_pass(self, request: Request, seen: RunReports, fractions: Mapping[str, float]) -> None:
+    def _check_pass(
+        self, request: Request, seen: RunReports, fractions: Mapping[str, float]
+    ) -> None:
         """Raise UnreliableError if a pass proves nothing: the size was not used, or the margin was not held."""
         size, (last_size, last) = request.batch_size, self._last_passed
         if self._card is not None and not seen.cards:
@@ -333,7 +363,9 @@ class CommandRunner:
         # Sizes that are closer may come to the same: scripts divide by the number of ranks, or round.
         if larger >= 2 * smaller and are_the_same(seen.requested, last.requested):
             program = seen.training[0].program
-            raise UnreliableError(IGNORES.format(size=larger, smaller=smaller, batch=BATCH, program=program))
+            raise UnreliableError(
+                IGNORES.format(size=larger, smaller=smaller, batch=BATCH, program=program)
+            )
         self._last_passed = size, seen
 
     def _measure(self, seen: RunReports) -> Measured | None:
@@ -341,7 +373,9 @@ class CommandRunner:
         cards = seen.cards
         if self._available or not cards:
             return None
-        self._available = {card.memory.uuid: card.available_bytes / card.memory.total_bytes for card in cards}
+        self._available = {
+            card.memory.uuid: card.available_bytes / card.memory.total_bytes for card in cards
+        }
         available_bytes = min(card.available_bytes for card in cards)
         self._measured = Measured(available_bytes=available_bytes, outside_bytes=seen.outside_bytes)
         return self._measured
@@ -366,7 +400,9 @@ class CommandRunner:
             total_bytes=memory.total_bytes,
             on_host=False,
         )
-        self._torch_version = min(tuple(map(int, report.torch.split(".")[:2])) for report in seen.reports)
+        self._torch_version = min(
+            tuple(map(int, report.torch.split(".")[:2])) for report in seen.reports
+        )
         programs = dict.fromkeys(report.program for report in seen.training)
         if programs:
             self._environment["program"] = ", ".join(programs)
@@ -386,11 +422,16 @@ class CommandRunner:
             step_s = None  # the simulation's time says nothing
         cap_bytes = request.cap_bytes
         if fractions and not cap_bytes:
-            caps = [int(fraction_of(card.memory, fractions) * card.memory.total_bytes) for card in seen.cards]
+            caps = [
+                int(fraction_of(card.memory, fractions) * card.memory.total_bytes)
+                for card in seen.cards
+            ]
             cap_bytes = min(caps, default=None)
         fullest = seen.fullest_card
         memories = [memory for _, memory in fullest.users]
-        served_bytes, allocations = max((max(steps) for steps in seen.requested.values()), default=(0, 0))
+        served_bytes, allocations = max(
+            (max(steps) for steps in seen.requested.values()), default=(0, 0)
+        )
         ranks = seen.ranks(passed=ending.verdict is Verdict.FITS)
         trial = Trial.of(
             request,
@@ -409,7 +450,9 @@ class CommandRunner:
             limiting_rank=limiting_rank(ranks),
         )
         # What a step asks for is that of the largest; further steps were a bonus.
-        record = CallRecord(step=request.calls[0].step, served_bytes=served_bytes, blocks=allocations, stepped=1)
+        record = CallRecord(
+            step=request.calls[0].step, served_bytes=served_bytes, blocks=allocations, stepped=1
+        )
         return Outcome(
             trial=trial,
             records=(record,) * min(steps, len(request.calls)),
@@ -427,14 +470,19 @@ class CommandRunner:
         if trial.verdict is not Verdict.FITS:
             return
         if request.confirms and 0 < trial.steps < len(request.calls):
-            yield warning(SHORT.format(steps=count(trial.steps, "step", "steps"), wanted=len(request.calls)))
+            yield warning(
+                SHORT.format(steps=count(trial.steps, "step", "steps"), wanted=len(request.calls))
+            )
         if not trial.steps:
             if seen.reports or self._passes_after_s is None:
                 yield warning(WEAK_EXIT)
             else:
                 yield warning(WEAK_SECONDS.format(seconds=format_seconds(self._passes_after_s)))
         if ooms := sum(report.ooms for report in seen.reports):
-            yield remark(HANDLED.format(size=trial.batch_size, times=count(ooms, "time", "times")), trial.batch_size)
+            yield remark(
+                HANDLED.format(size=trial.batch_size, times=count(ooms, "time", "times")),
+                trial.batch_size,
+            )
 
 
 FITS = Ending(verdict=Verdict.FITS, error="")
@@ -444,7 +492,9 @@ def _upper_bytes(card: UsedCard, cap_bytes: int | None) -> int:
     """Return the peak reserved if convolutions take the workspaces that they may want, as far as the cap allows."""
     workspaces_bytes = sum(memory.workspace_bytes for _, memory in card.users)
     allowed_bytes = cap_bytes or card.available_bytes if card.users else 0
-    return max(card.peak_reserved_bytes, min(card.peak_reserved_bytes + workspaces_bytes, allowed_bytes))
+    return max(
+        card.peak_reserved_bytes, min(card.peak_reserved_bytes + workspaces_bytes, allowed_bytes)
+    )
 
 
 def _check_refusal(request: Request, seen: RunReports) -> None:
@@ -499,11 +549,17 @@ def _failed(request: Request, ending: Ending) -> str:
 
 def _missing(request: Request, seen: RunReports, waited_s: float) -> str:
     ranks, missing, waited = seen.world_size, seen.missing_ranks, format_seconds(waited_s)
-    return MISSING.format(size=request.batch_size, seen=ranks - missing, all=ranks, missing=missing, waited=waited)
+    return MISSING.format(
+        size=request.batch_size, seen=ranks - missing, all=ranks, missing=missing, waited=waited
+    )
 
 
 def _timed_out(run: Run, seen: RunReports) -> Ending:
-    steps = [f"{user.name} had made {count(user.steps, 'step', 'steps')}" for user in seen.reports if user.devices]
+    steps = [
+        f"{user.name} had made {count(user.steps, 'step', 'steps')}"
+        for user in seen.reports
+        if user.devices
+    ]
     error = f"the command was ended after {format_seconds(run.elapsed_s)}"
     if shown := "; ".join(steps) or "".join(run.output.tail()[-1:]):
         error = f"{error}: {shown}"

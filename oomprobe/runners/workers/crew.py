@@ -27,7 +27,9 @@ STORE_HOST = "127.0.0.1"
 # Others have a patience's time to end a trial that one rank has passed, or this many times as long as that one took.
 LATE_FACTOR = 10.0
 
-FurtherOfRanks = Callable[[Sequence[Records]], Sequence[Call]]  # from what every rank has shown, the calls that follow
+FurtherOfRanks = Callable[
+    [Sequence[Records]], Sequence[Call]
+]  # from what every rank has shown, the calls that follow
 
 
 def no_further(ranks: Sequence[Records]) -> Sequence[Call]:
@@ -38,7 +40,9 @@ def no_further(ranks: Sequence[Records]) -> Sequence[Call]:
 class Crew:
     """The processes that run one trial, by rank. `store` is where ranks meet."""
 
-    def __init__(self, processes: Mapping[int, Process], store: object = None, patience: Patience = PATIENCE) -> None:
+    def __init__(
+        self, processes: Mapping[int, Process], store: object = None, patience: Patience = PATIENCE
+    ) -> None:
         self.processes, self._store, self._patience = dict(processes), store, patience
         self.has_run = False  # whether it has run a trial
 
@@ -55,12 +59,16 @@ class Crew:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         # Torch keeps the keys of an earlier group in a store (2.14 adds no prefix), so each crew has one of its own.
-        store = TCPStore(STORE_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+        store = TCPStore(
+            STORE_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+        )
         crew = cls({}, store, patience)
         try:
             for rank in range(ranks):
                 label = f"[rank {rank}] " if rank else ""
-                crew.processes[rank] = Process.spawned(variables(rank, ranks, store.port), label, patience)
+                crew.processes[rank] = Process.spawned(
+                    variables(rank, ranks, store.port), label, patience
+                )
         except BaseException:
             crew.end()
             raise
@@ -85,7 +93,8 @@ class Crew:
         for rank, message in messages.items():
             self.processes[rank].tell(message)
         idle = {
-            rank: Idle(process.pid, self._patience.cpu_reading_s, stuck_s) for rank, process in self.processes.items()
+            rank: Idle(process.pid, self._patience.cpu_reading_s, stuck_s)
+            for rank, process in self.processes.items()
         }
         agreement = _Agreement([*self.processes.values()], further)
         answers: dict[int, Answer] = {}
@@ -93,7 +102,9 @@ class Crew:
             deadline_s = math.inf
         limit = deadline_s, TIMED_OUT
         while len(answers) < len(self.processes):
-            waiting = {rank: process for rank, process in self.processes.items() if rank not in answers}
+            waiting = {
+                rank: process for rank, process in self.processes.items() if rank not in answers
+            }
             wait([channel for process in waiting.values() for channel in process.channels], TICK_S)
             for rank, process in waiting.items():
                 answer = process.poll()
@@ -101,7 +112,9 @@ class Crew:
                     agreement.add(rank, answer.records)
                 elif answer is not None:
                     answers[rank] = answer
-                    limit = min(limit, self._limit_others(answer, time.monotonic() - started_s, late_s))
+                    limit = min(
+                        limit, self._limit_others(answer, time.monotonic() - started_s, late_s)
+                    )
                 elif idle[rank].is_too_long:
                     answers[rank] = process.end(STUCK)
             until_s, why = limit
@@ -125,7 +138,9 @@ class Crew:
         statuses = end_all([self.processes[rank] for rank in late], why, self._patience)
         answers |= zip(late, statuses, strict=True)
 
-    def _limit_others(self, answer: Answer, took_s: float, late_s: float | None) -> tuple[float, str]:
+    def _limit_others(
+        self, answer: Answer, took_s: float, late_s: float | None
+    ) -> tuple[float, str]:
         """Return until when the other ranks may go on after one has answered, and what they are then ended for."""
         if has_failed(answer):
             return time.monotonic() + self._patience.failing_s, WAITED

@@ -19,8 +19,12 @@ _TRACE = "(most recent call first):"  # Python's faulthandler
 _CURRENT = "Current thread "
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
 # In an exception these texts are ambiguous. A library that ends the process with them had no memory for its threads.
-_NO_THREADS = re.compile(r"pthread_create failed|thread creation failed", re.IGNORECASE)  # OpenBLAS, libgomp
-_ANY_LIBRARY = re.compile(r"out of memory|failed to allocate|memory allocation failed", re.IGNORECASE)  # bitsandbytes
+_NO_THREADS = re.compile(
+    r"pthread_create failed|thread creation failed", re.IGNORECASE
+)  # OpenBLAS, libgomp
+_ANY_LIBRARY = re.compile(
+    r"out of memory|failed to allocate|memory allocation failed", re.IGNORECASE
+)  # bitsandbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +33,9 @@ class ExitStatus:
 
     signal: int | None  # that terminated it
     code: int | None  # that it exited with
-    why: str | None  # why its parent terminated it, such as "timed out" (see `settling`); None: it ended by itself
+    why: (
+        str | None
+    )  # why its parent terminated it, such as "timed out" (see `settling`); None: it ended by itself
     stderr: str  # the end of it
     peak_resident_bytes: int
     oom_kills: int  # of any process on the system while it ran
@@ -57,7 +63,9 @@ class ExitStatus:
 
     def where(self) -> str | None:
         """Return the line of the user's code that was running, from faulthandler's trace; None if unknown."""
-        trace = self.stderr.partition(_CURRENT)[2].partition("\n\n")[0].partition("\nThread ")[0]  # of one thread
+        trace = (
+            self.stderr.partition(_CURRENT)[2].partition("\n\n")[0].partition("\nThread ")[0]
+        )  # of one thread
         for file, number in _FRAME.findall(trace):
             if not is_library(Path(file)):
                 return f"{Path(file).name}:{number}"
@@ -65,7 +73,12 @@ class ExitStatus:
 
 
 def classify_exit(
-    status: ExitStatus, *, smaller_passed: bool, on_host: bool, used_bytes: int, cap_bytes: int | None
+    status: ExitStatus,
+    *,
+    smaller_passed: bool,
+    on_host: bool,
+    used_bytes: int,
+    cap_bytes: int | None,
 ) -> Verdict:
     """Return the verdict on the size; CRASHED without evidence for anything else.
 
@@ -75,12 +88,19 @@ def classify_exit(
         return Verdict.TIMED_OUT
     if status.signal == signal.SIGKILL:
         return Verdict.HOST_OOM if status.oom_kills else Verdict.CRASHED
-    if status.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # sent on purpose
+    if status.signal in (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+    ):  # sent on purpose
         return Verdict.CRASHED
     is_full = False
     if on_host and cap_bytes is not None:
         is_full = used_bytes >= PRESSURE_SHARE * cap_bytes
-    evidence = Evidence(smaller_size_passed=smaller_passed, memory_pressure=is_full, on_host=on_host)
+    evidence = Evidence(
+        smaller_size_passed=smaller_passed, memory_pressure=is_full, on_host=on_host
+    )
     verdict = _classify_words(_last_lines(status.stderr), evidence)
     if verdict is not None:
         return verdict

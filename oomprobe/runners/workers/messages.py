@@ -93,7 +93,8 @@ class Failed:
 
 Message = Task | Measure | Request | Ready | Shown | Further | Lost | Failed | Measured | Outcome
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Task, Measure, Request, Ready, Shown, Further, Lost, Failed, Measured, Outcome)
+    kind.__name__: kind
+    for kind in (Task, Measure, Request, Ready, Shown, Further, Lost, Failed, Measured, Outcome)
 }
 
 

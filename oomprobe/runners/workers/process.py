@@ -81,7 +81,10 @@ class Process:
 
     @classmethod
     def spawned(
-        cls, variables: Mapping[str, str] | None = None, label: str = "", patience: Patience = PATIENCE
+        cls,
+        variables: Mapping[str, str] | None = None,
+        label: str = "",
+        patience: Patience = PATIENCE,
     ) -> Process:
         """Start a worker, a separate program, and return while it is still importing torch; `variables` join its environment."""
         mark = secrets.token_hex(8)
@@ -100,7 +103,9 @@ class Process:
 
     def poll(self) -> Message | ExitStatus | None:
         """Return the next message, or the exit status if the process has ended, or None if there is nothing yet."""
-        has_ended = processes.has_ended(self.pid)  # checked first: a message sent before the end still counts
+        has_ended = processes.has_ended(
+            self.pid
+        )  # checked first: a message sent before the end still counts
         self._read_stderr(pass_on=True)
         if self._wire.poll():
             return receive(self._wire) or self.end(hung_up=True)
@@ -126,7 +131,9 @@ class Process:
         with suppress(OSError):
             os.kill(self.pid, signal.SIGTERM)
 
-    def end(self, why: str | None = None, *, hung_up: bool = False, until_s: float | None = None) -> ExitStatus:
+    def end(
+        self, why: str | None = None, *, hung_up: bool = False, until_s: float | None = None
+    ) -> ExitStatus:
         """End the process and all that it started. If it has `hung_up`, let it finish dumping its stack first.
 
         If there is a reason `why`, ask it to end first. It is killed at `until_s` on the monotonic clock, if it was asked before.
@@ -159,7 +166,9 @@ class Process:
         os.close(self._stderr)
 
 
-def end_all(processes: Sequence[Process], why: str | None = None, patience: Patience = PATIENCE) -> list[ExitStatus]:
+def end_all(
+    processes: Sequence[Process], why: str | None = None, patience: Patience = PATIENCE
+) -> list[ExitStatus]:
     """End processes as `Process.end` does, all within the time that one may take."""
     until_s = time.monotonic()
     if why is not None:
@@ -196,7 +205,9 @@ def begin() -> None:
     faulthandler.register(signal.SIGTERM, file=2, chain=True)
 
 
-def start_program(module: str, call: str, variables: Mapping[str, str], stderr: int | None = None) -> int:
+def start_program(
+    module: str, call: str, variables: Mapping[str, str], stderr: int | None = None
+) -> int:
     """Start a new interpreter that calls a function of a module of this package, and return its pid; `variables` join its environment."""
     path = [entry for entry in sys.path if isinstance(entry, str)]  # import ignores all others
     options = [part for option in sys.warnoptions for part in ("-W", option)]
@@ -211,10 +222,17 @@ def start_program(module: str, call: str, variables: Mapping[str, str], stderr: 
     return os.posix_spawn(sys.executable, arguments, environment, file_actions=actions, setsid=True)
 
 
-def start_worker(mark: str, wire: Connection, stderr: int, variables: Mapping[str, str] | None = None) -> int:
+def start_worker(
+    mark: str, wire: Connection, stderr: int, variables: Mapping[str, str] | None = None
+) -> int:
     """Start a worker as a new interpreter, and return its pid."""
     os.set_inheritable(wire.fileno(), True)
-    return start_program("worker", f"worker.main({wire.fileno()})", {**(variables or {}), processes.MARK: mark}, stderr)
+    return start_program(
+        "worker",
+        f"worker.main({wire.fileno()})",
+        {**(variables or {}), processes.MARK: mark},
+        stderr,
+    )
 
 
 def _live(parent: int, stderr: int, serve: Callable[[], None]) -> NoReturn:

@@ -23,7 +23,15 @@ from oomprobe.records.axis import Axis
 from oomprobe.records.notes import remark
 from oomprobe.records.options import Options, Step
 from oomprobe.records.patience import Clock, Patience
-from oomprobe.records.trials import Call, DeviceInfo, Measured, Outcome, Request, RunnerInfo, Verdict
+from oomprobe.records.trials import (
+    Call,
+    DeviceInfo,
+    Measured,
+    Outcome,
+    Request,
+    RunnerInfo,
+    Verdict,
+)
 from oomprobe.rules.look import Records, merged
 from oomprobe.rules.program import further, made_as_long
 from oomprobe.runners.hooks import preload_dynamo
@@ -51,11 +59,17 @@ from oomprobe.runners.workers.settling import (
 from oomprobe.runners.workers.template import Template
 from oomprobe.state import Tracker
 
-ANSWERING_S = 30.0  # beyond a trial's limit and `Patience.ending_s`: for a worker to end its child and answer
-MISSING_BYTES = 64 * 2**20  # of the memory of a crew that was ended: the next one waits while more has not come back
+ANSWERING_S = (
+    30.0  # beyond a trial's limit and `Patience.ending_s`: for a worker to end its child and answer
+)
+MISSING_BYTES = (
+    64 * 2**20
+)  # of the memory of a crew that was ended: the next one waits while more has not come back
 BUILDS = 4  # attempts to build a target, if memory of the crew before was not free yet
 CONFIRMATIONS = 2  # of ranks, each in a crew of its own: under NCCL, DDP may hold one set of gradients more, by chance
-ALONE = "Run one step at batch size {{batch_size}} under torchrun --nproc-per-node {ranks} to see it"
+ALONE = (
+    "Run one step at batch size {{batch_size}} under torchrun --nproc-per-node {ranks} to see it"
+)
 HANGS = (
     "a child forked for a trial hangs at {where}: it waits for a thread or a lock of the process that holds the model. Call "
     "torch.set_num_threads(1) before the first operation in that process, and start other threads in the step. If a script "
@@ -84,7 +98,9 @@ class Source:
 
     start: Callable[[], Crew]
     template: Template | None = None  # that forks the workers
-    task: Task | None = None  # what workers build; None: children are forked from this process, which holds the model
+    task: Task | None = (
+        None  # what workers build; None: children are forked from this process, which holds the model
+    )
 
     @property
     def ranks(self) -> int | None:
@@ -128,11 +144,19 @@ def forks(
     """Return a source of children forked from this process; each runs one trial on host memory."""
     children = multiprocessing.active_children()
     if children:
-        raise errors.InvalidArgumentError(LIVE_CHILDREN.format(names=", ".join(child.name for child in children)))
+        raise errors.InvalidArgumentError(
+            LIVE_CHILDREN.format(names=", ".join(child.name for child in children))
+        )
     preload_dynamo()
 
     def answer(wire: Connection) -> None:
-        serve(wire, lambda: (local_runner(model, steps, tracker, device, axis=axis, savings=savings), device))
+        serve(
+            wire,
+            lambda: (
+                local_runner(model, steps, tracker, device, axis=axis, savings=savings),
+                device,
+            ),
+        )
 
     return Source(start=lambda: Crew.forked(answer, patience))
 
@@ -149,8 +173,14 @@ def workers(
     """Return a source of workers that build a target, one or a rank each."""
     task = Task(
         target=target,
-        device=_pickled(device, f"the {type(device).__name__} given as device", "name it by a string such as 'cuda:1'"),
-        axis=_pickled(axis, f"a value of {axis.name}", "let its name stand for it, and the step look it up"),
+        device=_pickled(
+            device,
+            f"the {type(device).__name__} given as device",
+            "name it by a string such as 'cuda:1'",
+        ),
+        axis=_pickled(
+            axis, f"a value of {axis.name}", "let its name stand for it, and the step look it up"
+        ),
         options=options,
         savings=tuple(savings),
         ranks=ranks,
@@ -158,7 +188,11 @@ def workers(
     template = Template.of(target) if ranks is None else None
     if template is None:
         return Source(start=lambda: Crew.spawned(ranks, patience), task=task)
-    return Source(start=lambda: Crew({0: template.process(patience)}, patience=patience), template=template, task=task)
+    return Source(
+        start=lambda: Crew({0: template.process(patience)}, patience=patience),
+        template=template,
+        task=task,
+    )
 
 
 def _pickled(value: object, what: str, instead: str) -> str:
@@ -188,7 +222,9 @@ class WorkersRunner:
         self._available_bytes: dict[int, int] = {}
         self._learned: dict[int, Mapping[str, Sequence[int]]] = {}  # which optimizers step, by rank
         self._small: Request | None = None  # the first that several ranks have passed
-        self._sample: Measured | None = None  # of the memory after the first pass of a crew, until it was told
+        self._sample: Measured | None = (
+            None  # of the memory after the first pass of a crew, until it was told
+        )
 
     def __enter__(self) -> WorkersRunner:
         """Start the first crew and take over what it reports of the device and the steps."""
@@ -207,9 +243,13 @@ class WorkersRunner:
     @cached_property
     def facts(self) -> RunnerInfo:
         """What the first crew has reported; of several ranks, the device with the least memory stands for all."""
-        facts = replace(self._ready[0].facts, replaceable=True)  # unlike this process, they can be replaced
+        facts = replace(
+            self._ready[0].facts, replaceable=True
+        )  # unlike this process, they can be replaced
         if self._source.template is not None:
-            return replace(facts, environment={**facts.environment, "workers": self._source.template.how})
+            return replace(
+                facts, environment={**facts.environment, "workers": self._source.template.how}
+            )
         if self._source.ranks is None:
             return facts
         return _of_group(facts, [of_rank.facts.device for of_rank in self._ready], self._building_s)
@@ -225,7 +265,9 @@ class WorkersRunner:
             return {}
         is_first = not self._ready
         answers = until(
-            lambda answers: not _is_out_of_memory(answers),  # the memory of the crew before may not be free yet
+            lambda answers: (
+                not _is_out_of_memory(answers)
+            ),  # the memory of the crew before may not be free yet
             self._build,
             wait=tenacity.wait_exponential(multiplier=2),
             stop=tenacity.stop_after_attempt(1 if is_first else BUILDS),
@@ -250,7 +292,12 @@ class WorkersRunner:
         with self._interrupts.delivered_until(None):
             self._source.wait(self._clock.end_s or time.monotonic() + patience.building_s)
         self._crew, self._spare = self._spare or self._source.start(), None
-        return self._ask(self._source.tasks, self._clock.end_s, late_s=patience.building_s, stuck_s=patience.stuck_s)
+        return self._ask(
+            self._source.tasks,
+            self._clock.end_s,
+            late_s=patience.building_s,
+            stuck_s=patience.stuck_s,
+        )
 
     def _await_memory(self) -> None:
         """Wait for the memory of the previous crew to come back; after `Patience.returning_s`, accept that others hold it."""
@@ -285,7 +332,9 @@ class WorkersRunner:
             longest_idle_s = stuck_s  # only a fork waits for threads of its parent
         try:
             with self._interrupts.delivered_until(None):
-                answers = self._crew.ask(messages, deadline_s, late_s=late_s, stuck_s=longest_idle_s, further=further)
+                answers = self._crew.ask(
+                    messages, deadline_s, late_s=late_s, stuck_s=longest_idle_s, further=further
+                )
         except BaseException:
             self.end()
             raise
@@ -312,7 +361,10 @@ class WorkersRunner:
         """Start the next crew, unless host memory is too scarce for what this one took to build."""
         if self._spare is not None or self._source.is_instant:
             return
-        taken_bytes, free_bytes = sum(of_rank.resident_bytes for of_rank in self._ready), linux.free_bytes()
+        taken_bytes, free_bytes = (
+            sum(of_rank.resident_bytes for of_rank in self._ready),
+            linux.free_bytes(),
+        )
         if free_bytes is None or free_bytes > taken_bytes:
             self._spare = self._source.start()
 
@@ -331,7 +383,9 @@ class WorkersRunner:
         if self._source.task is None:
             self._end_crew()
             return replace(outcome, measured=self.measure())
-        if outcome.trial.passed:  # a crew may have passed others before it, of which the session knows nothing
+        if (
+            outcome.trial.passed
+        ):  # a crew may have passed others before it, of which the session knows nothing
             outcome, self._sample = replace(outcome, measured=self._sample), None
         return outcome
 
@@ -393,7 +447,9 @@ class WorkersRunner:
         if deadline_s is not None and self._ready[0].trials_in_children:
             deadline_s += patience.ending_s + ANSWERING_S
         goes_on = partial(_further, request)
-        return self._ask(messages, deadline_s, late_s=None, stuck_s=patience.stuck_in_step_s, further=goes_on)
+        return self._ask(
+            messages, deadline_s, late_s=None, stuck_s=patience.stuck_in_step_s, further=goes_on
+        )
 
     def _warm_up(self, request: Request) -> None:
         """Run a small size that has passed in a new crew of ranks before this trial, so that those that decide all begin alike.
@@ -454,7 +510,10 @@ class WorkersRunner:
             answers = self._begin()
             if not answers:
                 answers = self._ask(
-                    dict.fromkeys(range(self._ranks), Measure()), self._clock.end_s, late_s=None, stuck_s=0.0
+                    dict.fromkeys(range(self._ranks), Measure()),
+                    self._clock.end_s,
+                    late_s=None,
+                    stuck_s=0.0,
                 )
             samples = _of_kind(Measured, answers)
             if len(samples) == self._ranks:
@@ -476,7 +535,9 @@ def _of_group(facts: RunnerInfo, devices: Sequence[DeviceInfo], building_s: floa
     smallest = min(devices, key=lambda device: device.total_bytes)
     return replace(
         facts,
-        device=replace(smallest, name=", ".join(f"{number} x {name}" for name, number in names.items())),
+        device=replace(
+            smallest, name=", ".join(f"{number} x {name}" for name, number in names.items())
+        ),
         world_size=len(devices),
         confirmations=CONFIRMATIONS,
         failure_cost_s=building_s,
@@ -500,7 +561,9 @@ def _refuse(answers: Mapping[int, Answer], source: Source, clock: Clock, *, is_f
             places = f" ({places_of(answers)})"
         raise clock.time_is_up(f"while the target was built{places}")
     if source.task is None:
-        raise errors.StepFailedError(f"a child forked from this process died before its trial: {answer.text()}")
+        raise errors.StepFailedError(
+            f"a child forked from this process died before its trial: {answer.text()}"
+        )
     raise _died_building(answer, source.task.target, rank, ranks)
 
 
@@ -516,12 +579,16 @@ def _of_rank(failed: Failed, rank: int, ranks: int) -> Failed:
     return replace(failed, text=f"{where}: {failed.text}")
 
 
-def _died_building(status: ExitStatus, target: str, rank: int, ranks: int) -> errors.StepFailedError:
+def _died_building(
+    status: ExitStatus, target: str, rank: int, ranks: int
+) -> errors.StepFailedError:
     """Return the error for a process that died while it built the target."""
     who, under = "the process", ""
     if ranks > 1:
         who, under = f"rank {rank} of {ranks}", f" under torchrun --nproc-per-node {ranks}"
-    return errors.StepFailedError(DIED_BUILDING.format(who=who, target=target, how=status.text(), under=under))
+    return errors.StepFailedError(
+        DIED_BUILDING.format(who=who, target=target, how=status.text(), under=under)
+    )
 
 
 def _further(request: Request, ranks: Sequence[Records]) -> Sequence[Call]:
@@ -546,4 +613,7 @@ def _was_ended(answer: Answer, why: str) -> TypeGuard[ExitStatus]:
 
 
 def _is_out_of_memory(answers: Mapping[int, Answer]) -> bool:
-    return any(isinstance(answer, Failed) and answer.name == "OutOfMemoryError" for answer in answers.values())
+    return any(
+        isinstance(answer, Failed) and answer.name == "OutOfMemoryError"
+        for answer in answers.values()
+    )

@@ -20,7 +20,17 @@ from oomprobe.runners.hooks import OptimizerWatch
 from oomprobe.runners.local import FurtherCalls, LocalRunner, Workload, further_here
 from oomprobe.runners.savings import Savings
 from oomprobe.runners.signals import Interrupts
-from oomprobe.runners.workers.messages import Failed, Further, Lost, Message, Ready, Shown, failed, receive, send
+from oomprobe.runners.workers.messages import (
+    Failed,
+    Further,
+    Lost,
+    Message,
+    Ready,
+    Shown,
+    failed,
+    receive,
+    send,
+)
 from oomprobe.state import Tracker
 from oomprobe.verdicts.failure import failure_of
 
@@ -31,7 +41,9 @@ CANNOT_TRAIN = (
 )
 
 
-def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], building: str | None = None) -> None:
+def serve(
+    wire: Connection, make: Callable[[], tuple[Runner, Device | None]], building: str | None = None
+) -> None:
     """Answer requests with a runner until the other end is closed.
 
     `make` returns the runner, and the device if trials run in this process, otherwise None. `building` is the target it builds.
@@ -45,7 +57,9 @@ def serve(wire: Connection, make: Callable[[], tuple[Runner, Device | None]], bu
         facts=runner.facts,
         resident_bytes=linux.process_bytes("VmRSS"),
         trials_in_children=runner.facts.replaceable,
-        available_bytes=runner.measure().available_bytes if device is None or is_host(device) else None,
+        available_bytes=runner.measure().available_bytes
+        if device is None or is_host(device)
+        else None,
         outside_bytes=None if device is None else device.outside_bytes(),
     )
     _answer(wire, ready)
@@ -64,7 +78,12 @@ def _failure(error: BaseException, device: Device | None) -> Failed | Lost:
         return Lost(text=failure_of(error).text)
     cause = error.__cause__
     # Optimizers ask for CUDA's current stream, also those of a model on the CPU.
-    if isinstance(cause, RuntimeError) and "forked subprocess" in str(cause) and device is not None and is_host(device):
+    if (
+        isinstance(cause, RuntimeError)
+        and "forked subprocess" in str(cause)
+        and device is not None
+        and is_host(device)
+    ):
         return failed(cannot_train(cause))
     return failed(of_device or error)
 
@@ -149,4 +168,6 @@ def _try_backward() -> None:
 
 def cannot_train(error: BaseException) -> errors.InvalidArgumentError:
     """Return the error for a step that a fork has spoilt."""
-    return errors.InvalidArgumentError(CANNOT_TRAIN.format(error=errors.text_of(error).partition(". ")[0]))
+    return errors.InvalidArgumentError(
+        CANNOT_TRAIN.format(error=errors.text_of(error).partition(". ")[0])
+    )

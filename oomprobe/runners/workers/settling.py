@@ -23,7 +23,9 @@ from oomprobe.runners.workers.exit_status import ExitStatus, classify_exit
 from oomprobe.runners.workers.messages import Failed, Lost, Message, Ready
 
 Answer = Message | ExitStatus
-BUILT_LATE = "rank {passed} had built the target, but {seconds} later it was not built on {which}: {places}"
+BUILT_LATE = (
+    "rank {passed} had built the target, but {seconds} later it was not built on {which}: {places}"
+)
 OUT_OF_STEP = (
     "{which} more than {seconds} after {passed} had finished batch {size}: {places}. Do all ranks make the same collectives, and the same "
     "number of them, in each step?"
@@ -84,7 +86,10 @@ def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -
             failing[cause].append(rank)
     if not failing:
         return None
-    return min(failing[min(failing)], key=lambda rank: _left_bytes(answers[rank], available_bytes.get(rank, 0)))
+    return min(
+        failing[min(failing)],
+        key=lambda rank: _left_bytes(answers[rank], available_bytes.get(rank, 0)),
+    )
 
 
 def _words(failed: Failed) -> str:
@@ -149,7 +154,9 @@ _TRIAL_OF_ALL: Mapping[str, Callable[[Sequence[Any]], Any]] = {
 }
 
 
-def _of_all(rules: Mapping[str, Callable[[Sequence[Any]], Any]], ranks: Sequence[object]) -> dict[str, Any]:
+def _of_all(
+    rules: Mapping[str, Callable[[Sequence[Any]], Any]], ranks: Sequence[object]
+) -> dict[str, Any]:
     return {name: rule([getattr(rank, name) for rank in ranks]) for name, rule in rules.items()}
 
 
@@ -159,10 +166,15 @@ def passed_outcome(outcomes: Mapping[int, Outcome], available_bytes: Mapping[int
         return outcomes[0]
     every = [outcomes[rank] for rank in sorted(outcomes)]
     trials = [outcome.trial for outcome in every]
-    ranks = tuple(_of_trial(rank, outcomes[rank].trial, available_bytes.get(rank)) for rank in sorted(outcomes))
+    ranks = tuple(
+        _of_trial(rank, outcomes[rank].trial, available_bytes.get(rank))
+        for rank in sorted(outcomes)
+    )
     limiting_rank = min(ranks, key=lambda rank: rank.left_bytes).rank
     limiting = outcomes[limiting_rank]
-    trial = replace(limiting.trial, ranks=ranks, limiting_rank=limiting_rank, **_of_all(_TRIAL_OF_ALL, trials))
+    trial = replace(
+        limiting.trial, ranks=ranks, limiting_rank=limiting_rank, **_of_all(_TRIAL_OF_ALL, trials)
+    )
     if trial.samples_per_s is not None and trial.step_s:
         trial = replace(trial, samples_per_s=trial.batch_size / trial.step_s)
     return replace(limiting, trial=trial, **_of_all(_OUTCOME_OF_ALL, every))
@@ -181,7 +193,8 @@ def failed_outcome(
     """
     answer = answers[believed]
     ranks = tuple(
-        _of_answer(request, rank, answers[rank], available_bytes.get(rank), ready[rank]) for rank in sorted(answers)
+        _of_answer(request, rank, answers[rank], available_bytes.get(rank), ready[rank])
+        for rank in sorted(answers)
     )
     rank = ranks[believed]
     if isinstance(answer, Outcome):
@@ -197,7 +210,9 @@ def failed_outcome(
     if not timed_out:
         limiting_rank = believed
     elif rank.verdict is Verdict.TIMED_OUT:
-        error = "; ".join(f"rank {late.rank} at {late.where or UNKNOWN_PLACE}" for late in timed_out)
+        error = "; ".join(
+            f"rank {late.rank} at {late.where or UNKNOWN_PLACE}" for late in timed_out
+        )
     trial = replace(outcome.trial, error=error, ranks=ranks, limiting_rank=limiting_rank)
     return replace(outcome, trial=trial, measured=None, learned={})
 
@@ -214,7 +229,9 @@ def _of_trial(rank: int, trial: Trial, available_bytes: int | None) -> RankTrial
     )
 
 
-def _of_answer(request: Request, rank: int, answer: Answer, available_bytes: int | None, ready: Ready) -> RankTrial:
+def _of_answer(
+    request: Request, rank: int, answer: Answer, available_bytes: int | None, ready: Ready
+) -> RankTrial:
     if isinstance(answer, Outcome):
         return _of_trial(rank, answer.trial, available_bytes)
     verdicts = {Lost: Verdict.POISONED, Failed: Verdict.BUG}
@@ -229,7 +246,9 @@ def _of_answer(request: Request, rank: int, answer: Answer, available_bytes: int
                 used_bytes=answer.peak_resident_bytes - ready.resident_bytes,
                 cap_bytes=request.cap_bytes or ready.available_bytes,
             )
-    return RankTrial(rank=rank, verdict=verdict, available_bytes=available_bytes, error=error, where=where)
+    return RankTrial(
+        rank=rank, verdict=verdict, available_bytes=available_bytes, error=error, where=where
+    )
 
 
 def how_it_ended(answer: Answer) -> str:
@@ -272,11 +291,15 @@ def built_late(answers: Mapping[int, Answer], waited_s: float) -> UnreliableErro
     """Return the error for ranks that had not built the target this long after the first."""
     seconds, which = format_seconds(waited_s), _late_ranks(answers)
     passed, places = next(iter(answers)), places_of(answers)
-    return UnreliableError(BUILT_LATE.format(passed=passed, seconds=seconds, which=which, places=places))
+    return UnreliableError(
+        BUILT_LATE.format(passed=passed, seconds=seconds, which=which, places=places)
+    )
 
 
 def _late(answers: Mapping[int, Answer]) -> dict[int, ExitStatus]:
-    return {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, ExitStatus)}
+    return {
+        rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, ExitStatus)
+    }
 
 
 def _late_ranks(answers: Mapping[int, Answer]) -> str:
@@ -288,4 +311,7 @@ def _late_ranks(answers: Mapping[int, Answer]) -> str:
 
 def places_of(answers: Mapping[int, Answer]) -> str:
     """Say at which lines of the user's the ranks were that had to be ended."""
-    return "; ".join(f"rank {rank} at {status.where() or UNKNOWN_PLACE}" for rank, status in _late(answers).items())
+    return "; ".join(
+        f"rank {rank} at {status.where() or UNKNOWN_PLACE}"
+        for rank, status in _late(answers).items()
+    )

@@ -25,19 +25,25 @@ def flash(op: Operator) -> Launch | None:
     if op.argument("dropout_p"):
         return launch(_flash_with_dropout, (), ())
     fixed = (op.processors, query.shape[3])
-    return launch(_flash_steps, fixed, (query.shape[0], query.shape[1], query.shape[2], key.shape[2]))
+    return launch(
+        _flash_steps, fixed, (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    )
 
 
 def _flash_with_dropout() -> Steps:
     return RESULT, RESULT, 16, RESULT
 
 
-def _flash_steps(processors: Processors, width: int, batch: int, heads: int, length: int, keys: int) -> Steps:
+def _flash_steps(
+    processors: Processors, width: int, batch: int, heads: int, length: int, keys: int
+) -> Steps:
     keys_per_block = 64
     if width <= 128:
         keys_per_block = 256 if width <= 64 else 128
     rows = -(-length // 64)
-    splits = _splits(batch * heads * rows, processors.multiprocessors * 2, -(-keys // keys_per_block))
+    splits = _splits(
+        batch * heads * rows, processors.multiprocessors * 2, -(-keys // keys_per_block)
+    )
     if splits == 1:
         return (RESULT,)
     step = 32 if width <= 128 else 64
@@ -57,7 +63,9 @@ def _splits(blocks: int, processors: int, most: int) -> int:
             waves = blocks * splits / processors
             share = waves / ceil(waves)
         shares.append(share)
-    return next(splits for splits, share in enumerate(shares, 1) if share and share >= 0.85 * max(shares))
+    return next(
+        splits for splits, share in enumerate(shares, 1) if share and share >= 0.85 * max(shares)
+    )
 
 
 def flash_backward(op: Operator) -> Launch | None:
@@ -77,7 +85,9 @@ def _flash_backward_steps(
     """
     copies = (batch * heads * length * width * item_bytes,) * copied
     rows = batch * heads * -(-length // 128) * 128 * 4
-    expanded = (batch * heads * keys * width * item_bytes,) * 2 * grouped  # summed over each group of query heads
+    expanded = (
+        (batch * heads * keys * width * item_bytes,) * 2 * grouped
+    )  # summed over each group of query heads
     return *copies, RESULT, rows, rows * torch_versions.flash_backward_width(width), *expanded
 
 

@@ -95,7 +95,10 @@ def is_compared(func: Any) -> bool:
         return True
     if torch.Tag.pointwise in func.tags or func.is_view:
         return True
-    if func.namespace in ("fsdp", "_c10d_functional"):  # in steps of ranks (tests/cuda/test_ranks.py)
+    if func.namespace in (
+        "fsdp",
+        "_c10d_functional",
+    ):  # in steps of ranks (tests/cuda/test_ranks.py)
         return True
     if func.namespace != "aten":
         return False

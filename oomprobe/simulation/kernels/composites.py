@@ -47,7 +47,9 @@ def _binary_cross_entropy_with_logits(
     return _reduce(loss, reduction)
 
 
-def _huber_loss(predicted: _Tensor, target: _Tensor, reduction: int = _MEAN, delta: float = 1.0) -> Any:
+def _huber_loss(
+    predicted: _Tensor, target: _Tensor, reduction: int = _MEAN, delta: float = 1.0
+) -> Any:
     """Loss.cpp."""
     return _reduce(_aten.empty_like.default(predicted), reduction)
 
@@ -68,7 +70,13 @@ def _safe_softmax(tensor: _Tensor, dim: int, dtype: torch.dtype | None = None) -
 
 
 def _embedding_bag(
-    weight: _Tensor, indices: _Tensor, offsets: _Tensor, scale: bool = False, mode: int = 0, *_: Any, **__: Any
+    weight: _Tensor,
+    indices: _Tensor,
+    offsets: _Tensor,
+    scale: bool = False,
+    mode: int = 0,
+    *_: Any,
+    **__: Any,
 ) -> Any:
     """cuda/EmbeddingBag.cu; fakes have the results of the CPU, which needs other ones."""
     bags, width = offsets.shape[0], weight.shape[1]
@@ -113,9 +121,13 @@ def _masked_scatter_backward(grad: _Tensor, mask: _Tensor, shape: list[int]) -> 
     return _aten.view.default(taken[:count], shape)
 
 
-def _multinomial(probabilities: _Tensor, count: int, replacement: bool = False, *, generator: Any = None) -> Any:
+def _multinomial(
+    probabilities: _Tensor, count: int, replacement: bool = False, *, generator: Any = None
+) -> Any:
     """Distributions.cpp: without replacement, the largest of the probabilities divided by random numbers."""
-    result = _aten.new_empty.default(probabilities, [*probabilities.shape[:-1], count], dtype=torch.int64)
+    result = _aten.new_empty.default(
+        probabilities, [*probabilities.shape[:-1], count], dtype=torch.int64
+    )
     if (
         replacement and count > 1
     ):  # native/cuda/MultinomialKernel.cu: normalized, summed up, and a random number for each
@@ -153,7 +165,9 @@ def _check_positive(deviations: _Tensor) -> None:
     _aten.ge.Scalar(least, 0)
 
 
-def _split_gathered(gathered: _Tensor, sizes: list[int], dim: int = 0, *, out: list[_Tensor]) -> None:
+def _split_gathered(
+    gathered: _Tensor, sizes: list[int], dim: int = 0, *, out: list[_Tensor]
+) -> None:
     """torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""
     _aten.split_with_sizes_copy.out(gathered, sizes, dim, out=out)
 
@@ -181,7 +195,9 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten.masked_scatter_backward.default: _masked_scatter_backward,
     _aten._euclidean_dist.default: _euclidean_distances,
     _aten.count_nonzero.dim_IntList: _count_nonzero,
-    _aten.count_nonzero.default: lambda tensor, dim=None: _count_nonzero(tensor, [] if dim is None else [dim]),
+    _aten.count_nonzero.default: lambda tensor, dim=None: _count_nonzero(
+        tensor, [] if dim is None else [dim]
+    ),
 }
 if hasattr(_aten, "_safe_softmax"):
     _COMPOSITES[_aten._safe_softmax.default] = _safe_softmax

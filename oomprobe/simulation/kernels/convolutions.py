@@ -10,7 +10,16 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from oomprobe.simulation.cuda_kernels import convolution_format, has_only_format
-from oomprobe.simulation.kernels.steps import RESULT, Launch, Operator, Steps, around, copied, launch, reducing
+from oomprobe.simulation.kernels.steps import (
+    RESULT,
+    Launch,
+    Operator,
+    Steps,
+    around,
+    copied,
+    launch,
+    reducing,
+)
 from oomprobe.simulation.reductions import Reduction
 
 _aten = torch.ops.aten
@@ -53,7 +62,9 @@ def backward(op: Operator) -> Launch | None:
     elif op.args[7] or (copies[0] and suggest_memory_format(grad) is torch.channels_last):
         rule = _gradient_first
     item_bytes = grad.element_size()
-    kind = Reduction(op.processors, item_bytes, max(4, item_bytes), tuple(dim != 1 for dim in range(grad.dim())))
+    kind = Reduction(
+        op.processors, item_bytes, max(4, item_bytes), tuple(dim != 1 for dim in range(grad.dim()))
+    )
     numbers = [nbytes for copy in copies for nbytes in copy]
     numbers += (grad.storage_offset(), *grad.shape, *grad.stride())
     return launch(_backward_steps, (rule, kind, wanted, tuple(map(len, copies))), numbers)
@@ -75,7 +86,11 @@ def _backward_steps(
 
 
 def _in_turn(
-    grad: _Copy, images: _Copy, weight: _Copy, of_images: tuple[None, ...], of_weight: tuple[None, ...]
+    grad: _Copy,
+    images: _Copy,
+    weight: _Copy,
+    of_images: tuple[None, ...],
+    of_weight: tuple[None, ...],
 ) -> list[int | None]:
     """Copy the gradient for each of the results."""
     steps: list[int | None] = [*images]
@@ -87,7 +102,11 @@ def _in_turn(
 
 
 def _gradient_first(
-    grad: _Copy, images: _Copy, weight: _Copy, of_images: tuple[None, ...], of_weight: tuple[None, ...]
+    grad: _Copy,
+    images: _Copy,
+    weight: _Copy,
+    of_images: tuple[None, ...],
+    of_weight: tuple[None, ...],
 ) -> list[int | None]:
     """Copy the gradient once, if the convolution is transposed or the gradient in another format than the input."""
     steps: list[int | None] = [*images, *grad, *of_images]
@@ -97,20 +116,32 @@ def _gradient_first(
 
 
 def _of_sequences(
-    grad: _Copy, images: _Copy, weight: _Copy, of_images: tuple[None, ...], of_weight: tuple[None, ...]
+    grad: _Copy,
+    images: _Copy,
+    weight: _Copy,
+    of_images: tuple[None, ...],
+    of_weight: tuple[None, ...],
 ) -> list[int | None]:
     """Copy tensors of three dimensions that are permuted before anything else, and hold the input until the end."""
     return [*images, *grad, *of_images, *of_weight, *(-1,) * len(grad)]
 
 
 def _of_depthwise(
-    grad: _Copy, images: _Copy, weight: _Copy, of_images: tuple[None, ...], of_weight: tuple[None, ...]
+    grad: _Copy,
+    images: _Copy,
+    weight: _Copy,
+    of_images: tuple[None, ...],
+    of_weight: tuple[None, ...],
 ) -> list[int | None]:
     return [*grad, *images, *of_weight, *(-1,) * len(images), *of_images, *(-1,) * len(grad)]
 
 
 def _of_depthwise_sequences(
-    grad: _Copy, images: _Copy, weight: _Copy, of_images: tuple[None, ...], of_weight: tuple[None, ...]
+    grad: _Copy,
+    images: _Copy,
+    weight: _Copy,
+    of_images: tuple[None, ...],
+    of_weight: tuple[None, ...],
 ) -> list[int | None]:
     return [*images, *grad, *of_weight, *of_images, *(-1,) * len(grad)]
 
@@ -118,8 +149,14 @@ def _of_depthwise_sequences(
 def is_depthwise_without_cudnn(args: Any) -> bool:
     """Whether torch's own kernel computes a convolution with these arguments. Source: native/Convolution.cpp (use_cudnn_depthwise)."""
     images, weight, transposed, groups = args[0], args[1], args[-4], args[-2]
-    is_depthwise = groups > 1 and weight.shape[1] == 1 and groups == images.shape[1] and images.dim() < 5
-    if not is_depthwise or transposed or convolution_format((images, weight)) is not torch.contiguous_format:
+    is_depthwise = (
+        groups > 1 and weight.shape[1] == 1 and groups == images.shape[1] and images.dim() < 5
+    )
+    if (
+        not is_depthwise
+        or transposed
+        or convolution_format((images, weight)) is not torch.contiguous_format
+    ):
         return False
     return images.dtype is not torch.float16
 
@@ -133,7 +170,10 @@ def gradients_in_order(args: Any, results: Any) -> Any:
 
 
 _WORKSPACE_EXTRA_BYTES = 2**15
-_CONVOLUTION_ARGUMENTS = {_aten.convolution.default: slice(9), _aten.convolution_backward.default: slice(1, 10)}
+_CONVOLUTION_ARGUMENTS = {
+    _aten.convolution.default: slice(9),
+    _aten.convolution_backward.default: slice(1, 10),
+}
 
 
 def is_convolution(func: Any) -> bool:
@@ -165,21 +205,27 @@ def convolution_workspace(func: Any, args: Any) -> int:
         return 0
     images, weight, _, stride, padding, dilation, transposed, _, groups = args[arguments]
     kernel, positions, dims = weight.shape[2:], images.shape[2:], images.dim() - 2
-    stride, padding, dilation = ((list(values) * dims)[:dims] for values in (stride, padding, dilation))
+    stride, padding, dilation = (
+        (list(values) * dims)[:dims] for values in (stride, padding, dilation)
+    )
     if transposed:  # patches of its output, one for each position of its input
         channels = results = weight.shape[1] * groups
         others = [
-            (positions[d] - 1) * stride[d] - 2 * padding[d] + dilation[d] * (kernel[d] - 1) + 1 for d in range(dims)
+            (positions[d] - 1) * stride[d] - 2 * padding[d] + dilation[d] * (kernel[d] - 1) + 1
+            for d in range(dims)
         ]
     else:
         channels, results = images.shape[1], weight.shape[0]
         others = positions = [
-            (positions[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1 for d in range(dims)
+            (positions[d] + 2 * padding[d] - dilation[d] * (kernel[d] - 1) - 1) // stride[d] + 1
+            for d in range(dims)
         ]
     item_bytes = images.element_size()
     patches = images.shape[0] * channels * prod(kernel) * prod(positions) * item_bytes
     multiple = max(1, 16 // item_bytes)
-    copies = _padded(images.shape[1], multiple) * prod(images.shape[2:]) + _padded(results, multiple) * prod(others)
+    copies = _padded(images.shape[1], multiple) * prod(images.shape[2:]) + _padded(
+        results, multiple
+    ) * prod(others)
     weights = _padded(weight.shape[0], multiple) * _padded(weight.shape[1], multiple) * prod(kernel)
     copied = (images.shape[0] * copies + weights) * item_bytes + _WORKSPACE_EXTRA_BYTES
     return int(max(patches, copied, winograd_workspace(func, args)))
@@ -203,7 +249,8 @@ def winograd_workspace(func: Any, args: Any) -> int:
         return 0
     channels = weight.shape[:2]
     height, width = (
-        size + 2 * added - 2 for size, added in zip(images.shape[2:], (list(padding) * 2)[:2], strict=True)
+        size + 2 * added - 2
+        for size, added in zip(images.shape[2:], (list(padding) * 2)[:2], strict=True)
     )
     tiles = images.shape[0] * -(-height // 4) * -(-width // 4)
     return int(36 * images.element_size() * (tiles * sum(channels) + prod(channels)))

@@ -11,7 +11,15 @@ from math import ceil, prod, sqrt
 
 import torch
 
-from oomprobe.simulation.kernels.steps import INT64_BYTES, Launch, Operator, Steps, afterwards, launch, throughout
+from oomprobe.simulation.kernels.steps import (
+    INT64_BYTES,
+    Launch,
+    Operator,
+    Steps,
+    afterwards,
+    launch,
+    throughout,
+)
 from oomprobe.simulation.reductions import Processors
 
 _BLOCK_THREADS = 128
@@ -22,7 +30,11 @@ _BLOCKS_PER_RESIDENT = 2  # of which so many are launched as multiprocessors hol
 def split_copy(op: Operator) -> Launch | None:
     """Split a tensor into others."""
     results, source = op.argument("out"), op.args[0]
-    if results is None or not _are_dense((source, *results)) or any(result.dtype != source.dtype for result in results):
+    if (
+        results is None
+        or not _are_dense((source, *results))
+        or any(result.dtype != source.dtype for result in results)
+    ):
         return None
     dim = op.argument("dim") % source.dim()
     item_bytes = source.stride(dim) * source.element_size()
@@ -32,7 +44,9 @@ def split_copy(op: Operator) -> Launch | None:
 
 def _split_tables(processors: Processors, rows: int, *chunks: int) -> Steps:
     """Return the steps for splits of these bytes in each row."""
-    most_blocks = processors.multiprocessors * processors.threads // _BLOCK_THREADS * _BLOCKS_PER_RESIDENT
+    most_blocks = (
+        processors.multiprocessors * processors.threads // _BLOCK_THREADS * _BLOCKS_PER_RESIDENT
+    )
     turns = _ceil_div(rows * sum(_ceil_div(chunk, _TILE_BYTES) for chunk in chunks), most_blocks)
     rows_per_block = min(ceil(sqrt(turns)), rows)
     tile_bytes = _TILE_BYTES * _ceil_div(turns, rows_per_block)

@@ -39,7 +39,13 @@ def layer_norm_backward(op: Operator) -> Launch:
 
 
 def _layer_norm_backward_steps(
-    processors: Processors, item_bytes: int, width: int, wanted: tuple[bool, ...], before: int, count: int, *copies: int
+    processors: Processors,
+    item_bytes: int,
+    width: int,
+    wanted: tuple[bool, ...],
+    before: int,
+    count: int,
+    *copies: int,
 ) -> Steps:
     """Sum many rows in parts, and these into new gradients of the weights. Source: native/cuda/layer_norm_kernel.cu."""
     rows, weights = count // max(1, width), sum(wanted[1:])
@@ -49,10 +55,18 @@ def _layer_norm_backward_steps(
     kind = Reduction(processors, item_bytes, max(FLOAT_BYTES, item_bytes), (True, False))
     parts = -(-rows // _ROWS_PER_PART)
     sums = reducing(kind, 0, parts, width, width, 1)
-    steps: list[int | None] = [*copies[:before], *(RESULT,) * wanted[0], *(width * item_bytes,) * weights]
+    steps: list[int | None] = [
+        *copies[:before],
+        *(RESULT,) * wanted[0],
+        *(width * item_bytes,) * weights,
+    ]
     steps += (*copies[before:], *(parts * width * item_bytes,) * weights)
     for number in range(weights):
-        steps += (RESULT, *sums, number - 2 * weights - len(copies[before:]))  # the sum takes the gradient's place
+        steps += (
+            RESULT,
+            *sums,
+            number - 2 * weights - len(copies[before:]),
+        )  # the sum takes the gradient's place
     return tuple(steps)
 
 
@@ -113,7 +127,9 @@ def batch_norm_backward(op: Operator) -> Launch | None:
     return launch(throughout, (), copy) if copy else None
 
 
-def _channel_gradients(channels: int, wanted: tuple[bool, ...], is_training: bool, in_parts: bool, count: int) -> Steps:
+def _channel_gradients(
+    channels: int, wanted: tuple[bool, ...], is_training: bool, in_parts: bool, count: int
+) -> Steps:
     """Two sums for each channel, the gradients of the weights, and last that of the input."""
     sums = (channels * FLOAT_BYTES,) * (2 if is_training else 3)  # evaluated, also the deviations
     parts: tuple[int, ...] = ()

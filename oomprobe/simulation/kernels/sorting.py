@@ -41,7 +41,9 @@ def _sort_bytes(count: int, key_bytes: int, value_bytes: int, bits: int) -> int:
     if count <= _SORTED_BY_ONE_BLOCK:
         return 1
     copies = _aligned(count * key_bytes) + _aligned(count * value_bytes)
-    return copies + _counts_of_tiles(count, _PAIRS_PER_TILE.get((key_bytes, value_bytes), 3840), bits)
+    return copies + _counts_of_tiles(
+        count, _PAIRS_PER_TILE.get((key_bytes, value_bytes), 3840), bits
+    )
 
 
 def _counts_of_tiles(count: int, pairs_per_tile: int, bits: int) -> int:
@@ -69,7 +71,9 @@ def embedding_bag_backward(op: Operator) -> Launch | None:
         copy = copied(grad)
         return launch(throughout, (), copy) if copy else None
     fixed = (indices.element_size(), rows, grad.element_size(), 0)
-    return launch(_embedding_backward_steps, fixed, (indices.numel(), grad.shape[-1], *copied(grad)))
+    return launch(
+        _embedding_backward_steps, fixed, (indices.numel(), grad.shape[-1], *copied(grad))
+    )
 
 
 def _embedding_backward_steps(
@@ -85,7 +89,11 @@ def _embedding_backward_steps(
     partials = count // _ROWS_PER_PARTIAL + segments
     sort = (column, _sort_bytes(count, index_bytes, index_bytes, _bits(rows)))
     steps = [*copies, column, column, *in_turn([sort]), RESULT]
-    steps += (column, INT64_BYTES, *in_turn([(column, _scan_bytes(count, index_bytes))]))  # unique rows
+    steps += (
+        column,
+        INT64_BYTES,
+        *in_turn([(column, _scan_bytes(count, index_bytes))]),
+    )  # unique rows
     steps += (segments * index_bytes,) * 2
     steps += (*in_turn([(_scan_bytes(segments, index_bytes),)]), INT64_BYTES)
     steps += (partials * index_bytes, partials * FLOAT_BYTES * width)
@@ -131,10 +139,24 @@ def _index_put_steps(indices: int, converted: int, rows: int, count: int, *copie
     if not count:
         return (RESULT,)
     column = count * INT64_BYTES
-    steps: list[int | None] = [RESULT, *(column,) * converted, column, column, -2, *(-2,) * converted]
+    steps: list[int | None] = [
+        RESULT,
+        *(column,) * converted,
+        column,
+        column,
+        -2,
+        *(-2,) * converted,
+    ]
     for _ in range(indices - 1):
         steps += (column, column, -1, -1)
-    return *steps, *copies, column, column, column, _sort_bytes(count, INT64_BYTES, INT64_BYTES, _bits(rows))
+    return (
+        *steps,
+        *copies,
+        column,
+        column,
+        column,
+        _sort_bytes(count, INT64_BYTES, INT64_BYTES, _bits(rows)),
+    )
 
 
 _COUNTED_BY_ONE_BLOCK, _WAVES = 4096, 5
@@ -172,7 +194,9 @@ def sort(op: Operator) -> Launch | None:
     return launch(_sort_steps, fixed, (tensor.numel(), tensor.shape[dim]))
 
 
-def _sort_steps(processors: Processors, item_bytes: int, has_gaps: bool, count: int, row: int) -> Steps:
+def _sort_steps(
+    processors: Processors, item_bytes: int, has_gaps: bool, count: int, row: int
+) -> Steps:
     """Short rows are sorted in place, with the numbers of one row; long ones by cub. Source: native/cuda/Sort.cu, Sort.cpp."""
     if row <= _SORTED_IN_PLACE:
         return RESULT, row * INT64_BYTES
@@ -180,17 +204,28 @@ def _sort_steps(processors: Processors, item_bytes: int, has_gaps: bool, count: 
     column = count * INT64_BYTES
     copies: tuple[int, ...] = ()
     if has_gaps:
-        copies = (count * item_bytes, count * item_bytes, column)  # of the numbers, and of both results
+        copies = (
+            count * item_bytes,
+            count * item_bytes,
+            column,
+        )  # of the numbers, and of both results
     by_keys = _sort_bytes(count, item_bytes, INT64_BYTES, 8 * item_bytes)
     if item_bytes == 2:  # by another algorithm, with counts for each block that the card runs
         blocks = _BLOCKS_PER_PROCESSOR * processors.multiprocessors + _BLOCKS_MORE
-        by_keys = _aligned(count * item_bytes) + _aligned(column) + blocks * 1024 + _SORT_ALIGNMENT - 1
+        by_keys = (
+            _aligned(count * item_bytes) + _aligned(column) + blocks * 1024 + _SORT_ALIGNMENT - 1
+        )
     if 1 < rows < _SEGMENTS_SORTED_APART and row < 1_000_000:  # all at once, and then by their rows
         by_rows = _counts_of_tiles(count, _PAIRS_PER_TILE[8, 8], _bits(rows))
         return RESULT, *copies, column, column, count * item_bytes, by_keys, -1, -1, by_rows
     if rows == 1 or row >= 1_000_000:
         return RESULT, *copies, column, by_keys
-    return RESULT, *copies, column, _aligned(count * item_bytes) + _aligned(column) + _SORT_ALIGNMENT - 1
+    return (
+        RESULT,
+        *copies,
+        column,
+        _aligned(count * item_bytes) + _aligned(column) + _SORT_ALIGNMENT - 1,
+    )
 
 
 _THREADS, _REGISTERS = 256, 40
@@ -211,7 +246,13 @@ def topk(op: Operator) -> Launch | None:
 
 
 def _topk_steps(
-    processors: Processors, item_bytes: int, is_sorted: bool, count: int, row: int, chosen: int, *copy: int
+    processors: Processors,
+    item_bytes: int,
+    is_sorted: bool,
+    count: int,
+    row: int,
+    chosen: int,
+    *copy: int,
 ) -> Steps:
     """Find the smallest of those chosen, which are then sorted. Source: native/cuda/TensorTopK.cu, TensorTopK.cpp."""
     rows = count // row
@@ -221,7 +262,16 @@ def _topk_steps(
     results = rows * chosen
     _, *sort = _sort_steps(processors, item_bytes, False, results, chosen)
     indices = results * INT64_BYTES
-    return RESULT, *steps, *given_back(steps), indices, results * item_bytes, *sort, *given_back(sort), indices
+    return (
+        RESULT,
+        *steps,
+        *given_back(steps),
+        indices,
+        results * item_bytes,
+        *sort,
+        *given_back(sort),
+        indices,
+    )
 
 
 def _selection(processors: Processors, item_bytes: int, rows: int, row: int) -> tuple[int, ...]:
@@ -284,4 +334,12 @@ def _permutation_steps(count: int) -> Steps:
     key_bytes = 4 if bits <= 32 else 8
     column = count * INT64_BYTES
     keys = count * key_bytes
-    return RESULT, INT64_BYTES, -1, column, keys, keys, _sort_bytes(count, key_bytes, INT64_BYTES, bits)
+    return (
+        RESULT,
+        INT64_BYTES,
+        -1,
+        column,
+        keys,
+        keys,
+        _sort_bytes(count, key_bytes, INT64_BYTES, bits),
+    )

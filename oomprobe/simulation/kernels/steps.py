@@ -103,7 +103,10 @@ class Launch(NamedTuple):
 
 
 def launch(
-    rule: Callable[..., Steps], fixed: tuple[Any, ...], numbers: Sequence[int], result_bytes: int | None = None
+    rule: Callable[..., Steps],
+    fixed: tuple[Any, ...],
+    numbers: Sequence[int],
+    result_bytes: int | None = None,
 ) -> Launch:
     """Return the launch of a kernel whose rule takes these fixed values, and numbers that vary with the batch."""
     return Launch(Kernel(rule, fixed, len(numbers)), tuple(numbers), result_bytes)
@@ -137,7 +140,9 @@ def _position(func: Any, name: str) -> tuple[int, Any]:
     return len(arguments), None
 
 
-def copied(tensor: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> tuple[int, ...]:
+def copied(
+    tensor: torch.Tensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> tuple[int, ...]:
     """Return the bytes of a copy of a tensor that is not in a memory format; nothing if it is."""
     if tensor.is_contiguous(memory_format=memory_format):
         return ()

@@ -84,7 +84,9 @@ def of_extremes(pairs: int) -> Rule:
             return None  # elementwise
         if op.argument("dim") is not None:
             return reduction(lambda _: _INDEXED_BYTES)(op)
-        kind = Reduction(op.processors, tensor.element_size(), pairs * tensor.element_size(), (True,))
+        kind = Reduction(
+            op.processors, tensor.element_size(), pairs * tensor.element_size(), (True,)
+        )
         copy = copied(tensor)
         return launch(_all_reduced, (kind, len(copy)), (*copy, tensor.numel()))
 

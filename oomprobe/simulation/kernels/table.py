@@ -31,7 +31,9 @@ from oomprobe.simulation.reductions import Processors
 _aten = torch.ops.aten
 
 
-def find_launch(processors: Processors, func: Any, args: Any, kwargs: dict[str, Any]) -> Launch | None:
+def find_launch(
+    processors: Processors, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Launch | None:
     """Return the operator's kernel if a rule for its scratch memory is known."""
     rule = _RULES.get(func.overloadpacket)
     return None if rule is None else rule(Operator(processors, func, args, kwargs))
@@ -40,7 +42,9 @@ def find_launch(processors: Processors, func: Any, args: Any, kwargs: dict[str, 
 # --- kernels that copy arguments which are not contiguous ---
 
 
-def _copying(*, before: Sequence[int] = (), after: Sequence[int] = (), keeps_last: bool = False) -> Rule:
+def _copying(
+    *, before: Sequence[int] = (), after: Sequence[int] = (), keeps_last: bool = False
+) -> Rule:
     """Return the rule that copies the arguments at these positions, before the results are allocated or after.
 
     `keeps_last`: channels last need no copy.
@@ -92,8 +96,14 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 def _where(op: Operator) -> Launch | None:
     """Copy a number, or a tensor of one number in host memory, to the card. Source: native/TensorCompare.cpp."""
-    numbers = [tensor for tensor in op.args[1:3] if tensor.dim() == 0 and not _is_on_card(tensor.device)]
-    return launch(throughout, tuple(tensor.element_size() for tensor in numbers), ()) if numbers else None
+    numbers = [
+        tensor for tensor in op.args[1:3] if tensor.dim() == 0 and not _is_on_card(tensor.device)
+    ]
+    return (
+        launch(throughout, tuple(tensor.element_size() for tensor in numbers), ())
+        if numbers
+        else None
+    )
 
 
 def _to_other_device(op: Operator) -> Launch | None:
@@ -115,13 +125,19 @@ def _copy_in_place(op: Operator) -> Launch | None:
     target, source = op.args[:2]
     if _is_on_card(target.device) is _is_on_card(source.device):
         return None
-    keeps_layout = target.stride() == source.stride() and _aten.is_non_overlapping_and_dense.default(source)
+    keeps_layout = (
+        target.stride() == source.stride() and _aten.is_non_overlapping_and_dense.default(source)
+    )
     source = source.expand(target.shape)
     return _transferred(op, source, keeps_layout, target.is_contiguous(), target.dtype)
 
 
 def _transferred(
-    op: Operator, source: torch.Tensor, keeps_layout: bool, result_is_contiguous: bool, dtype: torch.dtype | None = None
+    op: Operator,
+    source: torch.Tensor,
+    keeps_layout: bool,
+    result_is_contiguous: bool,
+    dtype: torch.dtype | None = None,
 ) -> Launch | None:
     if dtype is None:
         dtype = op.kwargs.get("dtype") or source.dtype
@@ -219,10 +235,16 @@ _RULES: dict[Any, Rule] = {
     # matrix products
     **dict.fromkeys((_aten.mm, _aten.bmm, _aten.mv, _aten.dot), _matrix_product),
     # reductions
-    **dict.fromkeys((_aten.sum, _aten.mean, _aten.nansum), sums.reduction(sums.accumulated, casts=True)),
+    **dict.fromkeys(
+        (_aten.sum, _aten.mean, _aten.nansum), sums.reduction(sums.accumulated, casts=True)
+    ),
     **dict.fromkeys((_aten.linalg_vector_norm, _aten.norm), sums.reduction(sums.accumulated)),
-    **dict.fromkeys((_aten.var, _aten.std, _aten.var_mean, _aten.std_mean), sums.reduction(lambda _: 16)),
-    **dict.fromkeys((_aten.amax, _aten.amin, _aten.any, _aten.all), sums.reduction(lambda dtype: dtype.itemsize)),
+    **dict.fromkeys(
+        (_aten.var, _aten.std, _aten.var_mean, _aten.std_mean), sums.reduction(lambda _: 16)
+    ),
+    **dict.fromkeys(
+        (_aten.amax, _aten.amin, _aten.any, _aten.all), sums.reduction(lambda dtype: dtype.itemsize)
+    ),
     **dict.fromkeys((_aten.argmax, _aten.argmin), sums.of_index),
     **dict.fromkeys((_aten.max, _aten.min), sums.of_extremes(1)),
     _aten.aminmax: sums.of_extremes(2),
@@ -236,26 +258,45 @@ _RULES: dict[Any, Rule] = {
     _aten.convolution: convolutions.forward,
     _aten.convolution_backward: convolutions.backward,
     **dict.fromkeys((_aten.avg_pool2d, _aten.max_pool2d_with_indices), _COPIES_UNLESS_LAST),
-    **dict.fromkeys((_aten.avg_pool3d, _aten.max_pool3d_with_indices, _aten.adaptive_max_pool2d), _COPIES_FIRST),
     **dict.fromkeys(
-        (_aten.avg_pool2d_backward, _aten.max_pool2d_with_indices_backward), _copying(after=(1, 0), keeps_last=True)
+        (_aten.avg_pool3d, _aten.max_pool3d_with_indices, _aten.adaptive_max_pool2d), _COPIES_FIRST
     ),
-    **dict.fromkeys((_aten.avg_pool3d_backward, _aten.max_pool3d_with_indices_backward), _COPIES_FIRST),
+    **dict.fromkeys(
+        (_aten.avg_pool2d_backward, _aten.max_pool2d_with_indices_backward),
+        _copying(after=(1, 0), keeps_last=True),
+    ),
+    **dict.fromkeys(
+        (_aten.avg_pool3d_backward, _aten.max_pool3d_with_indices_backward), _COPIES_FIRST
+    ),
     _aten.adaptive_max_pool2d_backward: _COPIES_FIRST,
-    **dict.fromkeys((_aten._adaptive_avg_pool2d, _aten._adaptive_avg_pool3d), _copying(before=(0,), keeps_last=True)),
-    **dict.fromkeys((_aten._adaptive_avg_pool2d_backward, _aten._adaptive_avg_pool3d_backward), _COPIES_UNLESS_LAST),
+    **dict.fromkeys(
+        (_aten._adaptive_avg_pool2d, _aten._adaptive_avg_pool3d),
+        _copying(before=(0,), keeps_last=True),
+    ),
+    **dict.fromkeys(
+        (_aten._adaptive_avg_pool2d_backward, _aten._adaptive_avg_pool3d_backward),
+        _COPIES_UNLESS_LAST,
+    ),
     **dict.fromkeys(
         (
             *(_aten.upsample_nearest1d, _aten.upsample_nearest2d, _aten.upsample_nearest3d),
-            *(_aten.upsample_nearest1d_backward, _aten.upsample_nearest2d_backward, _aten.upsample_nearest3d_backward),
+            *(
+                _aten.upsample_nearest1d_backward,
+                _aten.upsample_nearest2d_backward,
+                _aten.upsample_nearest3d_backward,
+            ),
             *(_aten.upsample_linear1d_backward, _aten.upsample_bilinear2d_backward),
             *(_aten.upsample_trilinear3d_backward, _aten._upsample_bilinear2d_aa),
         ),
         _COPIES_UNLESS_LAST,
     ),
-    **dict.fromkeys((_aten.upsample_bicubic2d_backward, _aten._upsample_bilinear2d_aa_backward), _COPIES_FIRST),
+    **dict.fromkeys(
+        (_aten.upsample_bicubic2d_backward, _aten._upsample_bilinear2d_aa_backward), _COPIES_FIRST
+    ),
     **dict.fromkeys((_aten.reflection_pad1d, _aten.reflection_pad2d), _reflection),
-    **dict.fromkeys((_aten.reflection_pad1d_backward, _aten.reflection_pad2d_backward), _COPIES_FIRST),
+    **dict.fromkeys(
+        (_aten.reflection_pad1d_backward, _aten.reflection_pad2d_backward), _COPIES_FIRST
+    ),
     _aten.im2col: _im2col,
     _aten.col2im: _col2im,
     _aten.unfold_backward: _unfold_backward,
@@ -267,11 +308,15 @@ _RULES: dict[Any, Rule] = {
     _aten.native_batch_norm: norms.batch_norm,
     _aten.native_batch_norm_backward: norms.batch_norm_backward,
     # softmax, sorts and scans
-    **dict.fromkeys((_aten._softmax, _aten._log_softmax, _aten._log_softmax_backward_data), _COPIES_FIRST),
+    **dict.fromkeys(
+        (_aten._softmax, _aten._log_softmax, _aten._log_softmax_backward_data), _COPIES_FIRST
+    ),
     _aten._softmax_backward_data: _softmax_backward,
     **dict.fromkeys((_aten.cummax, _aten.cummin, _aten.cumprod, _aten.logcumsumexp), _COPIES_FIRST),
     _aten.cumsum: sorting.cumulative,
-    **dict.fromkeys((_aten.kthvalue, _aten.median, _aten.nanmedian, _aten.roll), _COPIES_FIRST_BEFORE),
+    **dict.fromkeys(
+        (_aten.kthvalue, _aten.median, _aten.nanmedian, _aten.roll), _COPIES_FIRST_BEFORE
+    ),
     _aten.sort: sorting.sort,
     _aten.topk: sorting.topk,
     _aten.randperm: sorting.permutation,
@@ -289,7 +334,9 @@ _RULES: dict[Any, Rule] = {
     # attention
     _aten._scaled_dot_product_flash_attention: attention.flash,
     _aten._scaled_dot_product_flash_attention_backward: attention.flash_backward,
-    _aten._scaled_dot_product_cudnn_attention: lambda _: launch(afterwards, (), (attention.CUDNN_BYTES,)),
+    _aten._scaled_dot_product_cudnn_attention: lambda _: launch(
+        afterwards, (), (attention.CUDNN_BYTES,)
+    ),
     _aten._scaled_dot_product_cudnn_attention_backward: attention.cudnn_backward,
     _aten._scaled_dot_product_efficient_attention: attention.efficient,
     _aten._scaled_dot_product_efficient_attention_backward: attention.efficient_backward,
@@ -337,7 +384,9 @@ def _flash_results(args: Any, results: Any) -> Any:
 # By operator: its results in the order in which its kernel allocates them, where it is another one.
 _ALLOCATION_ORDER: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.native_dropout.default: _picking(1, 0),  # the mask first
-    _aten._scaled_dot_product_cudnn_attention.default: _picking(6, 7, 0, 1),  # the seed of its dropout first
+    _aten._scaled_dot_product_cudnn_attention.default: _picking(
+        6, 7, 0, 1
+    ),  # the seed of its dropout first
     _aten._scaled_dot_product_efficient_attention.default: _picking(2, 3, 0, 1),  # as well
     _aten.nll_loss2d_forward.default: _picking(1, 0),  # the weight first
     _aten.convolution_backward.default: convolutions.gradients_in_order,

@@ -50,7 +50,13 @@ RUNS = (
     Run(name="fp32, 1 x 4", published_mib=8681, accumulated=4),
     Run(name="fp32, 1 x 4, checkpoints", published_mib=6775, accumulated=4, checkpoints=True),
     Run(name="fp16, 4", published_mib=13939, batch_size=4, fp16=True),
-    Run(name="fp16, 1 x 4, checkpoints", published_mib=7275, accumulated=4, fp16=True, checkpoints=True),
+    Run(
+        name="fp16, 1 x 4, checkpoints",
+        published_mib=7275,
+        accumulated=4,
+        fp16=True,
+        checkpoints=True,
+    ),
     Run(name="fp32, 4, Adafactor", published_mib=12295, batch_size=4, adafactor=True),
     Run(
         name="fp16, 1 x 4, checkpoints, Adafactor",
@@ -69,12 +75,16 @@ def compare(names=None):
     for run in RUNS:
         name = f"bert-large {run.name}"
         if names is None or name in names:
-            with old.functions(softmax_keeps_input=run.softmax_keeps_input, gelu_in_float32=run.gelu_in_float32):
+            with old.functions(
+                softmax_keeps_input=run.softmax_keeps_input, gelu_in_float32=run.gelu_in_float32
+            ):
                 usage = measure(run)
             yield Figure(
                 name=name,
                 published_bytes=run.published_mib * MIB,
-                simulated_bytes=None if usage is None else usage.peak_reserved_bytes + CONTEXT_MIB * MIB,
+                simulated_bytes=None
+                if usage is None
+                else usage.peak_reserved_bytes + CONTEXT_MIB * MIB,
                 rounding_bytes=MIB,  # whole MiB, rounded down
             )
 

@@ -68,7 +68,9 @@ class Net:
         if self.kind == "inference":
             return model.eval(), evaluate
         if self.kind == "fp32":
-            return model, partial(train, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), False)
+            return model, partial(
+                train, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), False
+            )
         model.to(memory_format=torch.channels_last)
         return model, partial(train, torch.optim.AdamW(model.parameters()), True)
 
@@ -121,7 +123,10 @@ def peaks(case, card):
         for _ in range(CALLS):
             step(model, size)
         torch.cuda.synchronize()
-        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        return {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+        }
     device = SimulatedDevice(card)
     running.place(device, model)
     usage = running.call(device, partial(step, model, size), CALLS)
@@ -141,7 +146,9 @@ def answer(net, card):
         torch.cuda.set_per_process_memory_fraction(SEARCHED_BYTES / total_bytes)
     else:
         device = SimulatedDevice(replace(card, total_bytes=SEARCHED_BYTES))
-    result = oomprobe.find_max_batch(model, step, device=device, progress="off", time_limit_s=SEARCH_S)
+    result = oomprobe.find_max_batch(
+        model, step, device=device, progress="off", time_limit_s=SEARCH_S
+    )
     return {"answer": result.batch_size, "seconds": round(time.monotonic() - started, 1)}
 
 
@@ -187,7 +194,9 @@ def described():
 def measure(path):
     """Write what the card does to a file, which is complete after each job."""
     multiprocessing.set_start_method("forkserver", force=True)
-    multiprocessing.set_forkserver_preload(["torch._dynamo", "timm", "transformers", "oomprobe.demo"])
+    multiprocessing.set_forkserver_preload(
+        ["torch._dynamo", "timm", "transformers", "oomprobe.demo"]
+    )
     found = check.in_child(described, limit_s=LIMIT_S)
     if "error" in found:
         raise SystemExit(f"calibrate: {found['error']}")
@@ -195,7 +204,9 @@ def measure(path):
     small = [job for job in jobs() if isinstance(job.case, Net)]
     with ThreadPoolExecutor(AT_ONCE) as on_card:
         results = on_card.map(partial(ran, card=None), small)
-        for job, result in [*zip(small, results, strict=True)] + [(job, None) for job in jobs() if job not in small]:
+        for job, result in [*zip(small, results, strict=True)] + [
+            (job, None) for job in jobs() if job not in small
+        ]:
             kept["rows"][job.name] = ran(job, None) if result is None else result
             path.write_text(json.dumps(kept, indent=1))
             print(job.name, kept["rows"][job.name], flush=True)
@@ -220,14 +231,19 @@ def answers():
     """Yield a row of the evidence for each answer."""
     for job, real, simulated in simulations(answer):
         share = f"{100 * simulated['answer'] / real['answer']:.0f} % of the card's answer"
-        said = {"published": f"{real['answer']} in {real['seconds']:.0f} s", "simulated": str(simulated["answer"])}
+        said = {
+            "published": f"{real['answer']} in {real['seconds']:.0f} s",
+            "simulated": str(simulated["answer"]),
+        }
         yield {"name": job.name, **said, "verdict": share, "remark": "6 GiB"}
 
 
 def simulations(found, names=None):
     """Yield (job, what the card did, what its simulation does)."""
     multiprocessing.set_start_method("fork", force=True)
-    card = Card(**{**MEASURED["card"], "compute_capability": tuple(MEASURED["card"]["compute_capability"])})
+    card = Card(
+        **{**MEASURED["card"], "compute_capability": tuple(MEASURED["card"]["compute_capability"])}
+    )
     for job in jobs():
         real = MEASURED["rows"].get(job.name)
         if job.found is found and real is not None and (names is None or job.name in names):

@@ -25,7 +25,11 @@ def compare(names=None):
     both = left(backward=True)
     remark = f"rule, not published, not counted: {both / ONE_BYTES:g} workspaces"
     yield Figure(
-        name="forward and backward", published_bytes=2 * ONE_BYTES, simulated_bytes=both, remark=remark, counted=False
+        name="forward and backward",
+        published_bytes=2 * ONE_BYTES,
+        simulated_bytes=both,
+        remark=remark,
+        counted=False,
     )
 
 

@@ -43,15 +43,24 @@ def mistral():
 def power_lm():
     from transformers import GraniteConfig
 
-    sizes = {"vocab_size": 49152, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 40}
+    sizes = {
+        "vocab_size": 49152,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 40,
+    }
     biases = {"attention_bias": True, "mlp_bias": True}
-    return GraniteConfig(**sizes, **biases, num_attention_heads=36, num_key_value_heads=36, tie_word_embeddings=True)
+    return GraniteConfig(
+        **sizes, **biases, num_attention_heads=36, num_key_value_heads=36, tie_word_embeddings=True
+    )
 
 
 def santacoder():
     from transformers import GPTBigCodeConfig
 
-    return GPTBigCodeConfig(vocab_size=49280, n_positions=2048, n_embd=2048, n_layer=24, n_head=16, n_inner=8192)
+    return GPTBigCodeConfig(
+        vocab_size=49280, n_positions=2048, n_embd=2048, n_layer=24, n_head=16, n_inner=8192
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +108,19 @@ def compare(names=None):
         run = f"{name}, batch {examples}"
         if names is None or run in names:
             found = measure(family, examples, lora=lora)
-            remark = f"loss of transformers {'4.48' if family.keeps_logits else '4.45'}" + ", LoRA by hand" * lora
-            for what, published, simulated in zip(("peak", "after"), (peak_bytes, after_bytes), found, strict=True):
-                yield Figure(name=f"{run}: {what}", published_bytes=published, simulated_bytes=simulated, remark=remark)
+            remark = (
+                f"loss of transformers {'4.48' if family.keeps_logits else '4.45'}"
+                + ", LoRA by hand" * lora
+            )
+            for what, published, simulated in zip(
+                ("peak", "after"), (peak_bytes, after_bytes), found, strict=True
+            ):
+                yield Figure(
+                    name=f"{run}: {what}",
+                    published_bytes=published,
+                    simulated_bytes=simulated,
+                    remark=remark,
+                )
 
 
 def measure(family, examples, *, lora):
@@ -126,7 +145,11 @@ def training(family, examples, *, lora):
     shape, batch = (examples, family.length), {}
 
     def step():
-        for name in ("input_ids", "attention_mask", "labels"):  # Trainer holds a batch until the next one
+        for name in (
+            "input_ids",
+            "attention_mask",
+            "labels",
+        ):  # Trainer holds a batch until the next one
             batch[name] = torch.ones(shape, dtype=torch.long, device="cuda")
         loss_of(family, model, batch["input_ids"], batch["labels"], keys).backward()
         nn.utils.clip_grad_norm_(trained, 1.0)
@@ -145,7 +168,9 @@ def build(family, *, lora):
     AttentionInterface.register("unmasked", sdpa_attention_forward)
     AttentionMaskInterface.register("unmasked", lambda **_: None)
     config = family.config()
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="unmasked").train()
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, attn_implementation="unmasked"
+    ).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     if lora:
         model.requires_grad_(False)
@@ -193,7 +218,9 @@ def loss_of(family, model, ids, labels, keys):
     if family.wide_loss:
         logits = logits.float()
     shifted = logits[..., :-1, :].contiguous()
-    loss = F.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels[..., 1:].contiguous().view(-1))
+    loss = F.cross_entropy(
+        shifted.view(-1, shifted.shape[-1]), labels[..., 1:].contiguous().view(-1)
+    )
     del kept
     keys.clear()
     return loss

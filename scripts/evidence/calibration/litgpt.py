@@ -43,10 +43,18 @@ class Table:
 
 _PHI = Sizes(layers=24, width=2048, hidden=8192, heads=32, vocabulary=51200, rotary=32)
 _STABLE = Sizes(layers=16, width=4096, hidden=16384, heads=32, vocabulary=50688, rotary=32)
-_LLAMA = Sizes(layers=32, width=4096, hidden=11008, heads=32, vocabulary=32000, rotary=128, llama=True)
+_LLAMA = Sizes(
+    layers=32, width=4096, hidden=11008, heads=32, vocabulary=32000, rotary=128, llama=True
+)
 _LLAMA_GB = {1: 21.30, 2: 29.07, 4: None}
 TABLES = (
-    Table("phi-1.5", replace(_PHI, shared_norm=True, head_bias=True), 1044, 1_572_864, {1: 4.82, 2: 6.76, 4: 10.68}),
+    Table(
+        "phi-1.5",
+        replace(_PHI, shared_norm=True, head_bias=True),
+        1044,
+        1_572_864,
+        {1: 4.82, 2: 6.76, 4: 10.68},
+    ),
     Table("StableLM Alpha 3B", _STABLE, 1034, 2_097_152, {1: 9.69, 2: 12.10, 4: 16.92}),
     Table("Llama 2 7B", _LLAMA, 1304, 4_194_304, _LLAMA_GB),
     Table(
@@ -93,14 +101,18 @@ def measure(model, tokens, micro_batch):
     model.zero_grad()
     device = SimulatedDevice("A100-40GB")
     running.place(device, model)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-4, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=3e-4, weight_decay=0.01
+    )
     return running.call(device, partial(step, model, optimizer, tokens, micro_batch), 1)
 
 
 def step(model, optimizer, tokens, micro_batch):
     """Run one micro-batch and one optimizer step, with the loss of chunks of logits."""
     ids = torch.randint(0, 32000, (micro_batch, tokens), device="cuda")
-    logits = [part.float() for part in model(ids, CHUNK)]  # Fabric's bf16-true returns module outputs in 32 bits
+    logits = [
+        part.float() for part in model(ids, CHUNK)
+    ]  # Fabric's bf16-true returns module outputs in 32 bits
     logits[-1] = logits[-1][:, :-1]
     loss = loss_of(logits, ids[:, 1:])
     loss.backward()
@@ -112,7 +124,9 @@ def loss_of(logits, targets):
     """Return the mean of the cross-entropies of all chunks."""
     chunks = zip(logits, targets.split(CHUNK, dim=1), strict=True)
     losses = [
-        torch.nn.functional.cross_entropy(chunk.reshape(-1, chunk.shape[-1]), target.reshape(-1), reduction="none")
+        torch.nn.functional.cross_entropy(
+            chunk.reshape(-1, chunk.shape[-1]), target.reshape(-1), reduction="none"
+        )
         for chunk, target in chunks
     ]
     return torch.cat(losses).mean()

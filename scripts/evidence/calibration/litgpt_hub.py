@@ -50,23 +50,55 @@ ALL = ("query", "key", "value", "projection", "mlp", "head")
 ANOTHER_RUN = "not counted: as configured, weights, gradients and AdamW's states take 30.6 GB"
 
 FALCON = Sizes(
-    layers=32, width=4544, hidden=18176, heads=71, groups=1, vocabulary=65024, rotary=64, shared_norm=True, biases=False
+    layers=32,
+    width=4544,
+    hidden=18176,
+    heads=71,
+    groups=1,
+    vocabulary=65024,
+    rotary=64,
+    shared_norm=True,
+    biases=False,
 )
 STABLE = Sizes(layers=16, width=4096, hidden=16384, heads=32, vocabulary=50688, rotary=32)
 PHI_2 = Sizes(
-    layers=32, width=2560, hidden=10240, heads=32, vocabulary=51200, rotary=32, shared_norm=True, head_bias=True
+    layers=32,
+    width=2560,
+    hidden=10240,
+    heads=32,
+    vocabulary=51200,
+    rotary=32,
+    shared_norm=True,
+    head_bias=True,
 )
 LLAMA_2 = Sizes(
-    layers=32, width=4096, hidden=11008, heads=32, vocabulary=32000, rotary=128, llama=True, norm_in_float32=True
+    layers=32,
+    width=4096,
+    hidden=11008,
+    heads=32,
+    vocabulary=32000,
+    rotary=128,
+    llama=True,
+    norm_in_float32=True,
 )
 MISTRAL = replace(LLAMA_2, hidden=14336, groups=8)
 LLAMA_3 = replace(MISTRAL, vocabulary=128_256)
 PHI_3 = replace(LLAMA_2, width=3072, hidden=8192, vocabulary=32064, rotary=96)
 TINY = replace(LLAMA_2, layers=22, width=2048, hidden=5632, groups=4, rotary=64)
 GEMMA_2B = replace(
-    LLAMA_2, layers=18, width=2048, hidden=16384, heads=8, groups=1, vocabulary=256_000, rotary=256, gemma=True
+    LLAMA_2,
+    layers=18,
+    width=2048,
+    hidden=16384,
+    heads=8,
+    groups=1,
+    vocabulary=256_000,
+    rotary=256,
+    gemma=True,
 )
-GEMMA_7B = replace(GEMMA_2B, layers=28, width=3072, hidden=24576, heads=16, groups=16, head_size=256)
+GEMMA_7B = replace(
+    GEMMA_2B, layers=28, width=3072, hidden=24576, heads=16, groups=16, head_size=256
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +192,11 @@ def measure(run):
     device = SimulatedDevice("A10G")
     running.place(device, model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = PagedAdamW(trained) if run.tuning.nf4 else torch.optim.AdamW(trained, lr=2e-4, weight_decay=0.0)
+    optimizer = (
+        PagedAdamW(trained)
+        if run.tuning.nf4
+        else torch.optim.AdamW(trained, lr=2e-4, weight_decay=0.0)
+    )
     return running.call(device, partial(train, run, model, optimizer), 1)
 
 
@@ -195,7 +231,10 @@ def loss_of_all(logits, targets):
     """Return the mean of the cross-entropies of all chunks of logits that came in one tensor."""
     logits = logits.reshape(-1, logits.shape[-1])
     chunks = zip(logits.split(CHUNK), targets.reshape(-1).split(CHUNK), strict=True)
-    losses = [torch.nn.functional.cross_entropy(chunk, target, reduction="none") for chunk, target in chunks]
+    losses = [
+        torch.nn.functional.cross_entropy(chunk, target, reduction="none")
+        for chunk, target in chunks
+    ]
     return torch.cat(losses).mean()
 
 
@@ -208,8 +247,14 @@ class PagedAdamW:
 
     def step(self):
         if self.states is None:
-            small = [parameter for parameter in self.parameters if parameter.numel() < PAGED_ELEMENTS]
-            self.states = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in small for _ in range(2)]
+            small = [
+                parameter for parameter in self.parameters if parameter.numel() < PAGED_ELEMENTS
+            ]
+            self.states = [
+                torch.zeros_like(parameter, dtype=torch.float32)
+                for parameter in small
+                for _ in range(2)
+            ]
 
     def zero_grad(self):
         for parameter in self.parameters:

@@ -74,7 +74,11 @@ class Tuning:
     def linear(self, place, inputs, outputs, *, bias):
         """Build a layer with LoRA, if it has some at this place."""
         layer = self.frozen(inputs, outputs, bias=bias)
-        return LoRALinear(layer, inputs, outputs, self.rank) if self.rank and place in self.places else layer
+        return (
+            LoRALinear(layer, inputs, outputs, self.rank)
+            if self.rank and place in self.places
+            else layer
+        )
 
 
 class GPT(nn.Module):
@@ -92,12 +96,15 @@ class GPT(nn.Module):
         """Convert in place without writing to the weights, for which there may be no memory."""
         for module in self.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=torch.bfloat16)))
+                setattr(
+                    module, name, nn.Parameter(torch.empty(parameter.shape, dtype=torch.bfloat16))
+                )
         return self
 
     def forward(self, ids, chunk):
         angles = torch.outer(
-            torch.arange(ids.shape[1], device=ids.device).float(), torch.ones(self.sizes.rotary, device=ids.device)
+            torch.arange(ids.shape[1], device=ids.device).float(),
+            torch.ones(self.sizes.rotary, device=ids.device),
         )
         cos, sin = angles.cos(), angles.sin()
         x = self.embedding(ids)
@@ -151,7 +158,9 @@ class Attention(nn.Module):
         query, key, value = qkv.split((each, 1, 1), dim=2)
         if each > 1:
             key, value = (part.expand(-1, -1, each, -1, -1) for part in (key, value))
-        query, key, value = (part.reshape(batch, self.heads, length, -1) for part in (query, key, value))
+        query, key, value = (
+            part.reshape(batch, self.heads, length, -1) for part in (query, key, value)
+        )
         query, key = (self._rotated(part, cos, sin) for part in (query, key))
         result = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(result.transpose(1, 2).reshape(batch, length, -1))
@@ -178,7 +187,9 @@ class LoRAQKV(nn.Module):
         self.scale = ALPHA / tuning.rank
 
     def forward(self, x):
-        low = functional.linear(functional.dropout(x, DROPOUT, self.training), self.lora_a).transpose(1, 2)
+        low = functional.linear(
+            functional.dropout(x, DROPOUT, self.training), self.lora_a
+        ).transpose(1, 2)
         added = self._raised(low).transpose(1, 2)
         padded = self._padded(added)
         return self.linear(x) + padded * self.scale
@@ -189,7 +200,9 @@ class LoRAQKV(nn.Module):
         if self.even:
             return functional.conv1d(low, weight, groups=len(self.added))
         parts = zip(low.chunk(len(self.added), dim=1), weight.split(self.added), strict=True)
-        return torch.cat([functional.conv1d(part, part_weight) for part, part_weight in parts], dim=1)
+        return torch.cat(
+            [functional.conv1d(part, part_weight) for part, part_weight in parts], dim=1
+        )
 
     def _padded(self, added):
         """Insert zeros for keys without an addition, in as many columns as litgpt does, but in another order."""
@@ -208,7 +221,9 @@ class LoRALinear(nn.Module):
     def __init__(self, linear, inputs, outputs, rank):
         super().__init__()
         self.linear = linear
-        self.lora_a, self.lora_b = (nn.Parameter(torch.empty(shape)) for shape in ((rank, inputs), (outputs, rank)))
+        self.lora_a, self.lora_b = (
+            nn.Parameter(torch.empty(shape)) for shape in ((rank, inputs), (outputs, rank))
+        )
         self.scale = ALPHA / rank
 
     def forward(self, x):
@@ -275,7 +290,9 @@ class LlamaMLP(nn.Module):
 
     def __init__(self, sizes, tuning):
         super().__init__()
-        self.gate, self.up = (tuning.linear("mlp", sizes.width, sizes.hidden, bias=False) for _ in range(2))
+        self.gate, self.up = (
+            tuning.linear("mlp", sizes.width, sizes.hidden, bias=False) for _ in range(2)
+        )
         self.down = tuning.linear("mlp", sizes.hidden, sizes.width, bias=False)
         self.activation = functional.gelu if sizes.gemma else functional.silu
 

@@ -8,7 +8,10 @@ import torch
 from oomprobe.simulation import formulas
 
 _softmax, _gelu = torch.nn.functional.softmax, torch.nn.functional.gelu
-_BACKWARD = {False: torch.ops.aten._softmax_backward_data, True: torch.ops.aten._log_softmax_backward_data}
+_BACKWARD = {
+    False: torch.ops.aten._softmax_backward_data,
+    True: torch.ops.aten._log_softmax_backward_data,
+}
 
 
 class SoftmaxKeepingInput(torch.autograd.Function):
@@ -40,7 +43,11 @@ def _gelu_in_float32(tensor, approximate="none"):
 
 def _in_float32(tensor):
     """Cast as autocast does for operators in its float32 list."""
-    return tensor.float() if torch.is_autocast_enabled("cuda") and tensor.dtype is torch.float16 else tensor
+    return (
+        tensor.float()
+        if torch.is_autocast_enabled("cuda") and tensor.dtype is torch.float16
+        else tensor
+    )
 
 
 class ReluKeepingInput(torch.autograd.Function):
@@ -86,7 +93,9 @@ def functions(*, softmax_keeps_input, gelu_in_float32):
     """
     with ExitStack() as stack:
         if softmax_keeps_input:
-            stack.enter_context(mock.patch.object(torch.nn.functional, "softmax", _softmax_keeping_input))
+            stack.enter_context(
+                mock.patch.object(torch.nn.functional, "softmax", _softmax_keeping_input)
+            )
         if gelu_in_float32:
             stack.enter_context(mock.patch.object(torch.nn.functional, "gelu", _gelu_in_float32))
         yield
@@ -112,7 +121,10 @@ class AdamW(torch.optim.Optimizer):
             return
         state = self.state[parameter]
         if not state:
-            state["mean"], state["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            state["mean"], state["square"] = (
+                torch.zeros_like(parameter),
+                torch.zeros_like(parameter),
+            )
         state["mean"].mul_(0.9).add_(parameter.grad, alpha=0.1)
         state["square"].mul_(0.999).addcmul_(parameter.grad, parameter.grad, value=0.001)
         parameter.addcdiv_(state["mean"], state["square"].sqrt().add_(epsilon), value=-rate)

@@ -18,9 +18,18 @@ def with_table(text):
     """Return the page's text with the table between its markers."""
     families = [json.loads(path.read_text()) for path in sorted(EVIDENCE.glob("*.json"))]
     lines = ["| family | what was published | source | compared |", "|---|---|---|---|"]
-    lines += [f"| {one['family']} | {one['how']} | {one['source']} | {compared(one)} |" for one in families]
-    lines += ["", "| card | torch | model | published | oomprobe | result | how |", "|---|---|---|---|---|---|---|"]
-    lines += [line(family | row) for family in families for row in family["rows"]]  # a row may have its own card
+    lines += [
+        f"| {one['family']} | {one['how']} | {one['source']} | {compared(one)} |"
+        for one in families
+    ]
+    lines += [
+        "",
+        "| card | torch | model | published | oomprobe | result | how |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        line(family | row) for family in families for row in family["rows"]
+    ]  # a row may have its own card
     section = "\n".join([BEGIN, "", *lines, "", END])
     return re.sub(f"{BEGIN}.*?{END}", lambda _: section, text, flags=re.DOTALL)
 
@@ -41,7 +50,9 @@ def line(row):
     if upper not in (None, simulated):
         said += f" to {shown(upper, row)}"
     if row.get("explained", simulated) != simulated:
-        difference += f" ({100 * (row['explained'] / published - 1):+.1f} % with Winograd's workspace)"
+        difference += (
+            f" ({100 * (row['explained'] / published - 1):+.1f} % with Winograd's workspace)"
+        )
     result = ", ".join(part for part in (row["verdict"], difference) if part)
     how = "; ".join(part for part in (row["family"], row["remark"]) if part)
     cells = row["card"], row["torch"], row["name"], shown(published, row), said, result, how

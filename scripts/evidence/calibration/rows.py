@@ -53,7 +53,13 @@ class Figure:
         """ "inside" the interval, "high" if the simulation is above the published figure, "low" if below; else ""."""
         if self.inside is None:
             return ""
-        return "inside" if self.inside else "high" if self.simulated_bytes > self.published_bytes else "low"
+        return (
+            "inside"
+            if self.inside
+            else "high"
+            if self.simulated_bytes > self.published_bytes
+            else "low"
+        )
 
     @property
     def too_low(self):
@@ -108,7 +114,11 @@ def shown_figures(rows, unit, unit_bytes, digits):
         published = "OOM" if row.published_bytes is None else number(row.published_bytes)
         simulated = "OOM" if row.simulated_bytes is None else number(row.simulated_bytes)
         error = "" if row.error is None else f"{100 * row.error:+.2f} %"
-        between = "" if row.interval_bytes is None else "[{}, {}]".format(*map(number, row.interval_bytes))
+        between = (
+            ""
+            if row.interval_bytes is None
+            else "[{}, {}]".format(*map(number, row.interval_bytes))
+        )
         inside = {True: "has it", False: "misses it", None: ""}[row.inside]
         line = f"{row.name:32} {published:>10} {simulated:>10} {error:>8}  {between:20} {inside:9} {row.remark}"
         yield line.rstrip()
@@ -118,9 +128,16 @@ def shown_figures(rows, unit, unit_bytes, digits):
         worst = max(compared, key=lambda row: abs(row.error))
         middle = median(abs(row.error) for row in compared)
         yield f"relative error: median {100 * middle:.2f} %, worst {100 * worst.error:+.2f} % ({worst.name})"
-    explained = [(row.explained_bytes / row.published_bytes - 1, row.name) for row in rows if row.explained_bytes]
+    explained = [
+        (row.explained_bytes / row.published_bytes - 1, row.name)
+        for row in rows
+        if row.explained_bytes
+    ]
     if explained:
-        middle, worst = median(abs(error) for error, _ in explained), max(explained, key=lambda one: abs(one[0]))
+        middle, worst = (
+            median(abs(error) for error, _ in explained),
+            max(explained, key=lambda one: abs(one[0])),
+        )
         yield f"with Winograd's workspace: median {100 * middle:.2f} %, worst {100 * worst[0]:+.2f} % ({worst[1]})"
     yield f"under-estimates: {_share(row.too_low for row in rows)}"
     known = [row.inside for row in rows if row.inside is not None]
@@ -132,7 +149,9 @@ def shown_brackets(rows):
     """Yield the lines of a table of brackets."""
     yield f"{'':36} {'ran':>4} {'failed':>6}  {'verdict':8} peak reserved, MiB: ran; failed"
     for row in rows:
-        between = "; ".join(f"[{low / MIB:,.0f}, {up / MIB:,.0f}]" for low, up in (row.ran_bytes, row.failed_bytes))
+        between = "; ".join(
+            f"[{low / MIB:,.0f}, {up / MIB:,.0f}]" for low, up in (row.ran_bytes, row.failed_bytes)
+        )
         marginal = f"  marginal: {row.retries} retries" if row.retries else ""
         yield f"{row.name:36} {row.ran:4} {row.failed:6}  {row.verdict:8} {between}{marginal}"
     verdicts = [row.verdict for row in rows]
@@ -175,7 +194,9 @@ def write_brackets(family, rows, **about):
 def _write(family, about, lines):
     import torch
 
-    head = json.dumps({"family": family, **about, "simulated with torch": torch.__version__}, indent=1)[:-2]
+    head = json.dumps(
+        {"family": family, **about, "simulated with torch": torch.__version__}, indent=1
+    )[:-2]
     EVIDENCE.mkdir(exist_ok=True)
     text = head + ',\n "rows": [\n  ' + ",\n  ".join(lines) + "\n ]\n}\n"
     (EVIDENCE / f"{family}.json").write_text(text)

@@ -95,7 +95,11 @@ def compare(names=None):
 def measure(row):
     """Return the usage of a row on a V100."""
     model = running.without_values(partial(Network, row)).train()
-    masters = [nn.Parameter(p.detach().clone()) for p in model.parameters()] if row.amp else list(model.parameters())
+    masters = (
+        [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+        if row.amp
+        else list(model.parameters())
+    )
     if row.amp:
         model.half()
         for module in model.modules():
@@ -117,7 +121,9 @@ def step(row, model, masters, optimizer):
     corners = row.size == (769, 769)
     losses = [
         weight * loss_of(logits.float(), labels, corners)
-        for weight, logits in zip((1.0, 0.4), model(images.half() if row.amp else images), strict=True)
+        for weight, logits in zip(
+            (1.0, 0.4), model(images.half() if row.amp else images), strict=True
+        )
     ]
     model.zero_grad(set_to_none=False)
     sum(losses).backward()
@@ -147,7 +153,9 @@ def unit(inputs, outputs, kernel=1, **options):
 
 
 def separable(inputs, outputs, dilation=1):
-    return nn.Sequential(unit(inputs, inputs, 3, dilation=dilation, groups=inputs), unit(inputs, outputs))
+    return nn.Sequential(
+        unit(inputs, inputs, 3, dilation=dilation, groups=inputs), unit(inputs, outputs)
+    )
 
 
 class Block(nn.Module):
@@ -157,9 +165,16 @@ class Block(nn.Module):
         super().__init__()
         outputs = width * (4 if bottleneck else 1)
         if bottleneck:
-            parts = (unit(inputs, width), unit(width, width, 3, stride=stride, dilation=dilation), unit(width, outputs))
+            parts = (
+                unit(inputs, width),
+                unit(width, width, 3, stride=stride, dilation=dilation),
+                unit(width, outputs),
+            )
         else:
-            parts = (unit(inputs, width, 3, stride=stride, dilation=dilation), unit(width, width, 3))
+            parts = (
+                unit(inputs, width, 3, stride=stride, dilation=dilation),
+                unit(width, width, 3),
+            )
         self.body = nn.Sequential(*parts[:-1], parts[-1][:2])
         changes = stride != 1 or inputs != outputs
         self.shortcut = unit(inputs, outputs, stride=stride)[:2] if changes else nn.Identity()
@@ -175,12 +190,19 @@ class Backbone(nn.ModuleList):
 
     def __init__(self, row):
         kind = row.backbone.split()[0]
-        strides, dilations = {"d8": ((1, 2, 1, 1), (1, 1, 2, 4)), "d16": ((1, 2, 2, 1), (1, 1, 1, 2))}[
-            kind.split("-")[1]
-        ]
+        strides, dilations = {
+            "d8": ((1, 2, 1, 1), (1, 1, 2, 4)),
+            "d16": ((1, 2, 2, 1), (1, 1, 1, 2)),
+        }[kind.split("-")[1]]
         deep = not kind.split("-")[0].endswith("b")
-        plain = nn.Sequential(nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True))
-        stem = nn.Sequential(unit(3, 32, 3, stride=2), unit(32, 32, 3), unit(32, 64, 3)) if deep else plain
+        plain = nn.Sequential(
+            nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True)
+        )
+        stem = (
+            nn.Sequential(unit(3, 32, 3, stride=2), unit(32, 32, 3), unit(32, 64, 3))
+            if deep
+            else plain
+        )
         stages, inputs, bottleneck = [], 64, row.depth > 18
         for index, blocks in enumerate(BLOCKS[row.depth]):
             width, dilation, stage = 64 * 2**index, dilations[index], []
@@ -206,7 +228,9 @@ class FCN(nn.Module):
 
     def __init__(self, inputs, width, classes, convolutions, concatenates):
         super().__init__()
-        self.body = nn.Sequential(unit(inputs, width, 3), *(unit(width, width, 3) for _ in range(convolutions - 1)))
+        self.body = nn.Sequential(
+            unit(inputs, width, 3), *(unit(width, width, 3) for _ in range(convolutions - 1))
+        )
         self.join = unit(inputs + width, width, 3) if concatenates else None
         self.out = nn.Sequential(nn.Dropout2d(0.1), nn.Conv2d(width, classes, 1))
 
@@ -222,7 +246,8 @@ class PSP(nn.Module):
         super().__init__()
         self.corners = corners
         self.pools = nn.ModuleList(
-            nn.Sequential(nn.AdaptiveAvgPool2d(scale), unit(inputs, width)) for scale in (1, 2, 3, 6)
+            nn.Sequential(nn.AdaptiveAvgPool2d(scale), unit(inputs, width))
+            for scale in (1, 2, 3, 6)
         )
         self.join = unit(inputs + 4 * width, width, 3)
         self.out = nn.Sequential(nn.Dropout2d(0.1), nn.Conv2d(width, classes, 1))
@@ -241,7 +266,9 @@ class DeepLabV3Plus(nn.Module):
         super().__init__()
         self.corners = corners
         self.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), unit(inputs, width))
-        self.branches = nn.ModuleList([unit(inputs, width), *(separable(inputs, width, d) for d in dilations)])
+        self.branches = nn.ModuleList(
+            [unit(inputs, width), *(separable(inputs, width, d) for d in dilations)]
+        )
         self.join = unit(5 * width, width, 3)
         self.low = unit(low, low_width)
         self.separable = nn.Sequential(separable(width + low_width, width), separable(width, width))

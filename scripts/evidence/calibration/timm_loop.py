@@ -18,7 +18,11 @@ from oomprobe.simulation.catalogue import find_card
 
 DATA = Path(__file__).resolve().parents[3] / "tests" / "data"
 CALLS = 3
-NOT_MEMORY = ("invalid configuration argument", "more than 2^31", "32-bit index math")  # failures to the benchmark, too
+NOT_MEMORY = (
+    "invalid configuration argument",
+    "more than 2^31",
+    "32-bit index math",
+)  # failures to the benchmark, too
 
 
 def rows(file, count=None, first=0, step=1):
@@ -27,7 +31,9 @@ def rows(file, count=None, first=0, step=1):
     import timm
 
     known = set(timm.list_models())
-    found = [row for row in json.loads((DATA / file).read_text())["rows"] if row["model"] in known][first::step]
+    found = [row for row in json.loads((DATA / file).read_text())["rows"] if row["model"] in known][
+        first::step
+    ]
     count = len(found) if count is None else min(count, len(found))
     return [found[index * len(found) // count] for index in range(count)]
 
@@ -39,7 +45,12 @@ def card_of(name, capacity_mib):
 
 def bracket(row, card, start, begin):
     """Run the loop from the size `start` to the one that ran; `begin` returns the step of a model, a size and an image size."""
-    tried = descend(card, build(row["model"]), sizes(start, row["ran"]), lambda *args: begin(*args, row["image_size"]))
+    tried = descend(
+        card,
+        build(row["model"]),
+        sizes(start, row["ran"]),
+        lambda *args: begin(*args, row["image_size"]),
+    )
     (ran_fits, ran), (failed_fits, failed) = tried[row["ran"]], tried[row["failed"]]
     remark = ""
     if not ran_fits:

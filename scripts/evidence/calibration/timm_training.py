@@ -32,7 +32,9 @@ def compare(count=None, capacity_mib=CAPACITY_MIB):
 
         set_fused_attn(False)
         with patch.object(torch.nn.Upsample, "forward", upsample):
-            bracket = timm_loop.bracket(row, timm_loop.card_of(ABOUT["card"], capacity_mib), START, begin)
+            bracket = timm_loop.bracket(
+                row, timm_loop.card_of(ABOUT["card"], capacity_mib), START, begin
+            )
         yield bracket
 
 
@@ -47,7 +49,9 @@ def upsample(module, images):
 def begin(model, size, image_size):
     """Return what the benchmark repeats; the images are made in its first call."""
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True, foreach=False)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.01, momentum=0.9, nesterov=True, foreach=False
+    )
     images = []
 
     def step():

@@ -23,7 +23,9 @@ from zoo import runs
 from peers.models import LOG_VARIABLE, WORKLOADS
 from peers.tools import TOOLS, Call
 
-multiprocessing.set_start_method("fork", force=True)  # functions need not pickle, and imports are done
+multiprocessing.set_start_method(
+    "fork", force=True
+)  # functions need not pickle, and imports are done
 FRONTIER_STEPS, LASTING_STEPS = 10, 50
 LONGEST_S = 300
 
@@ -83,7 +85,9 @@ def row(tool_name, name, frontier):
         except ChildError as error:
             return {"error": str(error)}
         events = [line.split() for line in (Path(folder) / "log").read_text().splitlines()]
-    tried = [int(size) for event, size in events if event == "tried"]  # each call of the model, also one that failed
+    tried = [
+        int(size) for event, size in events if event == "tried"
+    ]  # each call of the model, also one that failed
     stepped = {int(size) for event, size in events if event == "stepped"}
     answer = told["answer"]
     return {
@@ -119,15 +123,27 @@ def _ask(tool_name, name, start, folder):
 
 def state(model, optimizer):
     """Return a digest of each part of the training state."""
-    generators = [torch.get_rng_state(), torch.cuda.get_rng_state(), numpy.random.get_state(), random.getstate()]
+    generators = [
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state(),
+        numpy.random.get_state(),
+        random.getstate(),
+    ]
     parts = {"generators": generators}
     if model is not None:
         parameters = dict(model.named_parameters())
         gradients = {name: parameter.grad for name, parameter in parameters.items()}
-        parts |= {"weights": parameters, "buffers": dict(model.named_buffers()), "gradients": gradients}
+        parts |= {
+            "weights": parameters,
+            "buffers": dict(model.named_buffers()),
+            "gradients": gradients,
+        }
         devices = [str(parameter.device) for parameter in parameters.values()]
         parts |= {"optimizer": optimizer.state_dict(), "device": devices}
-    return {name: hashlib.sha256(pickle.dumps(on_host(part))).hexdigest() for name, part in parts.items()}
+    return {
+        name: hashlib.sha256(pickle.dumps(on_host(part))).hexdigest()
+        for name, part in parts.items()
+    }
 
 
 def on_host(value):

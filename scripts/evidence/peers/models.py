@@ -48,7 +48,11 @@ class Workload:
 
     def inputs(self, batch_size):
         shape = (batch_size, *self.sample)
-        return torch.randint(1000, shape, device="cuda") if self.tokens else torch.randn(shape, device="cuda")
+        return (
+            torch.randint(1000, shape, device="cuda")
+            if self.tokens
+            else torch.randn(shape, device="cuda")
+        )
 
     def step(self, optimizer):
         def step(model, batch_size):
@@ -110,26 +114,42 @@ def conv(width=32, stages=3, **options):
     widths = [width * 2**stage for stage in range(stages + 1)]
     layers = [nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     for entering, leaving in itertools.pairwise(widths):
-        layers += [nn.Conv2d(entering, leaving, 3, 2, 1, bias=False), nn.BatchNorm2d(leaving), nn.ReLU(inplace=True)]
-    return Classifier(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10), **options)
+        layers += [
+            nn.Conv2d(entering, leaving, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(leaving),
+            nn.ReLU(inplace=True),
+        ]
+    return Classifier(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10), **options
+    )
 
 
 class GPT(nn.Module):
-    def __init__(self, layers=2, width=128, vocabulary=2000, context=128, bf16=False, checkpointed=False):
+    def __init__(
+        self, layers=2, width=128, vocabulary=2000, context=128, bf16=False, checkpointed=False
+    ):
         super().__init__()
         self.bf16, self.checkpointed = bf16, checkpointed
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
-        block = partial(nn.TransformerEncoderLayer, width, 4, 4 * width, batch_first=True, norm_first=True)
+        block = partial(
+            nn.TransformerEncoderLayer, width, 4, 4 * width, batch_first=True, norm_first=True
+        )
         self.blocks = nn.ModuleList(block() for _ in range(layers))
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, input_ids):
         with torch.autocast("cuda", torch.bfloat16, enabled=self.bf16):
             length = input_ids.shape[1]
-            x = self.tokens(input_ids) + self.positions(torch.arange(length, device=input_ids.device))
-            mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device, dtype=x.dtype)
+            x = self.tokens(input_ids) + self.positions(
+                torch.arange(length, device=input_ids.device)
+            )
+            mask = nn.Transformer.generate_square_subsequent_mask(
+                length, device=x.device, dtype=x.dtype
+            )
             for block in self.blocks:
-                run = partial(checkpoint, block, use_reentrant=False) if self.checkpointed else block
+                run = (
+                    partial(checkpoint, block, use_reentrant=False) if self.checkpointed else block
+                )
                 x = run(x, src_mask=mask, is_causal=True)
             return F.cross_entropy(self.head(x).flatten(0, 1).float(), input_ids.flatten())
 
@@ -152,10 +172,14 @@ WORKLOADS = {
     "mlp_adamw": Workload(module=mlp, sample=(256,), optimizer=partial(AdamW, foreach=True)),
     "mlp_fused": Workload(module=mlp, sample=(256,), optimizer=partial(AdamW, fused=True)),
     "mlp_sgd": Workload(module=mlp, sample=(256,), optimizer=partial(SGD, lr=0.1, momentum=0.9)),
-    "mlp_bf16_clipped": Workload(module=partial(mlp, autocast=torch.bfloat16), sample=(256,), clip=1.0),
+    "mlp_bf16_clipped": Workload(
+        module=partial(mlp, autocast=torch.bfloat16), sample=(256,), clip=1.0
+    ),
     "gpt": Workload(module=GPT, sample=(128,), tokens=True),
     "gpt_bf16": Workload(module=partial(GPT, bf16=True), sample=(128,), tokens=True),
-    "gpt_checkpointed": Workload(module=partial(GPT, layers=4, checkpointed=True), sample=(128,), tokens=True),
+    "gpt_checkpointed": Workload(
+        module=partial(GPT, layers=4, checkpointed=True), sample=(128,), tokens=True
+    ),
     "conv": Workload(module=conv, sample=(3, 64, 64), optimizer=partial(SGD, lr=0.1, momentum=0.9)),
     "conv_channels_last_fp16": Workload(
         module=partial(conv, autocast=torch.float16, channels_last=True),

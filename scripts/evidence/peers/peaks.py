@@ -172,12 +172,17 @@ def brackets():
     """Return two steps each by the name of the model: of the size that ran, and of the next one, which failed."""
     found = {}
     for row in timm_loop.rows(timm_training.FILE, BRACKETED):
-        found[f"{row['model']} {row['image_size']}"] = bracketed(row, row["ran"]), bracketed(row, row["failed"])
+        found[f"{row['model']} {row['image_size']}"] = (
+            bracketed(row, row["ran"]),
+            bracketed(row, row["failed"]),
+        )
     return found
 
 
 CASES, BRACKETS = cases(), brackets()
-BY_NAME = {case.name: case for case in [*CASES.values(), *itertools.chain.from_iterable(BRACKETS.values())]}
+BY_NAME = {
+    case.name: case for case in [*CASES.values(), *itertools.chain.from_iterable(BRACKETS.values())]
+}
 
 
 def module(name):
@@ -230,7 +235,15 @@ def ask_preflight(case):
     """Its total without the CUDA context, which is outside torch's allocator."""
     from torch_preflight import cli
 
-    words = ["estimate", "--gpu-memory", "141GiB", "--format", "json", "--batch-size", str(case.size)]
+    words = [
+        "estimate",
+        "--gpu-memory",
+        "141GiB",
+        "--format",
+        "json",
+        "--batch-size",
+        str(case.size),
+    ]
     words += ["--dtype", case.precision, "--optimizer", case.optimizer]
     words += ["--seq-len" if len(case.sample) == 1 else "--image-size", str(case.sample[-1])]
     if case.architecture:
@@ -253,10 +266,16 @@ def ask_kitsune(case):
     about = {"input_shape": case.sample, "batch_size": case.size, "dtype": dtype}
     if case.base:
         config = LoRAConfig(rank=fms.RANK, target_modules=fms.ADAPTED)
-        return {"reserved": estimate_lora_memory(without_values(case.base), **about, config=config).total_bytes}
+        return {
+            "reserved": estimate_lora_memory(
+                without_values(case.base), **about, config=config
+            ).total_bytes
+        }
     model = without_values(case.module) if case.precision == "pure-bf16" else case.module()
     optimizer = case.optimizer.replace("-", "_")
-    return {"reserved": predict_memory(model, **about, optimizer=optimizer, training=True).total_bytes}
+    return {
+        "reserved": predict_memory(model, **about, optimizer=optimizer, training=True).total_bytes
+    }
 
 
 def ask_accelerate(case):
@@ -267,8 +286,12 @@ def ask_accelerate(case):
 
     with init_empty_weights():
         model = (case.base or case.module)()
-    total_bytes, _ = calculate_maximum_sizes(model.float())  # as the command builds it: in 32 bits, without LoRA
-    usage = estimate_training_usage(total_bytes, "float32" if case.precision == "fp32" else "float16")
+    total_bytes, _ = calculate_maximum_sizes(
+        model.float()
+    )  # as the command builds it: in 32 bits, without LoRA
+    usage = estimate_training_usage(
+        total_bytes, "float32" if case.precision == "fp32" else "float16"
+    )
     return {"allocated": round(max(usage.values()))}
 
 

@@ -21,7 +21,11 @@ from peers import tools
 from peers.models import WORKLOADS
 
 CARDS = {"ranks alike": "4GiB,4GiB", "rank 1 has less memory": "4GiB,3GiB"}
-STARTS = {"mlp_adamw": 2**18, "gpt_bf16": 1024, "conv": 2048}  # the first power of two above the limit of one card
+STARTS = {
+    "mlp_adamw": 2**18,
+    "gpt_bf16": 1024,
+    "conv": 2048,
+}  # the first power of two above the limit of one card
 LASTING_STEPS, LONGEST_S = 50, 120
 
 
@@ -34,17 +38,27 @@ def row(tool, name, cards):
 
 def group(tool, name, cards, *sizes):
     """Start a process, or a rank on each card; return how they ended, and what each rank wrote."""
-    launcher = [] if tool == "oomprobe" else ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher = (
+        [] if tool == "oomprobe" else ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    )
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/output", "w+") as output:
         command = [sys.executable, *launcher, __file__, tool, name, folder, *map(str, sizes)]
-        bed = {"CUDASTUB_MEMORY": CARDS[cards], "CUDASTUB_SHARED": f"{folder}/cards", "CUDASTUB_NCCL": "64MiB"}
+        bed = {
+            "CUDASTUB_MEMORY": CARDS[cards],
+            "CUDASTUB_SHARED": f"{folder}/cards",
+            "CUDASTUB_NCCL": "64MiB",
+        }
         try:
-            status = within(command, LONGEST_S, env={**os.environ, **bed}, stdout=output, stderr=output).returncode
+            status = within(
+                command, LONGEST_S, env={**os.environ, **bed}, stdout=output, stderr=output
+            ).returncode
             ended = f"status {status}" if status else "answered"
         except subprocess.TimeoutExpired:
             ended = f"not done in {LONGEST_S} s"
         output.seek(0)
-        raised = re.findall(r"^(?:\[rank\d\]: )?([\w.]*(?:Error|Exception): .*)", output.read(), re.MULTILINE)
+        raised = re.findall(
+            r"^(?:\[rank\d\]: )?([\w.]*(?:Error|Exception): .*)", output.read(), re.MULTILINE
+        )
         answers = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("answer-*"))]
     return "; ".join([ended, *raised[:1]])[:200], answers
 
@@ -72,7 +86,9 @@ def lasts(name, *sizes):
 
 
 def oomprobe(name):
-    return tools.oomprobe.probe_target(f"{__file__}:{name}", nproc_per_node=2, progress="off").batch_size
+    return tools.oomprobe.probe_target(
+        f"{__file__}:{name}", nproc_per_node=2, progress="off"
+    ).batch_size
 
 
 def accelerate(name):
@@ -98,7 +114,9 @@ def accelerate(name):
 
 def lightning(name):
     model, optimizer = WORKLOADS[name].build()
-    call = tools.Call(name=name, workload=WORKLOADS[name], model=model, optimizer=optimizer, start=STARTS[name])
+    call = tools.Call(
+        name=name, workload=WORKLOADS[name], model=model, optimizer=optimizer, start=STARTS[name]
+    )
     return tools.lightning("binsearch", call, devices=2, strategy="ddp")
 
 

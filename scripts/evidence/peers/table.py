@@ -57,7 +57,9 @@ def each(answers):
 
 
 def drawn(*lines):
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [lines[0], ["---"] * len(lines[0]), *lines[1:]])
+    return "\n".join(
+        f"| {' | '.join(cells)} |" for cells in [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    )
 
 
 def versions(results, name="versions"):
@@ -69,7 +71,8 @@ def tools_table(results, where, is_timed):
     lines = [[name, *line(rows)] for name, rows in rows_of.items() if rows]
     if is_timed:
         lines = [
-            [*cells, middle([row["wall_s"] for row in rows_of[cells[0]] if "wall_s" in row], 1)] for cells in lines
+            [*cells, middle([row["wall_s"] for row in rows_of[cells[0]] if "wall_s" in row], 1)]
+            for cells in lines
         ]
     cards = sorted({row["card_gib"] for row in results["rows"]})
     models = len({row["model"] for row in results["rows"]})
@@ -91,17 +94,41 @@ def ranks_table(results):
 def peaks_table(results):
     """Return a line for each case with what each tool's figures differ from the card's, then the sums of all cases."""
     cases = results["cases"]
-    figures = [(tool, figure) for tool in next(iter(cases.values())) for figure in ("allocated", "reserved")]
-    claims = [(tool, figure) for tool, figure in figures if any(figure in found[tool] for found in cases.values())]
+    figures = [
+        (tool, figure)
+        for tool in next(iter(cases.values()))
+        for figure in ("allocated", "reserved")
+    ]
+    claims = [
+        (tool, figure)
+        for tool, figure in figures
+        if any(figure in found[tool] for found in cases.values())
+    ]
     truth, claims = claims[:2], claims[2:]
     lines = []
     for case, found in cases.items():
         true = [f"{found[tool][figure] / 2**30:.2f}" for tool, figure in truth]
-        lines.append([case, found["measured"]["where"], *true, *(difference(found, *claim) for claim in claims)])
-    off = [[away for found in cases.values() if (away := away_from(found, *claim)) is not None] for claim in claims]
+        lines.append(
+            [
+                case,
+                found["measured"]["where"],
+                *true,
+                *(difference(found, *claim) for claim in claims),
+            ]
+        )
+    off = [
+        [away for found in cases.values() if (away := away_from(found, *claim)) is not None]
+        for claim in claims
+    ]
     seconds = [[found[tool]["seconds"] for found in cases.values()] for tool, _ in claims]
     lines += [
-        ["median, without sign", "", "", "", *(f"{100 * statistics.median(map(abs, one)):.1f} %" for one in off)],
+        [
+            "median, without sign",
+            "",
+            "",
+            "",
+            *(f"{100 * statistics.median(map(abs, one)):.1f} %" for one in off),
+        ],
         ["worst", "", "", "", *(f"{100 * max(one, key=abs):+.1f} %" for one in off)],
         ["seconds: median (range)", "", "", "", *(middle(one, 1) for one in seconds)],
     ]
@@ -123,10 +150,16 @@ def brackets_table(results):
         name: {tool: SAID.get(tuple(map(fits, found[tool])), "no figure") for tool in tools}
         for name, found in brackets.items()
     }
-    lines = [[name, str(found["ran"]), str(found["failed"]), *said[name].values()] for name, found in brackets.items()]
+    lines = [
+        [name, str(found["ran"]), str(found["failed"]), *said[name].values()]
+        for name, found in brackets.items()
+    ]
     hits = [sum(cells[tool] == HIT for cells in said.values()) for tool in tools]
     lines.append([HIT, "", "", *(f"{count} of {len(brackets)}" for count in hits)])
-    return [drawn(["network", "ran", "failed", *tools], *lines), versions(results, "bracket_versions")]
+    return [
+        drawn(["network", "ran", "failed", *tools], *lines),
+        versions(results, "bracket_versions"),
+    ]
 
 
 def fits(told):
@@ -170,7 +203,9 @@ def into_page(page, evidence):
             if name.startswith("ranks"):
                 sections["ranks"] += ranks_table(results)
             else:
-                where = "a CUDA card" if name == "cuda" else "torch's CUDA allocator, kernels stubbed"
+                where = (
+                    "a CUDA card" if name == "cuda" else "torch's CUDA allocator, kernels stubbed"
+                )
                 sections["peers"] += tools_table(results, where, is_timed=name == "cuda")
     write_sections(page, sections)
 
@@ -181,7 +216,9 @@ def write_sections(page, sections):
     for name, parts in sections.items():
         begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
         section = "\n\n".join([begin, *parts, end])
-        text, found = re.subn(f"{begin}.*?{end}", lambda _, section=section: section, text, flags=re.DOTALL)
+        text, found = re.subn(
+            f"{begin}.*?{end}", lambda _, section=section: section, text, flags=re.DOTALL
+        )
         if not found:
             raise SystemExit(f"{page} has no place for a table, {begin} ... {end}")
     page.write_text(text)

@@ -41,7 +41,9 @@ class Call:
 
 
 def in_one_process(memory_fraction, call):
-    found = oomprobe.find_max_batch(call.model, call.step, memory_fraction=memory_fraction, progress="off")
+    found = oomprobe.find_max_batch(
+        call.model, call.step, memory_fraction=memory_fraction, progress="off"
+    )
     return found.batch_size
 
 
@@ -112,7 +114,9 @@ def torch_max_mem(call):
 def batch_probe_model(call):
     from batch_probe import probe_batch_size
 
-    return probe_batch_size(call.model, lambda size: {call.argument: call.workload.inputs(size)}, verbose=False)
+    return probe_batch_size(
+        call.model, lambda size: {call.argument: call.workload.inputs(size)}, verbose=False
+    )
 
 
 def batch_probe_step(call):
@@ -126,7 +130,9 @@ def batch_finder(call):
     from batch_finder import find_max_minibatch
 
     options = {"forward_params": [call.argument], "use_subprocess": False, "delay": 0}
-    found = find_max_minibatch(lambda: call.workload.build()[0], input_shapes=(-1, *call.workload.sample), **options)
+    found = find_max_minibatch(
+        lambda: call.workload.build()[0], input_shapes=(-1, *call.workload.sample), **options
+    )
     return found and found[0]
 
 

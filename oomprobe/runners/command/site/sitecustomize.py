@@ -53,13 +53,22 @@ class Watch:
     """What this process has done so far; see `oomprobe.runners.command.reports` for the meaning of a report's fields."""
 
     def __init__(self, folder, fractions):
-        self.folder, self.fractions = folder, fractions  # JSON: fractions by UUID; "" stands for all other devices
+        self.folder, self.fractions = (
+            folder,
+            fractions,
+        )  # JSON: fractions by UUID; "" stands for all other devices
         self.start()
 
     def start(self):
         import time
 
-        self.pid, self.begun_s, self.steps, self.ooms, self.raised = os.getpid(), time.time(), 0, 0, 0
+        self.pid, self.begun_s, self.steps, self.ooms, self.raised = (
+            os.getpid(),
+            time.time(),
+            0,
+            0,
+            0,
+        )
         self.optimizers = self.where = None
         self.program, self.refusal = getattr(self, "program", None), ""  # on a simulated card
         self.step_s, self.outside, self.capped, self.requested, self.kept = [], {}, {}, {}, {}
@@ -69,7 +78,10 @@ class Watch:
     def torch_is_imported(self, torch):
         """Queue for the moment when CUDA starts in this process, and count the steps of all optimizers."""
         self.start()
-        self.torch, self.has_gpu = torch, bool(torch.version.cuda or getattr(torch.version, "hip", None))
+        self.torch, self.has_gpu = (
+            torch,
+            bool(torch.version.cuda or getattr(torch.version, "hip", None)),
+        )
         if os.environ.get("OOMPROBE_SIMULATE"):
             self.simulate(os.environ["OOMPROBE_SIMULATE"])
         elif self.has_gpu:
@@ -93,12 +105,19 @@ class Watch:
             self.program = enter(card, os.environ["OOMPROBE_DIR"], dict(os.environ))
             self.has_gpu = self.program is not None
             if self.program:
-                sys.meta_path[:0] = [Finder(name, imported) for name, imported in self.program.hooks().items()]
+                sys.meta_path[:0] = [
+                    Finder(name, imported) for name, imported in self.program.hooks().items()
+                ]
                 self.cuda_starts()
         except Exception as error:
-            self.refusal = "%s (the command's Python is %s)" % (error or repr(error), sys.version.split()[0])
+            self.refusal = "%s (the command's Python is %s)" % (
+                error or repr(error),
+                sys.version.split()[0],
+            )
             guarded(self.write)("import")
-            sys.stderr.write("oomprobe: the simulated card could not be entered: %s\n" % self.refusal)
+            sys.stderr.write(
+                "oomprobe: the simulated card could not be entered: %s\n" % self.refusal
+            )
             sys.stderr.flush()
             os._exit(NOT_ENTERED)
 
@@ -162,7 +181,9 @@ class Watch:
             current = self.torch.cuda.current_device()
             self.torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)
             self.capped[device] = fraction
-            self.torch.cuda._maybe_exchange_device(current)  # makes no context there, as set_device would
+            self.torch.cuda._maybe_exchange_device(
+                current
+            )  # makes no context there, as set_device would
 
     def stepped(self, optimizer, *_):
         import time
@@ -189,7 +210,9 @@ class Watch:
         self.write_oom()
 
     def raises(self):
-        guards = sys.modules.get("torch._guards")  # Inductor tries kernels, and handles what they raise
+        guards = sys.modules.get(
+            "torch._guards"
+        )  # Inductor tries kernels, and handles what they raise
         self.raised += guards is None or guards.TracingContext.try_get() is None
         self.write_oom()
 
@@ -263,7 +286,10 @@ class Watch:
 
     def device(self, index):
         stats, cuda = self.stats(index), self.torch.cuda
-        properties, reserved = cuda.get_device_properties(index), stats["reserved_bytes.all.current"]
+        properties, reserved = (
+            cuda.get_device_properties(index),
+            stats["reserved_bytes.all.current"],
+        )
         report = {
             "index": index, "uuid": self.uuid(index), "name": properties.name, "total_bytes": properties.total_memory,
             "reserved_bytes": reserved, "peak_reserved_bytes": stats["reserved_bytes.all.peak"],
@@ -286,7 +312,9 @@ class Watch:
         report["outside_bytes"] = self.outside.get(index)
         requested = self.requested.setdefault(index, {})
         if 0 < self.steps <= COMPARED:  # before torch 2.1, bytes were counted only rounded
-            total = stats.get("requested_bytes.all.allocated", stats.get("allocated_bytes.all.allocated", 0))
+            total = stats.get(
+                "requested_bytes.all.allocated", stats.get("allocated_bytes.all.allocated", 0)
+            )
             requested.setdefault(self.steps, (total, stats.get("allocation.all.allocated", 0)))
         report["requested"] = [requested[step] for step in sorted(requested)]
         return report
