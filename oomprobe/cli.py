@@ -57,7 +57,10 @@ TABLE_OF_PLANS = "--global-batch and --world-size plan for one answer, and --ove
 RANKS_TWICE = "--nproc-per-node says how many ranks there are, so --world-size cannot be given too: leave it out"
 NO_MULTIPLE = "--require {size} is not a multiple of {multiple_of}: change one of them"
 NO_SEARCH = "--require runs one size and no search, so it would ignore {options}: leave that out"
-ONLY_FOR_COMMANDS = "--passes-after is for commands: a target's steps are counted"
+ONLY_FOR_COMMANDS = (
+    "--passes-after and --keep-writes are for commands: a target's steps are counted, and what it "
+    "writes stays"
+)
 NO_FORMAT = "--plot {name}: let the name end in .png, .svg or .pdf"
 CONTAMINATED = (
     "no number printed: other processes kept changing the device's memory; see the notes above"
@@ -375,6 +378,7 @@ HELP = {
     "the first of N ranks of DDP",
     "--in-process": "run trials in this process",
     "--tolerance": "exit 5 if memory grew, or the answer fell, by more, such as 2%%",
+    "--keep-writes": "trials of a command change your files; otherwise Python changes copies",
     "--passes-after": "a command whose processes report nothing passes after S seconds (last resort)",
     "--json": "write the result as JSON; - for stdout",
     "--html": "write a self-contained page (needs matplotlib)",
@@ -447,6 +451,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(where, "--in-process", action="store_false", dest="isolate")
     add(where, "--passes-after", type=float, metavar="S", dest="passes_after_s")
+    add(where, "--keep-writes", action="store_true")
     add(own["compare"], "--tolerance", type=_tolerance, metavar="SHARE", default=None)
     for place in (output, own["explain"]):
         add(place, "--json", type=_file, metavar="FILE", default=None)
@@ -562,7 +567,8 @@ def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str |
     if arguments.command is None:
         if arguments.target is None:
             return NO_TARGET
-        return ONLY_FOR_COMMANDS if "passes_after_s" in given else None
+        is_for_commands = {"passes_after_s", "keep_writes"} & given.keys()
+        return ONLY_FOR_COMMANDS if is_for_commands else None
     if arguments.target is not None:
         return TWO_TARGETS.format(target=arguments.target)
     of_targets = ("breakdown", "isolate", "nproc_per_node", "over", "savings")

@@ -424,7 +424,11 @@ def check_target(
 
 
 def probe_command(
-    command: Sequence[str], *, passes_after_s: float | None = None, **options: Unpack[SearchOptions]
+    command: Sequence[str],
+    *,
+    passes_after_s: float | None = None,
+    keep_writes: bool = False,
+    **options: Unpack[SearchOptions],
 ) -> ProbeResult:
     """Find the largest batch size with which a command runs, whatever launches it (Linux only).
 
@@ -438,6 +442,8 @@ def probe_command(
             is removed after the trial. The environment variable OOMPROBE_BATCH holds the size too.
         passes_after_s: For commands whose processes cannot report: a trial passes once it has run this many seconds, whatever
             it has done. None: such a trial passes when the command exits with 0.
+        keep_writes: Whether trials change your files. Otherwise Python changes copies, which go
+            after each trial.
         **options: Those of `find_max_batch`, except `preserve` and `breakdown`. `device` is None, for the devices that the command
             chooses, or a simulated card for each of its processes that trains, such as ``"sim:24GiB"``. `resolution` is 1/64 by
             default, and the plan for `global_batch` is printed but not run.
@@ -460,7 +466,7 @@ def probe_command(
     with FramesHidden():
         _refuse_for_commands(options)
         order = Order.of(options, resolution=COMMAND_RESOLUTION)
-        return _answer(open_command(order, command, passes_after_s))
+        return _answer(open_command(order, command, passes_after_s, keep_writes=keep_writes))
 
 
 def check_command(
@@ -468,6 +474,7 @@ def check_command(
     batch_size: int,
     *,
     passes_after_s: float | None = None,
+    keep_writes: bool = False,
     **options: Unpack[CheckOptions],
 ) -> ProbeResult:
     """Check that a command runs with one size; see `probe_command` and `check` for arguments and errors.
@@ -478,10 +485,9 @@ def check_command(
     """
     with FramesHidden():
         _refuse_for_commands(options)
-        return _answer(
-            open_command(Order.of(options, batch_size=batch_size), command, passes_after_s),
-            batch_size,
-        )
+        order = Order.of(options, batch_size=batch_size)
+        opened = open_command(order, command, passes_after_s, keep_writes=keep_writes)
+        return _answer(opened, batch_size)
 
 
 def _refuse_for_commands(options: Mapping[str, object]) -> None:

@@ -288,7 +288,8 @@ WRONG = [
         "--breakdown cannot be given for a command",
     ),
     (["run", "train.py:build", *COMMAND], "a target (train.py:build) and a command were given"),
-    (["run", "--passes-after", "3", "train.py:build"], "--passes-after is for commands"),
+    (["run", "--passes-after", "3", "train.py:build"], "--keep-writes are for commands"),
+    (["run", "--keep-writes", "train.py:build"], "--keep-writes are for commands"),
     (["run"], "name what to probe"),
 ]
 IN_A_NEW_PROCESS = f"""

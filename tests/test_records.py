@@ -216,9 +216,13 @@ def test_a_rank_leaves_what_its_peak_did_not_take(available, peak, left):
     assert rank.left_bytes == left
 
 
-def test_of_what_was_not_compared_the_last_note_counts_and_only_warnings_warn():
+def test_of_kinds_that_grow_the_last_note_counts_and_only_warnings_warn():
     notes = Notes([Note(text=kind, kind=kind) for kind in NoteKind])
-    notes.extend([remark("remark"), Note(text="again", kind=NoteKind.NOT_COMPARED)])
+    growing = ("not compared", "written", "removed", "changed")
+    again = {kind: f"{kind} again" for kind in growing}
+    notes.extend(
+        [remark("remark"), *(Note(text=again[kind], kind=NoteKind(kind)) for kind in growing)]
+    )
     told = [(note.text, note.warns) for note in notes]
-    warnings, again = ("warning", "not restored"), {"not compared": "again"}
+    warnings = ("warning", "not restored", "changed")
     assert told == [(again.get(kind, kind), kind in warnings) for kind in NoteKind]

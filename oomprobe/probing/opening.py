@@ -55,6 +55,10 @@ ON_HOST_MEMORY = (
     "no accelerator is here and no device was named, so host memory is probed, which is slow; such a probe ends after {seconds} unless "
     'time_limit_s is set. To probe a GPU that is not here, simulate one: device="sim:24GiB" (--device sim:24GiB)'
 )
+NO_DATA_TO_KEEP = (
+    "keep_writes would replace your files by files without data, since nothing on a simulated card has "
+    "values: leave it out"
+)
 NO_BREAKDOWN = (
     "breakdown records the allocations of a step in its own process, which a command does not allow: write a target, "
     "and probe that"
@@ -254,7 +258,7 @@ def _forked(
 
 @contextmanager
 def open_command(
-    order: Order, command: Sequence[str], passes_after_s: float | None
+    order: Order, command: Sequence[str], passes_after_s: float | None, *, keep_writes: bool
 ) -> Iterator[Session]:
     """Open a session whose trials are runs of a command."""
     if sys.platform != "linux":
@@ -268,8 +272,16 @@ def open_command(
         raise InvalidArgumentError(NO_BREAKDOWN)
     with _framed(order) as frame:
         card = simulated_for_command(order.device)
+        if keep_writes and card is not None:
+            raise InvalidArgumentError(NO_DATA_TO_KEEP)
         runner = CommandRunner(
-            words, order.options, frame.interrupts, passes_after_s, frame.clock.patience, card
+            words,
+            order.options,
+            frame.interrupts,
+            passes_after_s,
+            frame.clock.patience,
+            card,
+            keep_writes,
         )
         yield frame.session(runner, shlex.join(words))
 

@@ -15,7 +15,15 @@ class NoteKind(StrEnum):
     NOT_RESTORED = "not restored"  # a warning too: something of the user's did not come back
     COMPILES = "compiles"  # a remark: the step uses torch.compile
     NOT_COMPARED = "not compared"  # a remark on scratch memory, of which the last one counts
+    WRITTEN = "written"  # a remark on files that trials wrote, of which the last one counts
+    REMOVED = "removed"  # likewise, on files that trials removed
+    CHANGED = (
+        "changed"  # a warning about files that trials did change, of which the last one counts
+    )
     LARGEST_EXAMPLES = "largest examples"  # a remark: what else is not covered, these are
+
+
+_LAST_COUNTS = (NoteKind.NOT_COMPARED, NoteKind.WRITTEN, NoteKind.REMOVED, NoteKind.CHANGED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +39,7 @@ class Note:
     @property
     def warns(self) -> bool:
         """Whether the answer may not hold."""
-        return self.kind in (NoteKind.WARNING, NoteKind.NOT_RESTORED)
+        return self.kind in (NoteKind.WARNING, NoteKind.NOT_RESTORED, NoteKind.CHANGED)
 
 
 def remark(text: str, *sizes: int) -> Note:
@@ -45,7 +53,7 @@ def warning(text: str, *sizes: int) -> Note:
 
 
 class Notes:
-    """Notes in the order in which they came, each text once; of what was not compared, the last.
+    """Notes in the order in which they came, each text once; of kinds that grow, the last.
 
     Examples:
         >>> notes = Notes()
@@ -61,7 +69,7 @@ class Notes:
 
     def add(self, note: Note) -> None:
         """Add a note, unless it is there."""
-        if note.kind is NoteKind.NOT_COMPARED:
+        if note.kind in _LAST_COUNTS:
             self._by_text[note.kind] = note
         else:
             self._by_text.setdefault(note.text, note)

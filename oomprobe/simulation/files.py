@@ -1,45 +1,31 @@
-"""Files of a program on a simulated card: what has no values is not written over a file that has some."""
+"""Files of a program on a simulated card: tensors without values are saved by their shapes."""
 
 from __future__ import annotations
 
 import functools
-import os
-import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
-from oomprobe.ground.frames import user_line
 from oomprobe.ground.replaced import Patch
 from oomprobe.simulation.card_mode import CardMode
-from oomprobe.simulation.device_mode import Ones
 from oomprobe.simulation.fakes import CARD, requested_device
-
-SKIPPED = (
-    "{line} saves tensors of the simulated card, which have no values: nothing was written, because the file may be a checkpoint. Below "
-    "{{dir}} it would be"
-)
 
 
 class Files:
-    """Answers what saves and loads tensors.
+    """Answers what saves and loads tensors. The command's overlay decides where files are written.
 
     Args:
-        folder: Below it, simulated tensors are written, by their shapes and dtypes.
-        card_mode: What knows which tensors are simulated, and gets the notes.
+        card_mode: What knows which tensors are simulated.
     """
 
-    def __init__(self, folder: Path, card_mode: CardMode) -> None:
-        self._folder, self._card_mode = folder.resolve(), card_mode
+    def __init__(self, card_mode: CardMode) -> None:
+        self._card_mode = card_mode
         self._save, self._load = torch.save, torch.load
         self._device: torch.device | None = None  # where tensors that are loaded go
 
@@ -49,8 +35,8 @@ class Files:
         yield torch, "load", self.load
         name = "_rebuild_meta_tensor_no_storage"
         yield torch._utils, name, self._rebuild(getattr(torch._utils, name))
-        for name in ("save", "savez", "savez_compressed"):
-            yield np, name, functools.partial(self.save_arrays, getattr(np, name))
+        for owner in (torch.Tensor, torch.nn.Parameter):
+            yield owner, "__reduce_ex__", self._reduce(owner.__reduce_ex__)
 
     def answer_safetensors(self, module: Any) -> None:
         """Replace what the module ``safetensors.torch`` saves and loads with; it reads the addresses of tensors."""
@@ -58,17 +44,10 @@ class Files:
             setattr(module, name, functools.partial(self.save_tensors, getattr(module, name)))
         module.load_file = functools.partial(self.load_tensors, module.load_file)
 
-    def save(self, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+    def save(self, *args: Any, **kwargs: Any) -> None:
         """Answer `torch.save`."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            if not self._has_simulated(obj):
-                self._save(obj, f, *args, **kwargs)
-                return
-            if self._may_write(f):
-                module = SimpleNamespace(
-                    **{**vars(pickle), "Pickler": _pickler(self._card_mode, [])}
-                )
-                self._save(obj, f, **{**kwargs, "pickle_module": module})
+            self._save(*args, **kwargs)
 
     def load(self, f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Answer `torch.load`; a tensor that was written without data has none again, and is on the card unless it is mapped elsewhere."""
@@ -97,25 +76,30 @@ class Files:
 
         return rebuild_without_data
 
-    def save_arrays(
-        self, save: Callable[..., None], file: Any, *arrays: Any, **kwargs: Any
-    ) -> None:
-        """Answer numpy's functions that save."""
-        leaves = tree_leaves((arrays, kwargs))
-        is_simulated = any(isinstance(leaf, Ones) for leaf in leaves) or self._has_simulated(leaves)
-        if not is_simulated or self._may_write(file):
-            save(file, *arrays, **kwargs)
+    def _reduce(self, reduce: Callable[..., Any]) -> Callable[..., Any]:
+        """Make a tensor without values pickle as its shape, by `pickle` as by `torch.save`."""
+
+        @functools.wraps(reduce)
+        def reduce_without_data(tensor: torch.Tensor, protocol: Any) -> Any:
+            if self._card_mode.fakes.has_values(tensor):
+                return reduce(tensor, protocol)
+            if isinstance(tensor, torch.nn.Parameter):
+                parts: Any = (tensor.detach(), tensor.requires_grad, OrderedDict())
+                return torch._utils._rebuild_parameter, parts
+            geometry = tensor.dtype, tensor.size(), tensor.stride(), tensor.requires_grad
+            return torch._utils._rebuild_meta_tensor_no_storage, geometry
+
+        return reduce_without_data
 
     def save_tensors(
         self, save: Callable[..., None], tensors: Any, filename: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Answer the functions of safetensors that save; simulated tensors are written as `torch.save` would."""
-        if not self._has_simulated(tensors):
+        by_name = tensors.state_dict() if isinstance(tensors, torch.nn.Module) else tensors
+        if all(map(self._card_mode.fakes.has_values, by_name.values())):
             save(tensors, filename, *args, **kwargs)
-            return
-        if isinstance(tensors, torch.nn.Module):
-            tensors = tensors.state_dict()
-        self.save(tensors, filename)
+        else:
+            self.save(by_name, filename)
 
     def load_tensors(self, load: Callable[..., Any], filename: Any, device: Any = "cpu") -> Any:
         """Answer ``safetensors.torch.load_file``."""
@@ -123,41 +107,3 @@ class Files:
             with open(filename, "rb") as file:  # by its name, torch.load would ask safetensors
                 return self.load(file, device)
         return {name: tensor.to(device) for name, tensor in load(filename).items()}
-
-    def _may_write(self, file: Any) -> bool:
-        """Whether a file is below the folder, or only a buffer; take a note if it is not."""
-        name = getattr(file, "name", file)
-        if not isinstance(name, str | os.PathLike) or self._folder in Path(name).resolve().parents:
-            return True
-        self._card_mode.notes[SKIPPED.format(line=user_line())] = None
-        return False
-
-    def _has_simulated(self, value: Any) -> bool:
-        """Whether what would be saved has tensors without values: those on the card, and large ones that were never filled."""
-        simulated: list[torch.Tensor] = []
-        with (
-            open(os.devnull, "wb") as nowhere,
-            suppress(Exception),
-        ):  # whoever saves it will say why it cannot be pickled
-            _pickler(self._card_mode, simulated)(nowhere).dump(value)
-        return bool(simulated)
-
-
-def _pickler(card_mode: CardMode, simulated: list[torch.Tensor]) -> type[pickle.Pickler]:
-    """Return a class that pickles simulated tensors by their shapes, and takes note of them."""
-
-    class Pickler(pickle.Pickler):
-        def reducer_override(self, value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or card_mode.fakes.has_values(value):
-                return NotImplemented
-            simulated.append(value)
-            if isinstance(value, torch.nn.Parameter):
-                return torch._utils._rebuild_parameter, (
-                    value.detach(),
-                    value.requires_grad,
-                    OrderedDict(),
-                )
-            geometry = value.dtype, value.size(), value.stride(), value.requires_grad
-            return torch._utils._rebuild_meta_tensor_no_storage, geometry
-
-    return Pickler

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,12 +56,11 @@ _LAUNCHERS = {
 MOST_CALLS = 12  # that do not repeat, before a program is taken not to
 
 
-def enter(name: str, folder: str, variables: dict[str, str]) -> Program | None:
+def enter(name: str, variables: dict[str, str]) -> Program | None:
     """Put this process on a simulated card; return None if it is a launcher, which only learns how many cards there are.
 
     Args:
         name: Name of the card, ``"sim:..."``.
-        folder: The only folder below which files with simulated tensors are written.
         variables: The process's environment.
 
     Raises:
@@ -76,7 +74,7 @@ def enter(name: str, folder: str, variables: dict[str, str]) -> Program | None:
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: 1
         return None
-    program = Program(CardMemory(card_of(name), AllocatorSettings.from_environment()), Path(folder))
+    program = Program(CardMemory(card_of(name), AllocatorSettings.from_environment()))
     SEEN.is_claimed = False
     if variables.get("LOCAL_RANK", "").isdigit():
         SEEN.claim(int(variables["LOCAL_RANK"]))
@@ -104,10 +102,10 @@ class Program:
         refusal: The first sentence with which something was refused, though the program may have caught it; "" if nothing was.
     """
 
-    def __init__(self, memory: CardMemory, folder: Path) -> None:
+    def __init__(self, memory: CardMemory) -> None:
         self._memory, self._mode = memory, CardMode(memory)
         self._mode.whole_program = self._mode.fakes.keeps_parameters = True
-        self.files = Files(folder, self._mode)
+        self.files = Files(self._mode)
         self._patches = ExitStack()
         self.refusal = ""
         self._first_optimizer = 0  # its id

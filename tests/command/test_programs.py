@@ -7,9 +7,7 @@ import sys
 import textwrap
 import warnings
 
-import numpy as np
 import pytest
-import torch
 from processes import start
 
 import oomprobe
@@ -162,7 +160,7 @@ def run_here(code, script):
     script.write_text(textwrap.dedent(TRAIN) + code)
     os.environ["OOMPROBE_DIR"] = str(script.parent)
     warnings.simplefilter("default")
-    entered, ended_by = program.enter("sim:1GiB", str(script.parent), {}), None
+    entered, ended_by = program.enter("sim:1GiB", {}), None
     try:
         runpy.run_path(str(script), run_name="__main__")
     except Exception as error:
@@ -234,47 +232,73 @@ def test_what_a_card_lacks_is_refused_in_a_sentence(tmp_path, name):
 
 
 SAVES = """
+    import io, pickle
     import numpy as np
+    from pathlib import Path
     from safetensors.torch import load_file, save_file
 
-    for where in (os.environ["KEPT"], os.environ["OOMPROBE_DIR"]):
-        model, optimizer, loss = train()
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, f"{where}/model.pt")
-        torch.save({"epoch": 3, "order": torch.arange(8)}, f"{where}/host.pt")
-        np.save(f"{where}/predicted.npy", model(torch.ones(4, 512).cuda()).detach().cpu().numpy())
-        np.save(f"{where}/truth.npy", np.arange(4))
-        save_file(model.state_dict(), f"{where}/model.safetensors")
+    model, optimizer, loss = train()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(state, Path("model.pt"))
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    Path("buffer.pt").write_bytes(buffer.getvalue())
+    with open("model.pkl", "wb") as file:
+        pickle.dump((model, state), file)
+    predicted = model(torch.ones(4, 512).cuda()).detach().cpu().numpy()
+    np.save("predicted.npy", predicted)
+    predicted.tofile("predicted.bin")
+    torch.save({"order": torch.arange(8)}, "host.pt")
+    save_file(model.state_dict(), "model.safetensors")
+    shapes = {name: weight.shape for name, weight in model.state_dict().items()}
 
-    loaded = torch.load(f"{where}/model.pt", map_location="cuda")
-    model.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
-    assert loaded["epoch"] == 3
-    train(2, 64, model)
-    loaded = load_file(f"{where}/model.safetensors", device="cuda")
-    assert {name: one.shape for name, one in loaded.items()} == {name: one.shape for name, one in model.state_dict().items()}
+    def check(loaded):
+        assert {name: weight.shape for name, weight in loaded.items()} == shapes
+        assert all(weight.is_cuda for weight in loaded.values())
+
+    for name in ("model.pt", "buffer.pt"):
+        loaded = torch.load(name, map_location="cuda")
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        assert loaded["epoch"] == 3
+        check(loaded["model"])
+    with open("model.pkl", "rb") as file:
+        pickled, loaded = pickle.load(file)
+    check(loaded["model"])
+    check(load_file("model.safetensors", device="cuda"))
+    assert torch.load("host.pt")["order"].tolist() == [*range(8)]  # host memory has values
+    train(2, 64, pickled)
 """
 
 
-def test_only_below_the_folder_of_the_run_files_are_written_and_read_again(tmp_path):
-    """Elsewhere a checkpoint is never replaced by an empty one."""
+def test_a_checkpoint_is_read_again_and_the_users_own_stays(tmp_path):
+    """It has no values, by whatever way it is written."""
     pytest.importorskip("safetensors")
-    kept, precious = tmp_path / "kept", ("model.pt", "predicted.npy", "model.safetensors")
-    kept.mkdir()
-    for name in precious:
-        (kept / name).write_text("precious")
-    status, stderr, (report,) = on_card(tmp_path, SAVES, KEPT=str(kept))
-    assert status == 0, stderr
-    assert {(kept / name).read_text() for name in precious} == {"precious"}
-    assert torch.load(kept / "host.pt")["order"].tolist() == [*range(8)]  # host memory has values
-    assert np.load(kept / "truth.npy").tolist() == [0, 1, 2, 3]
-    assert (
-        sum(
-            "nothing was written, because the file may be a checkpoint" in note
-            for note in report.notes
-        )
-        == 3
+    precious = (
+        "model.pt",
+        "buffer.pt",
+        "model.pkl",
+        "predicted.npy",
+        "predicted.bin",
+        "model.safetensors",
     )
-    assert (tmp_path / "dir" / "model.pt").stat().st_size < 100_000  # no values
+    own = tmp_path / "own"
+    for folder in (own / "tmp", tmp_path / "kept"):
+        folder.mkdir(parents=True)
+    for name in precious:
+        (tmp_path / "kept" / name).write_text("precious")
+    status, stderr, _ = on_card(
+        tmp_path,
+        f"    os.chdir({str(tmp_path / 'kept')!r})\n" + SAVES,
+        OOMPROBE_FILES=str(own),
+        OOMPROBE_CACHES=str(tmp_path / "reports"),
+    )
+    assert status == 0, stderr
+    kept = {path.name: path.read_text() for path in (tmp_path / "kept").iterdir()}
+    assert kept == dict.fromkeys(precious, "precious")
+    copies = {path.name: path for path in (own / "files").rglob("*") if path.is_file()}
+    assert {*copies} == {*precious, "host.pt"}
+    assert copies["model.pt"].stat().st_size < 100_000
 
 
 def test_what_was_assumed_is_noted(tmp_path):
@@ -306,7 +330,7 @@ def test_a_card_that_cannot_be_entered_ends_the_program_at_its_import(tmp_path):
 def test_an_old_torch(monkeypatch):
     monkeypatch.setattr(program, "VERSION", (2, 5))
     with pytest.raises(SimulationError, match=r"a simulated card needs 2\.6 or later"):
-        program.enter("sim:T4", ".", {})
+        program.enter("sim:T4", {})
 
 
 # --- probed ---

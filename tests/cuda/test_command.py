@@ -145,7 +145,9 @@ def test_what_passes(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "garbage_collection_threshold:0.9")
     faults = "sets-conf,fails-at-the-end"
-    result = oomprobe.check_command(python("--fault", faults, "--steps", "5"), 8, progress="off")
+    result = oomprobe.check_command(
+        python("--fault", faults, "--steps", "5"), 8, keep_writes=True, progress="off"
+    )
     assert [(trial.passed, trial.steps) for trial in result.trials] == [(True, 5)] * 2
     assert any(
         "ended by itself after 5 steps, and a confirmation makes at least 6" in note
@@ -157,6 +159,37 @@ def test_what_passes(tmp_path, monkeypatch):
         own if VERSION < (2, 10) else f"{own},per_process_memory_fraction:{0.9 * 874 / 1024:.9f}"
     )
     assert notes.read_text().split() == [own, later]
+
+
+SAVES = """
+import subprocess, sys, torch
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(60):
+    model(torch.ones(int(sys.argv[1]), 64, device="cuda")).sum().backward()
+    optimizer.step()
+    if step % 2 == 0:
+        torch.save({"step": step, **model.state_dict()}, "last.pt")
+        with open("log.txt", "a") as log:
+            log.write(f"{torch.load('last.pt')['step']}\\n")
+    if step == 2:
+        subprocess.run(["cp", "data", "copied"], check=True)
+"""
+
+
+def test_what_a_script_saves_is_not_kept(tmp_path, monkeypatch):
+    """But for what another program writes, which is named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "save.py").write_text(SAVES)
+    kept = {name: tmp_path / name for name in ("last.pt", "log.txt", "data")}
+    for name, path in kept.items():
+        path.write_text(name)
+    times = {name: path.stat().st_ctime_ns for name, path in kept.items()}
+    result = probe([sys.executable, "save.py", "{batch}"], max_batch=2)
+    assert {name: path.read_text() for name, path in kept.items()} == {name: name for name in kept}
+    assert {name: path.stat().st_ctime_ns for name, path in kept.items()} == times
+    assert any(note.endswith("took the place of last.pt, log.txt") for note in result.notes)
+    assert any("copied changed while a trial ran" in note for note in result.notes)
 
 
 def test_an_inference_script_passes_when_it_ends(tmp_path):

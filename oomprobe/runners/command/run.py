@@ -18,6 +18,7 @@ from pathlib import Path
 
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux, processes
+from oomprobe.runners.command.files import TrialFiles
 from oomprobe.runners.command.output import Output
 from oomprobe.runners.command.reports import RunReports
 
@@ -39,22 +40,32 @@ OFFLINE_FOLDERS = {"WANDB_DIR": "", "COMET_OFFLINE_DIRECTORY": "", "MLFLOW_TRACK
 
 
 class Run:
-    """A running command. As a context manager it ends the command, and removes its folder, on exit."""
+    """A running command. As a context manager it ends the command, and removes its folder, on exit.
 
-    def __init__(self, command: Sequence[str], batch_size: int, variables: dict[str, str]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="oomprobe-"))
+    Args:
+        command: Its words, in which BATCH and DIR stand for what they name.
+        batch_size: The size to try.
+        variables: Further variables of its environment.
+        files: Where it writes.
+    """
+
+    def __init__(
+        self, command: Sequence[str], batch_size: int, variables: dict[str, str], files: TrialFiles
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="oomprobe-")).resolve()
         self.oom_kills, self._mark = linux.OomKills(), secrets.token_hex(8)
         self.output, self.started_s = Output(), time.monotonic()
         self.start_up_s = 0.0  # until it had made the steps of a trial
         self.status: int | None = None  # its exit status once it has ended by itself
         self.left_running = 0  # processes, at that time
-        self._reports = self._folder / "reports"
-        scratch = self._folder / "run"
-        for folder in (self._reports, scratch):
+        self._reports = self.folder / "reports"
+        scratch = self.folder / "run"
+        for folder in (self._reports, scratch, self.folder / "tmp"):
             folder.mkdir()
         words = [
             word.replace(BATCH, str(batch_size)).replace(DIR, str(scratch)) for word in command
         ]
+        words, redirecting = files.redirected(words, self.folder)
         python_path = [str(HERE / "site")]
         if users := os.environ.get("PYTHONPATH"):
             python_path.append(users)
@@ -66,8 +77,8 @@ class Run:
             "PYTHONUNBUFFERED": "1",  # otherwise the last lines of a killed process are lost
             BATCH_VARIABLE: str(batch_size),
             "OOMPROBE_REPORTS": str(self._reports),
-            "OOMPROBE_DIR": str(scratch),
             processes.MARK: self._mark,
+            **redirecting,
             **variables,
         }
         self._wire, theirs = socket.socketpair()
@@ -152,4 +163,4 @@ class Run:
     def _close(self) -> None:
         self._wire.close()
         os.close(self._pipe)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -35,6 +35,7 @@ from oomprobe.records.trials import (
     Trial,
     Verdict,
 )
+from oomprobe.runners.command.files import TrialFiles
 from oomprobe.runners.command.output import OUT_OF_MEMORY, PORT_IN_USE, Ending, cause_of
 from oomprobe.runners.command.reports import (
     RunReports,
@@ -154,13 +155,13 @@ class CommandRunner:
 
     def __init__(
         self, command: list[str], options: Options, interrupts: Interrupts, passes_after_s: float | None,
-        patience: Patience = PATIENCE, card: str | None = None,
+        patience: Patience = PATIENCE, card: str | None = None, keep_writes: bool = False,
     ) -> None:  # fmt: skip
         self._command, self._options, self._interrupts = command, options, interrupts
         self._passes_after_s, self._patience = passes_after_s, patience
-        self._card = (
-            card  # the one that each process of the command is to be on; None: real devices
-        )
+        self._files = TrialFiles(command, on_card=card is not None, keeps_writes=keep_writes)
+        # The card that each process of the command is to be on; None: real devices.
+        self._card = card
         self._replays: SimulatedDevice | None = opened_if_simulated(
             card
         )  # the same card, which replays sizes that follow from others
@@ -219,16 +220,22 @@ class CommandRunner:
             stop=tenacity.stop_after_attempt(ATTEMPTS),
         )
         if ending.verdict is Verdict.BUG:
-            raise StepFailedError(_failed(request, ending), batch_size=request.batch_size)
+            message = _failed(request, ending, self._files)
+            raise StepFailedError(message, batch_size=request.batch_size)
         return outcome
 
     def _run(self, request: Request) -> tuple[Outcome, Ending]:
         fractions = self._fractions()
         with (
-            Run(self._command, request.batch_size, self._variables(fractions)) as run,
+            Run(self._command, request.batch_size, self._variables(fractions), self._files) as run,
             self._interrupts.delivered_until(None),
         ):
+            began_s = time.time()
             seen, ending = self._watch(run, request)
+            self._files.look(run.folder, began_s)
+            if ending.verdict in (Verdict.BUG, Verdict.CRASHED):
+                lines = [*ending.error.splitlines(), *run.output.tail()]
+                self._files.check(request.batch_size, run.folder, lines)
             self._took_s.append(run.elapsed_s)
             contradicts = self._learn(request, run, seen, passed=ending.verdict is Verdict.FITS)
         measured = None
@@ -463,6 +470,7 @@ class CommandRunner:
         )
 
     def _notes(self, request: Request, trial: Trial, seen: RunReports) -> Iterator[Note]:
+        yield from self._files.notes()
         for report in seen.training:
             yield from map(remark, report.notes)
             if report.not_compared:
@@ -528,7 +536,7 @@ def _is_not_its_fault(outcome: Outcome, ending: Ending) -> bool:
     return not has_begun
 
 
-def _failed(request: Request, ending: Ending) -> str:
+def _failed(request: Request, ending: Ending, files: TrialFiles) -> str:
     """Return the message for a command that failed with a bug."""
     size, ran = request.batch_size, request.largest_passed
     help_ = "so no batch size would help"
@@ -542,6 +550,8 @@ def _failed(request: Request, ending: Ending) -> str:
         f"the command failed at batch size {size}{where}: {ending.error}",
         f"This is not about memory, {help_}. {ALONE.format(batch_size=size)}",
     ]
+    if "No such file" in ending.error:
+        lines += files.hint()
     if ending.context:
         lines += ["The end of its output:", *ending.context]
     return "\n".join(lines)

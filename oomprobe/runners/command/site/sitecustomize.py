@@ -102,7 +102,7 @@ class Watch:
             load_oomprobe()
             from oomprobe.simulation.program import enter
 
-            self.program = enter(card, os.environ["OOMPROBE_DIR"], dict(os.environ))
+            self.program = enter(card, dict(os.environ))
             self.has_gpu = self.program is not None
             if self.program:
                 sys.meta_path[:0] = [
@@ -348,12 +348,28 @@ class Watch:
 
 def load_oomprobe():
     """Import the oomprobe that probes, wherever the program's Python would find another."""
+    load_module(
+        "oomprobe", os.path.join(PACKAGE, "__init__.py"), submodule_search_locations=[PACKAGE]
+    )
+
+
+def load_module(name, path, **kwargs):
     from importlib.util import module_from_spec, spec_from_file_location
 
-    path = os.path.join(PACKAGE, "__init__.py")
-    spec = spec_from_file_location("oomprobe", path, submodule_search_locations=[PACKAGE])
-    module = sys.modules["oomprobe"] = module_from_spec(spec)
+    spec = spec_from_file_location(name, path, **kwargs)
+    module = sys.modules[name] = module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def redirect_files():
+    """Let copies take the place of the files that the program changes."""
+    folder = os.environ["OOMPROBE_FILES"]
+    overlay = load_module("oomprobe_overlay", os.path.join(HERE, "overlay.py"))
+    files = overlay.redirect_process(folder, os.environ["OOMPROBE_CACHES"].split(os.pathsep))
+    hooks = dict.fromkeys(overlay.LIBRARIES, files.redirect)
+    hooks["tempfile"] = lambda module: setattr(module, "tempdir", os.path.join(folder, "tmp"))
+    sys.meta_path[:0] = [Finder(name, hook) for name, hook in hooks.items()]
 
 
 class Finder:
@@ -387,6 +403,8 @@ class Finder:
 def begin():
     import atexit
 
+    if os.environ.get("OOMPROBE_FILES"):
+        redirect_files()
     watch = Watch(os.environ["OOMPROBE_REPORTS"], os.environ.get("OOMPROBE_FRACTIONS") or "{}")
     sys.meta_path.insert(0, Finder("torch", watch.torch_is_imported))
     os.register_at_fork(after_in_child=guarded(watch.start))

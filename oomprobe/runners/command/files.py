@@ -1,0 +1,202 @@
+"""The files of a command's trials: a trial is no training, so nothing that it writes stays.
+
+`site/overlay.py` makes Python change copies. `net.py` holds back other programs and libraries in C
+where a simulated card trains.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from oomprobe.errors import SimulationError, UnreliableError
+from oomprobe.ground.words import count
+from oomprobe.records.notes import Note, NoteKind, warning
+from oomprobe.runners.command import net
+
+NET = Path(net.__file__)
+MOST_NAMES = 3  # of files in a sentence
+MOST_LOOKED_AT = 20_000  # files, for what has changed
+NOT_KEPT = "what trials write is not kept: copies took the place of {names}"
+NOT_REMOVED = "what trials remove is still there: {names}"
+CHANGED = (
+    "{names} changed while a trial ran, and not through the command's Python: if another program "
+    "that it starts, or a library in C, wrote there, let it write below {{dir}}"
+)
+NO_NET = (
+    "this kernel has no Landlock (Linux 5.13): on the simulated card only Python was kept from "
+    "your files, and what other programs wrote has no data. Let them write below {dir}"
+)
+DENIED = (
+    "not written: simulated card. At batch {size} the command could not write ({error}): what "
+    "would hold no data is redirected if Python writes it, and refused to other programs and to "
+    "libraries in C. Let it write below {{dir}}, or leave it out"
+)
+TOO_LARGE = "the command cannot be tried with your files at batch {size}: {why}"
+NO_ROOM = (
+    "there was no room in {folder} for what the command wrote at batch {size}, where trials write "
+    "copies: set TMPDIR to a folder with more, {or_keep}or let the command save less while you "
+    "probe"
+)
+ONLY_PYTHON = (
+    "What trials write are copies ({names}), which only Python finds: if the command hands such a "
+    "file to another program, let it write below {{dir}}"
+)
+
+
+class TrialFiles:
+    """What the trials of a command do to the user's files.
+
+    Args:
+        command: Its words.
+        on_card: Whether it trains on a simulated card.
+        keeps_writes: Whether trials write to the user's files.
+    """
+
+    def __init__(self, command: Sequence[str], *, on_card: bool, keeps_writes: bool) -> None:
+        self._command, self._on_card, self._keeps_writes = command, on_card, keeps_writes
+        self._has_net = on_card and net.version() > 0
+        self._written: set[Path] = set()
+        self._removed: set[Path] = set()
+        self._changed: set[Path] = set()
+
+    def redirected(self, words: list[str], folder: Path) -> tuple[list[str], dict[str, str]]:
+        """Return a command that writes below a folder, and the variables for it."""
+        if self._keeps_writes:
+            return words, {}
+        caches = [*map(str, _caches(on_card=self._on_card))]
+        variables = {
+            "OOMPROBE_FILES": str(folder),
+            "OOMPROBE_CACHES": os.pathsep.join(caches),
+            "TORCHINDUCTOR_CACHE_DIR": str(_inductor_cache()),
+        }
+        if self._has_net:
+            variables["TMPDIR"] = os.environ.get("TMPDIR", str(folder / "tmp"))
+            variables["HF_HUB_DISABLE_XET"] = (
+                "1"  # which is Rust: downloads by Python are redirected
+            )
+            allowed = [str(folder), "/dev", "/proc", "/sys", *caches]
+            words = [sys.executable, "-I", "-S", str(NET), *allowed, "--", *words]
+        return words, variables
+
+    def look(self, folder: Path, began_s: float) -> None:
+        """Learn what a trial that began at a time of day has done."""
+        if self._keeps_writes:
+            return
+        written = {*_files_below(folder / "files")}
+        self._written |= written
+        # What was moved away or replaced is hidden, too.
+        self._removed |= {*_files_below(folder / "gone")} - written
+        if not self._has_net:
+            self._changed |= {*_changed_since(began_s, self._command, folder)}
+
+    def check(self, size: int, folder: Path, output: Sequence[str]) -> None:
+        """Raise the error of a run that failed for its files, by the last lines of its output."""
+        refused = folder / "refused"
+        if refused.exists():
+            why = refused.read_text().splitlines()[0]
+            raise UnreliableError(TOO_LARGE.format(size=size, why=why))
+        for line in output:
+            if self._has_net and "Permission denied" in line:
+                raise SimulationError(DENIED.format(size=size, error=line.strip()))
+            if "No space left on device" in line and not self._keeps_writes:
+                or_keep = "" if self._on_card else "pass --keep-writes, "
+                raise UnreliableError(NO_ROOM.format(folder=folder, size=size, or_keep=or_keep))
+
+    def hint(self) -> list[str]:
+        """Return what may be the cause if the command did not find a file."""
+        return [ONLY_PYTHON.format(names=_named_in_words(self._written))] if self._written else []
+
+    def notes(self) -> Iterator[Note]:
+        """Yield what a reader should know of the trials so far."""
+        if self._written:
+            text = NOT_KEPT.format(names=_named_in_words(self._written))
+            yield Note(text=text, kind=NoteKind.WRITTEN)
+        if self._removed:
+            text = NOT_REMOVED.format(names=_named_in_words(self._removed))
+            yield Note(text=text, kind=NoteKind.REMOVED)
+        if self._changed:
+            yield Note(
+                text=CHANGED.format(names=_named_in_words(self._changed)), kind=NoteKind.CHANGED
+            )
+        if self._on_card and not self._has_net:
+            yield warning(NO_NET)
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    for folder, _, names in os.walk(root):
+        yield from ("/" / (Path(folder) / name).relative_to(root) for name in names)
+
+
+def _inductor_cache() -> Path:
+    """The folder that torch.compile uses: a trial has a folder of its own for temporary files."""
+    default = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default))
+
+
+def _caches(*, on_card: bool) -> list[Path]:
+    """Return the caches of libraries, which trials share with training.
+
+    On a simulated card only those into which no program writes what a model computed, and that are
+    there: what is not Python could not make them.
+    """
+    home, given = Path.home(), os.environ.get
+    cache = Path(given("XDG_CACHE_HOME", home / ".cache"))
+    hugging_face = Path(given("HF_HOME", cache / "huggingface"))
+    caches = [
+        Path(given("HF_HUB_CACHE", hugging_face / "hub")),
+        Path(given("TORCH_HOME", cache / "torch")),
+        Path(given("TRITON_CACHE_DIR", home / ".triton")),
+        Path(given("MPLCONFIGDIR", home / ".config/matplotlib")),
+        cache / "matplotlib",
+        Path(given("CUDA_CACHE_PATH", home / ".nv")),
+        _inductor_cache(),
+    ]
+    if on_card:
+        return [folder.resolve() for folder in caches if folder.is_dir()]
+    caches += [cache, hugging_face]
+    for variable in ("HF_DATASETS_CACHE", "TORCH_EXTENSIONS_DIR"):
+        if variable in os.environ:
+            caches.append(Path(os.environ[variable]))
+    return [folder.resolve() for folder in caches]
+
+
+def _changed_since(time_s: float, words: Sequence[str], besides: Path) -> list[Path]:
+    """Return files that changed in the working directory, and in folders that a command names.
+
+    Of many thousands of files only some are looked at. `besides` is left out.
+    """
+    roots = {Path.cwd(), *(Path(word.rpartition("=")[2]).absolute() for word in words)}
+    changed, seen = set(), 0
+    for root in sorted(roots):
+        for folder, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
+            if Path(folder) == besides or seen > MOST_LOOKED_AT:
+                break
+            seen += len(names)
+            for path in (Path(folder, name) for name in names):
+                if _changed_s(path) > time_s:
+                    changed.add(path)
+    return sorted(changed)
+
+
+def _changed_s(path: Path) -> float:
+    try:
+        return path.lstat().st_ctime
+    except OSError:  # it is gone again
+        return 0.0
+
+
+def _named_in_words(paths: Iterable[Path]) -> str:
+    """Return paths as a reader names them, those in the working directory first."""
+    here = Path.cwd()
+    names = [str(path.relative_to(here) if here in path.parents else path) for path in paths]
+    names.sort(key=lambda name: (name.startswith("/"), name))
+    more = len(names) - MOST_NAMES
+    if more > 0:
+        return f"{', '.join(names[:MOST_NAMES])} and {count(more, 'file', 'files')} more"
+    return ", ".join(names)
