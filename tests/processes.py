@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import faulthandler
 import io
+import ipaddress
 import os
 import pickle
 import runpy
@@ -225,15 +226,55 @@ def is_gone(pid):
         return True
 
 
-def children():
-    """Return {pid: state} of this process's children, including zombies."""
+def parents():
+    """Return {pid: (parent, state)} of all processes."""
     found = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if entry.name.isdigit():
                 state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-                if int(parent) == os.getpid():
-                    found[int(entry.name)] = state
+                found[int(entry.name)] = (int(parent), state)
+    return found
+
+
+def children(of=None):
+    """Return {pid: state} of a process's children, including zombies; of this one, unless another is given."""
+    of = of or os.getpid()
+    return {pid: state for pid, (parent, state) in parents().items() if parent == of}
+
+
+def with_all_below(pid):
+    """Return this pid and those of all descendants."""
+    return [pid, *(one for child in children(pid) for one in with_all_below(child))]
+
+
+def running(word):
+    """Return the pids of processes in whose command line a word stands."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+def listening(pids):
+    """Return the addresses on which these processes accept connections (proc_pid_net(5))."""
+    sockets = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(entry))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                words = bytes.fromhex(local.partition(":")[0])  # of four bytes, the last one first
+                swapped = b"".join(
+                    words[start : start + 4][::-1] for start in range(0, len(words), 4)
+                )
+                found.add(ipaddress.ip_address(swapped))
     return found
 
 

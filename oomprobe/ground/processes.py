@@ -1,4 +1,4 @@
-"""Linux process control: dying with the parent, processor time of a session, and killing all descendants."""
+"""Linux process control: forking, dying with the parent, processor time of a session, and killing what a keeper cannot."""
 
 from __future__ import annotations
 
@@ -7,14 +7,23 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
-MARK = "OOMPROBE_WORKER"  # environment variable that a worker and its descendants carry
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-_ENV_START = 47  # field of proc_pid_stat(5) after the third
+MARK = (
+    "OOMPROBE_WORKER"  # environment variable that a worker or a command and its descendants carry
+)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _REAP_S = 5.0  # a killed process ends at once, unless it waits in the kernel
+
+
+def fork() -> int:
+    """Fork this process (fork(2)), though it has threads, about which Python 3.12 warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return os.fork()
 
 
 def die_with_parent(parent: int) -> None:
@@ -22,27 +31,6 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(0)
-
-
-@contextmanager
-def adopting_orphans() -> Iterator[None]:
-    """Let processes below this one that lose their parent become its children (prctl(2))."""
-    libc = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    try:
-        yield
-    finally:
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
-
-
-def mark_as(mark: str) -> None:
-    """Give this process another mark of the same length: a fork shows that of its parent (proc_pid_environ(5))."""
-    before = f"{MARK}={os.environ[MARK]}".encode()
-    place = Path("/proc/self/environ").read_bytes().find(before)
-    if place >= 0:
-        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        ctypes.memmove(int(started[_ENV_START]) + place, f"{MARK}={mark}".encode(), len(before))
-    os.environ[MARK] = mark
 
 
 def prefer_to_be_killed() -> None:
@@ -75,8 +63,8 @@ def cpu_s(session: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def kill_started(leader: int, mark: str) -> None:
-    """Kill a process, its session, and all processes with its mark: orphans, and those in other sessions."""
+def kill_started(leader: int, mark: str = "") -> None:
+    """Kill a process, its session, and all processes with its mark: what has no keeper, or lost it."""
     until_s = time.monotonic() + _REAP_S
     while (living := list(_started(leader, mark))) and time.monotonic() < until_s:
         for pid in living:
@@ -108,8 +96,3 @@ def _processes() -> Iterator[tuple[int, list[str]]]:
         if name.isdigit():
             with suppress(OSError):
                 yield int(name), Path("/proc", name, "stat").read_text().rpartition(")")[2].split()
-
-
-def has_ended(pid: int) -> bool:
-    """Return whether a child has ended; it stays a zombie, so that its pid is not reused."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import textwrap
 import time
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from processes import ChildDiedError, start, until
+from processes import ChildDiedError, running, start, until
 
 import oomprobe
 from oomprobe.cli import main
@@ -27,17 +28,7 @@ SECONDS = str(600 + os.getpid() / 1e7)  # that the tests' processes sleep: a mar
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     yield
-    assert not sleepers()
-
-
-def sleepers():
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found += [path] if SECONDS.encode() in path.read_bytes() else []
-        except OSError:
-            continue
-    return found
+    assert not running(SECONDS)
 
 
 def shell(script, *words):
@@ -144,18 +135,26 @@ def test_nothing_is_left(script):
 
 
 @pytest.mark.parametrize(
-    ("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, None)]
+    ("sent", "status"),
+    [
+        (signal.SIGINT, 130),
+        (signal.SIGTERM, 143),
+        (signal.SIGHUP, 143),
+        (signal.SIGKILL, None),
+    ],
 )
-def test_nothing_is_left_when_oomprobe_ends(sent, status):
+def test_nothing_is_left_when_oomprobe_ends(sent, status, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     command = shell(f"env -i setsid sleep {SECONDS} & sleep {SECONDS}")
     oomprobe_itself = start(
         main, ["run", "--memory-fraction", "1", "--progress", "off", "--", *command]
     )
-    until(lambda: len(sleepers()) >= 2)
+    until(lambda: len(running(SECONDS)) >= 2)
     oomprobe_itself.kill(sent)
     with pytest.raises(ChildDiedError) if status is None else nullcontext():
         assert oomprobe_itself.result() == status
-    until(lambda: not sleepers(), within_s=10)
+    until(lambda: not running(SECONDS) and not list(tmp_path.iterdir()), within_s=10)
 
 
 def test_a_quoted_error_is_no_pass_by_seconds():
@@ -247,9 +246,12 @@ def test_srun_is_given_time(tmp_path):
     assert time.monotonic() - began_s < 15
 
 
-def test_a_killed_keeper_is_noticed():
+def test_a_killed_keeper_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
     with pytest.raises(oomprobe.UnreliableError, match="its keeper was killed"):
         check(shell(f"kill -9 $PPID; sleep {SECONDS}"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_flood_of_output_is_read():

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGKILL while a command runs: its output, and that no process is left."""
+"""Ctrl-C, SIGTERM, SIGKILL and a closed terminal while a command runs: its output, and that no process is left."""
 
 import contextlib
 import fcntl
@@ -67,11 +67,16 @@ class Terminal:
         until(lambda: (self.shows(""), self.process.poll())[1] is not None)
         return self.process.returncode
 
+    def hang_up(self):
+        os.close(self._ours)
+        self._ours = None
+
     def close(self):
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        os.close(self._ours)
+        if self._ours is not None:
+            self.hang_up()
 
 
 @pytest.fixture
@@ -119,12 +124,14 @@ def asleep(process):
         assert lines[-1], lines
 
 
+# The command, the process that forks workers, one of these, its child for a trial, and the keepers of the two before.
+PROCESSES = 6
+
+
 def test_ctrl_c_at_a_terminal(command, mark):
     terminal = command(terminal=True)
     until(lambda: terminal.shows("asleep"))
-    assert (
-        len(marked(mark)) == 4
-    )  # the command, the process that forks workers, one of these, and its child
+    assert len(marked(mark)) == PROCESSES
     terminal.type(b"\x03")
     assert terminal.exit_code() == 130
     assert "interrupted" in terminal.shown
@@ -135,6 +142,14 @@ def test_ctrl_c_at_a_terminal(command, mark):
         ["2", "grow", "fits"],
     ]
     assert "Traceback" not in terminal.shown
+    until(lambda: not marked(mark), within_s=5)
+
+
+def test_a_closed_terminal(command, mark):
+    terminal = command(terminal=True)
+    until(lambda: terminal.shows("asleep"))
+    terminal.hang_up()
+    assert terminal.process.wait(PATIENCE_S) == 143
     until(lambda: not marked(mark), within_s=5)
 
 
@@ -153,7 +168,7 @@ def test_sigterm(command, mark):
 def test_sigkill_ends_the_workers_too(command, mark):
     process = command(terminal=False)
     asleep(process)
-    assert len(marked(mark)) == 4
+    assert len(marked(mark)) == PROCESSES
     process.kill()
     process.wait()
     until(lambda: not marked(mark), within_s=10)

@@ -11,7 +11,7 @@ from oomprobe.runners.workers.template import Template
 
 
 def fork(variables=None, label="", patience=PATIENCE):
-    """Start a worker as `Process.spawned` does, but by forking this process; processes that it starts have no mark."""
+    """Start a worker as `Process.spawned` does, but by forking this process, without a keeper."""
 
     def serve(wire):
         os.environ.update(variables or {})

@@ -184,7 +184,7 @@ def listened(act, *, within_s=None, stuck_s=None, after_s=0.0, **waits):
     deadline_s = None if within_s is None else began_s + within_s
     answer = asked(child, None, patience, deadline_s=deadline_s, stuck_s=stuck_s)
     assert time.monotonic() - began_s < PROMPT_S
-    assert is_gone(child.pid) or not isinstance(answer, ExitStatus)
+    assert is_gone(child.session) or not isinstance(answer, ExitStatus)
     return answer
 
 
@@ -198,7 +198,7 @@ def left_behind(end):
     """Return whether descendants ran, whether all have ended with the child, and whether another process is spared."""
     other, child = sleeper(), Process.forked(starts_three)
     pids = asked(child, None).text
-    ran = not any(map(is_gone, [child.pid, *pids]))
+    ran = not any(map(is_gone, [child.session, *pids]))
     if end == "death":
         asked(child, "die")
     else:
@@ -206,7 +206,7 @@ def left_behind(end):
     spared = not is_gone(other)
     os.kill(other, signal.SIGKILL)
     until_s = time.monotonic() + PROMPT_S
-    while not (ended := all(map(is_gone, [child.pid, *pids]))) and time.monotonic() < until_s:
+    while not (ended := all(map(is_gone, [child.session, *pids]))) and time.monotonic() < until_s:
         time.sleep(0.01)
     return ran, ended, spared
 

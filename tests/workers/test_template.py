@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import is_gone, open_files, until
+from processes import children, is_gone, open_files, until
 
 from oomprobe.records.axis import NO_AXIS
 from oomprobe.records.options import Options
@@ -64,9 +64,10 @@ def test_workers_begin_as_new_interpreters_do(target):
         crew.end()
     source.template.end()
     assert open_files() == files
-    for pid, parent, session, *_, in_bad_fork in notes():
-        assert (parent, session, in_bad_fork) == (str(os.getpid()), pid, "False")
+    for pid, keeper, session, *_, in_bad_fork in notes():
+        assert (session, in_bad_fork) == (keeper, "False")
         assert is_gone(int(pid))
+        assert is_gone(int(keeper))
     for drawn in [*zip(*notes(), strict=True)][3:6]:
         assert len({*drawn}) == 3
 
@@ -86,7 +87,6 @@ FORKS_AN_ORPHAN = """
 
 
 def test_a_worker_is_ended_with_all_that_it_started_and_no_other(target, tmp_path):
-    """A fork in a session of its own is known by its worker's mark, and another worker's has another mark."""
     orphans = tmp_path / "orphans"
     forking = textwrap.indent(
         textwrap.dedent(FORKS_AN_ORPHAN.format(orphans=str(orphans))), " " * 16
@@ -100,7 +100,10 @@ def test_a_worker_is_ended_with_all_that_it_started_and_no_other(target, tmp_pat
         assert isinstance(answer, Ready)
     until(lambda: orphans.exists() and orphans.read_text().count("\n") == 2)
     orphan_of = dict(map(int, line.split()) for line in orphans.read_text().splitlines())
-    first, second = (orphan_of[crew.processes[0].pid] for crew in crews)
+    first, second = (
+        next(orphan for worker, orphan in orphan_of.items() if worker in children(session))
+        for session in (crew.processes[0].session for crew in crews)
+    )
     crews[0].end()
     until(lambda: is_gone(first))
     assert not is_gone(second)
@@ -115,8 +118,7 @@ def test_a_template_until_the_environment_has_changed_and_until_it_has_died(monk
         one.wait(time.monotonic() + 60)
         assert one.refusal == ""
     worker = template.process(PATIENCE)
-    os.kill(worker.pid, signal.SIGSEGV)
-    until(lambda: is_gone(worker.pid))
+    os.kill(*until(lambda: children(worker.session)), signal.SIGSEGV)
     status = until(lambda: worker.poll())
     assert isinstance(status, ExitStatus)
     assert status.signal == signal.SIGSEGV
@@ -128,7 +130,8 @@ def test_a_template_until_the_environment_has_changed_and_until_it_has_died(monk
     changing.end()
     monkeypatch.undo()
 
-    os.kill(template._pid, signal.SIGKILL)
+    for keeper in children():
+        os.kill(*children(keeper), signal.SIGKILL)
     worker = template.process(PATIENCE)
     assert "has ended" in template.how
     assert worker.poll() is None

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux, processes
+from oomprobe.runners import keeper
 from oomprobe.runners.command.files import TrialFiles
 from oomprobe.runners.command.output import Output
 from oomprobe.runners.command.reports import RunReports
@@ -25,6 +26,7 @@ from oomprobe.runners.command.reports import RunReports
 HERE = Path(__file__).parent
 BATCH, DIR = "{batch}", "{dir}"
 BATCH_VARIABLE = "OOMPROBE_BATCH"
+GRACE_S = 2.0  # between SIGTERM and SIGKILL
 ENDING_S = 60.0  # longer than a keeper takes
 # Trials must not appear among a team's experiments. Hydra shows whole tracebacks only on request.
 OFFLINE = {
@@ -85,10 +87,10 @@ class Run:
         self._pipe, writing = os.pipe()
         os.set_blocking(self._pipe, False)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        keeper = [sys.executable, "-I", "-S", str(HERE / "keeper.py"), str(theirs.fileno()), *words]
+        keeping = [str(theirs.fileno()), str(GRACE_S), str(self.folder)]
         try:
             self._keeper = subprocess.Popen(
-                keeper,
+                [sys.executable, "-I", "-S", keeper.__file__, *keeping, *words],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=writing,
@@ -138,7 +140,7 @@ class Run:
             said = self._wire.recv(4096).decode(errors="replace")
             if not said[:1].isdigit():
                 raise UnreliableError(f"the command {said or 'was lost: its keeper was killed'}")
-            status, self.left_running = map(int, said.split())
+            status, self.left_running, _ = map(int, said.split())
             self.status = os.waitstatus_to_exitcode(status)
         self._read_output()
         self.output.close()
@@ -163,4 +165,4 @@ class Run:
     def _close(self) -> None:
         self._wire.close()
         os.close(self._pipe)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)  # gone, unless the keeper was killed

@@ -93,7 +93,7 @@ class Crew:
         for rank, message in messages.items():
             self.processes[rank].tell(message)
         idle = {
-            rank: Idle(process.pid, self._patience.cpu_reading_s, stuck_s)
+            rank: Idle(process.session, self._patience.cpu_reading_s, stuck_s)
             for rank, process in self.processes.items()
         }
         agreement = _Agreement([*self.processes.values()], further)

@@ -15,11 +15,9 @@ import socket
 import sys
 import sysconfig
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +26,7 @@ import numpy as np
 import torch
 
 from oomprobe.ground import processes
+from oomprobe.runners import keeper
 from oomprobe.runners.hooks import preload_dynamo
 from oomprobe.runners.workers import worker
 from oomprobe.runners.workers.template import READY
@@ -38,29 +37,35 @@ LOADS_CUDA = "one of the target's imports loads CUDA's driver"
 
 
 def main(descriptor: int, target: str) -> NoReturn:
-    """Import, tell the parent whether forks are as good as new interpreters, and fork one for each mark that it sends.
+    """Import, tell the parent whether forks are as good as new interpreters, and fork one whenever it asks.
 
     If they are not, become the first worker.
     """
     sys.argv = [""]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent, link = os.getppid(), socket.socket(fileno=descriptor)
+    link = socket.socket(fileno=descriptor)
     refusal = _prepare(target)
     gc.collect()
     gc.freeze()  # so that no fork scans or copies what is there
     with suppress(OSError):
         link.sendall(f"{READY}{refusal}".encode())
         while True:
-            mark, descriptors, _, _ = socket.recv_fds(link, 2**10, 2)
-            if not mark:
+            asked, given, _, _ = socket.recv_fds(link, 2**10, 3)
+            if not asked:
                 break
-            serve = partial(_serve, link, mark.decode(), *descriptors)
+            wire, stderr, keepers = given
             if refusal:
                 link.sendall(str(os.getpid()).encode())
-                serve()
-            pid = _fork_orphan(parent, serve)
-            for of_worker in descriptors:
-                os.close(of_worker)
+                link.close()
+                os.close(keepers)
+                _serve(wire, stderr)
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel waits for the keepers
+            pid = processes.fork()
+            if not pid:
+                link.close()
+                _keep_worker(wire, stderr, keepers)
+            for descriptor in given:
+                os.close(descriptor)
             link.sendall(str(pid).encode())
     os._exit(0)
 
@@ -127,39 +132,25 @@ def _is_installed(name: str) -> bool:
     return spec is not None and any(str(spec.origin).startswith(folder) for folder in folders)
 
 
-def _fork_orphan(parent: int, serve: Callable[[], NoReturn]) -> int:
-    """Fork a worker whose parent will be this process's own, which adopts orphans; return its pid once it has."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # from Python 3.12 on, about numpy's threads
-        between = os.fork()
-        if not between:
-            _fork_worker(parent, writing, serve)
-    os.waitpid(between, 0)
-    os.close(writing)
-    with open(reading) as pipe:
-        return int(pipe.read())
+def _keep_worker(wire: int, stderr: int, keepers: int) -> NoReturn:
+    """Be the keeper of a worker that is forked from here."""
 
+    def start() -> int:
+        pid = processes.fork()
+        if not pid:
+            os.close(keepers)
+            keeper.begin()
+            for generator in (random, np.random, torch.default_generator):
+                generator.seed()  # by the system, as in a new interpreter
+            _serve(wire, stderr)
+        return pid
 
-def _fork_worker(parent: int, writing: int, serve: Callable[[], NoReturn]) -> NoReturn:
-    """In the process between: fork, tell the pid, and end."""
-    between, pid = os.getpid(), os.fork()
-    if pid:
-        os.write(writing, str(pid).encode())
-        os._exit(0)
-    os.close(writing)
-    while os.getppid() == between:
-        time.sleep(0.001)
     os.setsid()
-    processes.die_with_parent(parent)
-    for generator in (random, np.random, torch.default_generator):
-        generator.seed()  # by the system, as in a new interpreter
-    serve()
+    keeper.keep(keepers, start)
+    os._exit(0)
 
 
-def _serve(link: socket.socket, mark: str, wire: int, stderr: int) -> NoReturn:
+def _serve(wire: int, stderr: int) -> NoReturn:
     """Be a worker."""
-    link.close()
-    processes.mark_as(mark)
     os.dup2(stderr, 2)
     worker.main(wire)

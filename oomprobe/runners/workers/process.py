@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import secrets
+import select
 import signal
+import socket
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -21,6 +22,7 @@ from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux, processes
 from oomprobe.ground.waiting import Held
 from oomprobe.records.patience import PATIENCE, Patience
+from oomprobe.runners import keeper
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.messages import Message, receive, send
 
@@ -30,24 +32,109 @@ NO_FORK = (
     "no process could be started for a trial ({error}): the machine or its cgroup has run out of memory or processes. "
     "Free some, or state a smaller budget, such as device='cpu:1GiB'"
 )
-_COMMAND = (
-    f"import sys; sys.path[:] = {{path!r}}; from {processes.__name__} import die_with_parent; "
-    f"die_with_parent({{parent}}); from {__package__} import {{module}}; {{call}}"
-)
+_COMMAND = "import sys; sys.path[:] = {path!r}; from {package} import {module}; {call}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process has ended."""
+
+    status: int  # of wait(2)
+    peak_kib: int  # resident
+
+
+class Child:
+    """A child that was forked from this process. It leads a session of its own, which ends with it."""
+
+    def __init__(self, pid: int) -> None:
+        self.session = pid
+
+    def has_ended(self) -> bool:
+        """Return whether it has ended; it stays a zombie, so that its pid is not reused."""
+        return os.waitid(os.P_PID, self.session, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        with suppress(OSError):
+            os.kill(self.session, signal.SIGTERM)
+
+    def end(self) -> Ended:
+        """Kill it, and its session."""
+        processes.kill_started(self.session)
+        _, status, used = os.wait4(self.session, 0)
+        return Ended(status, used.ru_maxrss)
+
+
+class Kept:
+    """A process that is the child of a keeper, which leads its session. `wire` is this end of the keeper's wire."""
+
+    def __init__(self, keeper: int, wire: socket.socket) -> None:
+        self.session, self._wire = keeper, wire
+
+    @classmethod
+    def program(
+        cls, module: str, call: str, variables: Mapping[str, str], stderr: int | None = None
+    ) -> Kept:
+        """Start a new interpreter that calls a function of a module of this package; `variables` join its environment."""
+        path = [entry for entry in sys.path if isinstance(entry, str)]  # import ignores all others
+        options = [part for option in sys.warnoptions for part in ("-W", option)]
+        code = _COMMAND.format(path=path, package=__package__, module=module, call=call)
+        actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+        ]
+        if stderr is not None:
+            actions.append((os.POSIX_SPAWN_DUP2, stderr, 2))
+        environment = {**os.environ, **variables, processes.MARK: "1"}
+        wire, theirs = socket.socketpair()
+        with theirs:
+            os.set_inheritable(theirs.fileno(), True)
+            keeping = ["-I", "-S", keeper.__file__, str(theirs.fileno()), "0", ""]
+            words = [sys.executable, *keeping, sys.executable, *options, "-c", code]
+            try:
+                pid = os.posix_spawn(
+                    sys.executable, words, environment, file_actions=actions, setsid=True
+                )
+            except OSError:
+                wire.close()
+                raise
+        return cls(pid, wire)
+
+    def has_ended(self) -> bool:
+        """Return whether it has ended, or its keeper."""
+        return bool(select.select([self._wire], [], [], 0)[0])
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        with suppress(OSError):
+            self._wire.send(b"t")
+
+    def end(self) -> Ended:
+        """End it, and all that it has started."""
+        said = b""
+        with self._wire, suppress(OSError):
+            self._wire.shutdown(socket.SHUT_WR)
+            while more := self._wire.recv(2**10):
+                said += more
+        with suppress(ChildProcessError):  # of a forked keeper, this process is not the parent
+            os.waitpid(self.session, 0)
+        if not said[:1].isdigit():  # the keeper was killed, and the kernel has killed its child
+            processes.kill_started(self.session)
+            return Ended(signal.SIGKILL, 0)
+        status, _, peak_kib = map(int, said.split())
+        return Ended(status, peak_kib)
 
 
 class Process:
-    """A process that runs trials and leads its own session. `label` precedes each line of its stderr that is passed on."""
+    """A process that runs trials. `label` precedes each line of its stderr that is passed on."""
 
     def __init__(
         self,
-        start: Callable[[Connection, int], int],
-        mark: str = "",
+        start: Callable[[Connection, int], Child | Kept],
         label: str = "",
         patience: Patience = PATIENCE,
     ) -> None:
-        """Start the process: `start` gets its end of the wire and the descriptor for its stderr, and returns its pid."""
-        self._oom_kills, self._mark, self._label = linux.OomKills(), mark, label.encode()
+        """Start the process: `start` gets its end of the wire and the descriptor for its stderr."""
+        self._oom_kills, self._label = linux.OomKills(), label.encode()
         self._patience = patience
         self._stderr_tail = self._unfinished = b""
         self._wire, theirs = Pipe()
@@ -55,7 +142,7 @@ class Process:
         os.set_blocking(self._stderr, False)
         processes.flush()
         try:
-            self.pid = start(theirs, writing)
+            self._child = start(theirs, writing)
         except OSError as error:
             self._close()
             raise UnreliableError(NO_FORK.format(error=error)) from error
@@ -68,14 +155,11 @@ class Process:
         """Fork this process, and run `serve` in the child."""
         parent = os.getpid()
 
-        def start(wire: Connection, stderr: int) -> int:
-            with warnings.catch_warnings():
-                # Python 3.12 warns if there are threads, and libraries start some. `Crew.ask` notices a child that waits for one.
-                warnings.simplefilter("ignore")
-                pid = os.fork()
+        def start(wire: Connection, stderr: int) -> Child:
+            pid = processes.fork()  # `Crew.ask` notices a child that waits for a thread
             if not pid:
                 _live(parent, stderr, lambda: serve(wire))
-            return pid
+            return Child(pid)
 
         return cls(start, patience=patience)
 
@@ -87,9 +171,12 @@ class Process:
         patience: Patience = PATIENCE,
     ) -> Process:
         """Start a worker, a separate program, and return while it is still importing torch; `variables` join its environment."""
-        mark = secrets.token_hex(8)
+        return cls(partial(start_worker, variables=variables or {}), label, patience)
 
-        return cls(partial(start_worker, mark, variables=variables), mark, label, patience)
+    @property
+    def session(self) -> int:
+        """Its session, in which it starts processes unless they make one of their own."""
+        return self._child.session
 
     def tell(self, message: Message) -> None:
         """Send a message; if the process is gone, `poll` reports it."""
@@ -103,9 +190,7 @@ class Process:
 
     def poll(self) -> Message | ExitStatus | None:
         """Return the next message, or the exit status if the process has ended, or None if there is nothing yet."""
-        has_ended = processes.has_ended(
-            self.pid
-        )  # checked first: a message sent before the end still counts
+        has_ended = self._child.has_ended()  # first: a message sent before the end still counts
         self._read_stderr(pass_on=True)
         if self._wire.poll():
             return receive(self._wire) or self.end(hung_up=True)
@@ -128,8 +213,7 @@ class Process:
 
     def terminate(self) -> None:
         """Ask the process to end; faulthandler then writes where it hangs."""
-        with suppress(OSError):
-            os.kill(self.pid, signal.SIGTERM)
+        self._child.terminate()
 
     def end(
         self, why: str | None = None, *, hung_up: bool = False, until_s: float | None = None
@@ -144,20 +228,19 @@ class Process:
                 self.terminate()
             if why is not None or hung_up:
                 until_s += self._patience.ending_s
-        while not processes.has_ended(self.pid) and time.monotonic() < until_s:
+        while not self._child.has_ended() and time.monotonic() < until_s:
             self._read_stderr(pass_on=why is None)
             time.sleep(TICK_S / 5)
-        processes.kill_started(self.pid, self._mark)
-        _, status, used = os.wait4(self.pid, 0)
+        ended = self._child.end()
         self._read_stderr(pass_on=why is None)
         oom_kills = int(self._oom_kills)
         self._close()
         return ExitStatus(
-            signal=os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
-            code=os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+            signal=os.WTERMSIG(ended.status) if os.WIFSIGNALED(ended.status) else None,
+            code=os.WEXITSTATUS(ended.status) if os.WIFEXITED(ended.status) else None,
             why=why,
             stderr=self._stderr_tail.decode(errors="replace").strip(),
-            peak_resident_bytes=used.ru_maxrss * 1024,
+            peak_resident_bytes=ended.peak_kib * 1024,
             oom_kills=oom_kills,
         )
 
@@ -200,39 +283,16 @@ def begin() -> None:
     """Prepare a process for trials: it dumps its stack when it is terminated or crashes, and leaves Ctrl-C to its parent."""
     processes.prefer_to_be_killed()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     faulthandler.enable(file=2)
     faulthandler.register(signal.SIGTERM, file=2, chain=True)
 
 
-def start_program(
-    module: str, call: str, variables: Mapping[str, str], stderr: int | None = None
-) -> int:
-    """Start a new interpreter that calls a function of a module of this package, and return its pid; `variables` join its environment."""
-    path = [entry for entry in sys.path if isinstance(entry, str)]  # import ignores all others
-    options = [part for option in sys.warnoptions for part in ("-W", option)]
-    command = _COMMAND.format(parent=os.getpid(), path=path, module=module, call=call)
-    actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = [
-        (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
-    ]
-    if stderr is not None:
-        actions.append((os.POSIX_SPAWN_DUP2, stderr, 2))
-    environment = {**os.environ, **variables}
-    arguments = [sys.executable, *options, "-c", command]
-    return os.posix_spawn(sys.executable, arguments, environment, file_actions=actions, setsid=True)
-
-
-def start_worker(
-    mark: str, wire: Connection, stderr: int, variables: Mapping[str, str] | None = None
-) -> int:
-    """Start a worker as a new interpreter, and return its pid."""
+def start_worker(wire: Connection, stderr: int, variables: Mapping[str, str]) -> Kept:
+    """Start a worker as a new interpreter."""
     os.set_inheritable(wire.fileno(), True)
-    return start_program(
-        "worker",
-        f"worker.main({wire.fileno()})",
-        {**(variables or {}), processes.MARK: mark},
-        stderr,
-    )
+    return Kept.program("worker", f"worker.main({wire.fileno()})", variables, stderr)
 
 
 def _live(parent: int, stderr: int, serve: Callable[[], None]) -> NoReturn:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import secrets
-import signal
 import socket
 import sys
 import time
 from multiprocessing.connection import Connection
 
-from oomprobe.ground import processes
 from oomprobe.records.patience import Patience
-from oomprobe.runners.workers.process import Process, start_program, start_worker
+from oomprobe.runners.workers.process import Kept, Process, start_worker
 
 FORKING_S = 10.0  # for a fork, which takes milliseconds
 READY = "ready "  # its first message, before the refusal, if there is one
@@ -37,9 +34,9 @@ class Template:
             os.set_inheritable(theirs.fileno(), True)
             call = f"forking.main({theirs.fileno()}, {target!r})"
             try:
-                self._pid = start_program("forking", call, {processes.MARK: secrets.token_hex(8)})
+                self._kept: Kept | None = Kept.program("forking", call, {})
             except OSError:  # starting a worker will say why
-                self._pid, self.refusal = 0, ENDED
+                self._kept, self.refusal = None, ENDED
 
     @classmethod
     def of(cls, target: str) -> Template | None:
@@ -66,44 +63,47 @@ class Template:
 
     def process(self, patience: Patience) -> Process:
         """Fork a worker, or start one, and return it while it waits for its task."""
-        mark = secrets.token_hex(8)
 
-        def start(wire: Connection, stderr: int) -> int:
-            return self._forked(mark, wire, stderr) or start_worker(mark, wire, stderr)
+        def start(wire: Connection, stderr: int) -> Kept:
+            return self._forked(wire, stderr) or start_worker(wire, stderr, {})
 
-        return Process(start, mark, patience=patience)
+        return Process(start, patience=patience)
 
-    def _forked(self, mark: str, wire: Connection, stderr: int) -> int:
-        """Fork a worker, and return its pid; 0 if that cannot be. A process that must not be forked becomes the first worker."""
-        if not self._pid:
-            return 0
+    def _forked(self, wire: Connection, stderr: int) -> Kept | None:
+        """Fork a worker and its keeper; None if that cannot be. A process that must not be forked becomes the first worker."""
+        if self._kept is None:
+            return None
         if self._surroundings != _surroundings():
             self._end(SURROUNDINGS_CHANGED)
-            return 0
+            return None
         self._link.settimeout(FORKING_S)
+        ours, keepers = socket.socketpair()
         try:
-            with processes.adopting_orphans():
-                socket.send_fds(self._link, [mark.encode()], [wire.fileno(), stderr])
-                pid = int(self._link.recv(2**10))
+            with keepers:
+                given = [wire.fileno(), stderr, keepers.fileno()]
+                socket.send_fds(self._link, [b"fork"], given)
+            keeper = int(self._link.recv(2**10))
         except (OSError, ValueError):
+            ours.close()
             self._end(ENDED)
-            return 0
-        if self.refusal:
-            self._link.close()
-            self._pid = 0
-        return pid
+            return None
+        if not self.refusal:
+            return Kept(keeper, ours)
+        ours.close()
+        self._link.close()
+        worker, self._kept = self._kept, None
+        return worker
 
     def _end(self, refusal: str) -> None:
         self.refusal = refusal
         self.end()
 
     def end(self) -> None:
-        """End the process; its forks go on."""
+        """End the process, and all workers that it has forked."""
         self._link.close()
-        if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
-        self._pid = 0
+        if self._kept is not None:
+            self._kept.end()
+        self._kept = None
 
 
 def _surroundings() -> object:
