@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,8 @@ from oomprobe.runners.workers.process import TICK_S, Idle, Process, end_all
 from oomprobe.runners.workers.settling import LATE, STUCK, TIMED_OUT, WAITED, Answer, has_failed
 
 STORE_HOST = "127.0.0.1"
+# From which gloo, NCCL and torch's RPC learn where to listen; otherwise they take the interface of the machine's name.
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 # Others have a patience's time to end a trial that one rank has passed, or this many times as long as that one took.
 LATE_FACTOR = 10.0
 
@@ -59,8 +62,15 @@ class Crew:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         # Torch keeps the keys of an earlier group in a store (2.14 adds no prefix), so each crew has one of its own.
+        # Given a port, torch would listen on all addresses of this machine.
+        listening = socket.create_server((STORE_HOST, 0))
         store = TCPStore(
-            STORE_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+            STORE_HOST,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=30),
+            master_listen_fd=listening.detach(),
         )
         crew = cls({}, store, patience)
         try:
@@ -175,7 +185,7 @@ class _Agreement:
 
 
 def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank, and that tell it where the store is.
+    """Return the variables that torchrun sets for a rank, that tell it where the store is, and that keep groups on this machine.
 
     Examples:
         >>> values = variables(1, 8, 29500)
@@ -199,6 +209,8 @@ def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_RUN_ID": "oomprobe",
     }
-    if ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
-        values["OMP_NUM_THREADS"] = 1
+    defaults: dict[str, object] = dict.fromkeys(INTERFACES, "lo")
+    if ranks > 1:
+        defaults["OMP_NUM_THREADS"] = 1
+    values |= {name: value for name, value in defaults.items() if name not in os.environ}
     return {name: str(value) for name, value in values.items()}
