@@ -676,8 +676,9 @@ def explain(error: BaseException, *, required: bool) -> int:
 
 
 def tell(*lines: str) -> None:
-    """Write lines to stderr."""
-    write(sys.stderr, "\n".join(lines) + "\n")
+    """Write lines to stderr; to nobody if its terminal has been closed."""
+    with contextlib.suppress(OSError):
+        write(sys.stderr, "\n".join(lines) + "\n")
 
 
 def write(stream: IO[str] | None, text: str) -> None:

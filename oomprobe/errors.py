@@ -200,7 +200,7 @@ EXIT_STATUSES = {
     "       when other processes took memory)",
     UNFORESEEN: "internal error",
     INTERRUPTED: "interrupted (Ctrl-C)",
-    int(EXIT_TERMINATED): "terminated (SIGTERM)",
+    int(EXIT_TERMINATED): "terminated (SIGTERM, or SIGHUP of a closed terminal)",
 }
 
 

@@ -23,11 +23,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+
+
 def _process_settings():
     return {
         "RLIMIT_AS": resource.getrlimit(resource.RLIMIT_AS),
         "RLIMIT_DATA": resource.getrlimit(resource.RLIMIT_DATA),
-        "handlers": [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
+        "handlers": [signal.getsignal(number) for number in HANDLED],
         "timer": signal.getitimer(signal.ITIMER_REAL)[0],
         "optimizer hooks": (
             len(torch_optimizer._global_optimizer_pre_hooks),

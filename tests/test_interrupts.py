@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and time limits interrupt the step of a probe, but never the code that restores state."""
+"""Ctrl-C, SIGTERM, SIGHUP and time limits interrupt the step of a probe, but never the code that restores state."""
 
 import contextlib
 import os
@@ -150,6 +150,7 @@ CTRL_C, SIGTERM = ["KeyboardInterrupt()"], ["SystemExit(143)"]
     [
         (sleeps, {"in step": INT, "cleaning": INT}, [], CTRL_C),
         (sleeps, {"in step": TERM}, [], SIGTERM),
+        (sleeps, {"in step": signal.SIGHUP}, [], SIGTERM),
         (
             cleans_up,
             {"in step": INT, "step cleaning": INT},
@@ -158,7 +159,7 @@ CTRL_C, SIGTERM = ["KeyboardInterrupt()"], ["SystemExit(143)"]
         ),
         (works, {"cleaning": INT}, ["step over"], CTRL_C),
     ],
-    ids=["twice", "SIGTERM", "in the step's own clean-up", "while state is restored"],
+    ids=["twice", "SIGTERM", "SIGHUP", "in the step's own clean-up", "while state is restored"],
 )
 def test_a_signal_interrupts_the_step_but_not_restoring(act, sent, cleaned, ended):
     process = Started(act)
@@ -178,9 +179,16 @@ def ignored(say):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-@pytest.mark.parametrize(("prepare", "heard"), [(own_handler, ["handled 15"]), (ignored, [])])
-def test_the_users_own_signal_handler_stays(prepare, heard):
-    said, status = Started(works, prepare).hear("in step").send(signal.SIGTERM).end()
+def under_nohup(say):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "sent", "heard"),
+    [(own_handler, TERM, ["handled 15"]), (ignored, TERM, []), (under_nohup, signal.SIGHUP, [])],
+)
+def test_the_users_own_signal_handler_stays(prepare, sent, heard):
+    said, status = Started(works, prepare).hear("in step").send(sent).end()
     assert status == 0
     assert said[: 2 + len(heard)] == ["in step", *heard, "step over"]
     assert said[-1] == "answer 1"

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and time limits: they interrupt the step, never the code that cleans up after it."""
+"""Ctrl-C, SIGTERM, SIGHUP and time limits: they interrupt the step, never the code that cleans up after it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from oomprobe.errors import EXIT_TERMINATED, TimeUp
 from oomprobe.ground.frames import interrupts_library
 
 ALARM: int | None = getattr(signal, "SIGALRM", None)  # Windows has none
+# Which end a probe: SIGHUP comes when its terminal is closed. Windows has none.
+ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 LONGEST_TIMER_S = 10**8  # three years; the kernel rejects timers of about 300
 
 
 class Interrupts:
     """Delivers signals only while a step runs, here or in another process, and deferred ones afterwards.
 
-    Unless the user handles SIGTERM, it becomes ``SystemExit`` so that ``finally`` blocks run. Outside the main thread
+    Unless the user handles or ignores SIGTERM or SIGHUP, it becomes ``SystemExit`` so that ``finally`` blocks run. Outside the main thread
     Python allows no handlers, and the user may be using the process's only timer; in both cases time limits are checked
     only after each call of the step.
     """
@@ -32,7 +34,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, *ENDING):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._receive)
             if ALARM is not None and _is_free(ALARM):
@@ -107,7 +109,7 @@ class Interrupts:
         before = self._before[number]
         if callable(before):
             before(number, frame)
-        elif number == signal.SIGTERM:
+        elif number in ENDING:
             raise SystemExit(EXIT_TERMINATED)
         else:
             raise KeyboardInterrupt
