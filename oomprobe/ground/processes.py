@@ -1,4 +1,4 @@
-"""Linux process control: forking, dying with the parent, processor time of a session, and killing what a keeper cannot."""
+"""Linux process control: forks, processor time of a session, and killing what has no keeper."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def cpu_s(session: int) -> float:
 
 
 def kill_started(leader: int, mark: str = "") -> None:
-    """Kill a process, its session, and all processes with its mark: what has no keeper, or lost it."""
+    """Kill a process that has no keeper any more, its session, and all that carry its mark."""
     until_s = time.monotonic() + _REAP_S
     while (living := list(_started(leader, mark))) and time.monotonic() < until_s:
         for pid in living:

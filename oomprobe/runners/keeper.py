@@ -1,12 +1,14 @@
-"""Start a process, and leave nothing of it: ``python keeper.py FD GRACE_S FOLDER COMMAND ...``; FD is one end of a socketpair.
+"""Start a process, and leave nothing of it: ``python keeper.py FD GRACE_S FOLDER COMMAND ...``.
 
-The keeper is the subreaper (prctl(2)) of all that the process starts, so daemons, processes in other sessions and those with
-an emptied environment become its children. When the other end of FD closes, also because oomprobe was killed, or when the
-process has ended, it terminates, then kills everything below it, and removes FOLDER once the other end has closed. It writes
-to FD how the process has ended, and a byte from there terminates the process.
+The keeper is the subreaper (prctl(2)) of all that the process starts, so daemons, processes in
+other sessions and those with an emptied environment become its children. FD is one end of a
+socketpair. When its other end closes, also because oomprobe was killed, or when the process has
+ended, the keeper terminates, then kills everything below it. It writes to FD how the process has
+ended, how many processes that has left, and its peak of memory. A byte from FD terminates the
+process. Once the other end has closed, the keeper removes FOLDER.
 
-It is a program of its own, without torch and oomprobe: its memory must be small, and the caller's process no subreaper.
-Workers are forked together with a keeper, which costs no new interpreter.
+It is a program of its own, without torch and oomprobe: its memory must be small, and the caller's
+process no subreaper. Workers are forked together with a keeper, which costs no new interpreter.
 """
 
 import ctypes
@@ -22,8 +24,8 @@ from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 TICK_S = 0.02
-# These have processes on other machines, which they end when they are terminated, but not when they are killed. Slurm itself
-# waits 30 s (KillWait in slurm.conf).
+# These have processes on other machines, which they end when they are terminated, but not when they
+# are killed. Slurm itself waits 30 s (KillWait in slurm.conf).
 REMOTE_LAUNCHERS, REMOTE_GRACE_S = (
     {"srun", "mpirun", "mpiexec", "orterun", "prterun", "mpiexec.hydra"},
     40.0,
@@ -45,7 +47,7 @@ def main(wire: int, grace_s: float, folder: str, words: list[str]) -> int:
     try:
         keep(wire, start, grace_s)
     except OSError as error:
-        os.write(wire, f"cannot be started: {error}".encode())
+        say(wire, f"cannot be started: {error}")
     if folder:
         while heard(wire):
             pass
@@ -54,7 +56,7 @@ def main(wire: int, grace_s: float, folder: str, words: list[str]) -> int:
 
 
 def begin() -> None:
-    """Begin the process that is kept, before it runs anything: in a group of its own, in the keeper's session."""
+    """Begin the process that is kept: in a group of its own, in the keeper's session."""
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
     for number in (*IGNORED, signal.SIGCHLD):
@@ -65,7 +67,10 @@ def begin() -> None:
 
 
 def keep(wire: int, start: Callable[[], int], grace_s: float = 0.0) -> None:
-    """Keep the process that `start` starts, whose pid it returns, until it or the wire ends; then end all below this process."""
+    """Keep a process until it or the wire ends, then end all that is left of it.
+
+    `start` starts it, and returns its pid.
+    """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
@@ -79,18 +84,22 @@ def keep(wire: int, start: Callable[[], int], grace_s: float = 0.0) -> None:
         if descriptor > 2 and descriptor not in (wire, waking, woken):
             with suppress(OSError):  # the one that listed them is closed already
                 os.close(descriptor)
-    ended: dict[int, tuple[int, int]] = {}
+    ended: dict[int, tuple[int, int]] = {}  # wait status and peak in KiB by pid
     while kept not in ended:
         if wire in wait(waking, wire):
             if not heard(wire):
                 break
             os.kill(kept, signal.SIGTERM)
-        ended = reap() or {}
+        reap(ended)
+    left = 0
+    if kept in ended:
+        left = len(processes_below())
     else:
+        end_all(waking, grace_s, ended)
+    if kept in ended:
         status, peak_kib = ended[kept]
-        with suppress(OSError):  # oomprobe may have been killed at this moment
-            os.write(wire, b"%d %d %d" % (status, len(processes_below()), peak_kib))
-    end_all(waking, grace_s)
+        say(wire, f"{status} {left} {peak_kib}")
+    end_all(waking, grace_s, ended)
 
 
 def wait(waking: int, *wires: int, at_most_s: float | None = None) -> list[int]:
@@ -99,6 +108,12 @@ def wait(waking: int, *wires: int, at_most_s: float | None = None) -> list[int]:
     if waking in ready:
         os.read(waking, 2**12)
     return ready
+
+
+def say(wire: int, words: str) -> None:
+    """Write to the other end of the wire, unless it has closed."""
+    with suppress(OSError):
+        os.write(wire, words.encode())
 
 
 def heard(wire: int) -> bytes:
@@ -128,26 +143,25 @@ def processes_below() -> dict[int, str]:
     return living
 
 
-def reap() -> dict[int, tuple[int, int]] | None:
-    """Return the wait status and the peak in KiB of children that have ended, by pid; None if no children are left."""
-    ended: dict[int, tuple[int, int]] = {}
-    try:
+def reap(ended: dict[int, tuple[int, int]]) -> bool:
+    """Add the children that have ended; return whether others are left."""
+    with suppress(ChildProcessError):
         while True:
             pid, status, used = os.wait4(-1, os.WNOHANG)
             if not pid:
-                return ended
+                return True
             ended[pid] = status, used.ru_maxrss
-    except ChildProcessError:
-        return ended or None
+    return False
 
 
-def end_all(waking: int, grace_s: float) -> None:
+def end_all(waking: int, grace_s: float, ended: dict[int, tuple[int, int]]) -> None:
     """Terminate all descendants, then kill all which do not end, and all which appear meanwhile.
 
-    A process whose main thread has ended may still hold memory, so wait until the system has let go of every child.
+    A process whose main thread has ended may still hold memory, so wait until the system has let go
+    of every child.
     """
     begun_s, terminated = time.monotonic(), set()
-    while reap() is not None:
+    while reap(ended):
         waited_s, longest_s = time.monotonic() - begun_s, grace_s
         for pid, name in processes_below().items():
             allowed_s = grace_s

@@ -22,6 +22,7 @@ from oomprobe.verdicts import Link
 from .test_reports import memory, report
 
 KEY_ERROR = Link(classes=("builtins.KeyError",), text="x")
+SITE = Path(oomprobe.__file__).parent / "runners/command/site"
 SECONDS = str(600 + os.getpid() / 1e7)  # that the tests' processes sleep: a mark
 
 
@@ -41,14 +42,18 @@ def check(command, size=8, **options):
 
 def test_what_a_command_is_given(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://the-teams-server")
-    script = f'echo "$0 $1 $2 $OOMPROBE_BATCH" > {tmp_path}/words; env > {tmp_path}/env; touch "$1/x"; test ! -t 0'
+    script = f'echo "$0 $1 $2 $OOMPROBE_BATCH" > {tmp_path}/words; env > {tmp_path}/env; touch "$1/x"; stat -c %a "$1/.." > {tmp_path}/mode; test ! -t 0'
+    before = {**os.environ}
     check(shell(script, "{batch}x{batch}", "{dir}", "lr={batch_size}"))
+    assert os.environ == before
     first, folder, untouched, variable = (tmp_path / "words").read_text().split()
     assert (first, untouched, variable) == ("8x8", "lr={batch_size}", "8")
     assert not Path(folder).parent.exists()
+    assert (tmp_path / "mode").read_text() == "700\n"
     variables = dict(
         line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines() if "=" in line
     )
+    assert variables["PYTHONPATH"].startswith(str(SITE))
     assert variables["WANDB_MODE"] == "offline"
     assert variables["MLFLOW_TRACKING_URI"] == f"file:{folder}"
 

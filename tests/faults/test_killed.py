@@ -78,9 +78,9 @@ def test_nothing_is_left_of_a_killed_probe(probing, mark, kind, sent):
 def test_nothing_is_left_whenever_a_probe_is_killed(probing, mark, kind):
     """At 50 moments of its start, its trials and its end."""
     chosen = random.Random(7)
-    for number in range(25):
+    for _ in range(25):
         process = probing(kind)
-        time.sleep(chosen.uniform(0, 9 if kind == "target" else 4))
+        time.sleep(chosen.uniform(0, 12 if kind == "target" else 6))
         sent = chosen.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
         process.send_signal(sent)
         process.wait(10)

@@ -135,7 +135,7 @@ def test_a_template_until_the_environment_has_changed_and_until_it_has_died(monk
     worker = template.process(PATIENCE)
     assert "has ended" in template.how
     assert worker.poll() is None
-    worker.end()
+    assert worker.end().peak_resident_bytes > 2**20
 
 
 STARTS_A_THREAD = (

@@ -25,7 +25,7 @@ from oomprobe.runners.workers.process import TICK_S, Idle, Process, end_all
 from oomprobe.runners.workers.settling import LATE, STUCK, TIMED_OUT, WAITED, Answer, has_failed
 
 STORE_HOST = "127.0.0.1"
-# From which gloo, NCCL and torch's RPC learn where to listen; otherwise they take the interface of the machine's name.
+# Where gloo, NCCL and torch's RPC listen; otherwise on the interface that has the machine's name.
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 # Others have a patience's time to end a trial that one rank has passed, or this many times as long as that one took.
 LATE_FACTOR = 10.0
@@ -185,7 +185,7 @@ class _Agreement:
 
 
 def variables(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for a rank, that tell it where the store is, and that keep groups on this machine.
+    """Return the variables that torchrun sets for a rank, and those that keep it on this machine.
 
     Examples:
         >>> values = variables(1, 8, 29500)

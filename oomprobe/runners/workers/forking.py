@@ -37,9 +37,9 @@ LOADS_CUDA = "one of the target's imports loads CUDA's driver"
 
 
 def main(descriptor: int, target: str) -> NoReturn:
-    """Import, tell the parent whether forks are as good as new interpreters, and fork one whenever it asks.
+    """Import, and fork a worker whenever the parent asks.
 
-    If they are not, become the first worker.
+    If forks are not as good as new interpreters, tell the parent why, and become the first worker.
     """
     sys.argv = [""]
     signal.signal(signal.SIGINT, signal.SIG_IGN)

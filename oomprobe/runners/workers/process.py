@@ -44,7 +44,7 @@ class Ended:
 
 
 class Child:
-    """A child that was forked from this process. It leads a session of its own, which ends with it."""
+    """A child that was forked from this process, and leads a session that ends with it."""
 
     def __init__(self, pid: int) -> None:
         self.session = pid
@@ -66,7 +66,7 @@ class Child:
 
 
 class Kept:
-    """A process that is the child of a keeper, which leads its session. `wire` is this end of the keeper's wire."""
+    """The child of a keeper, which leads its session. `wire` is this end of the keeper's wire."""
 
     def __init__(self, keeper: int, wire: socket.socket) -> None:
         self.session, self._wire = keeper, wire
@@ -75,7 +75,10 @@ class Kept:
     def program(
         cls, module: str, call: str, variables: Mapping[str, str], stderr: int | None = None
     ) -> Kept:
-        """Start a new interpreter that calls a function of a module of this package; `variables` join its environment."""
+        """Start a new interpreter that calls a function of a module of this package.
+
+        `variables` join its environment.
+        """
         path = [entry for entry in sys.path if isinstance(entry, str)]  # import ignores all others
         options = [part for option in sys.warnoptions for part in ("-W", option)]
         code = _COMMAND.format(path=path, package=__package__, module=module, call=call)

@@ -70,7 +70,10 @@ class Template:
         return Process(start, patience=patience)
 
     def _forked(self, wire: Connection, stderr: int) -> Kept | None:
-        """Fork a worker and its keeper; None if that cannot be. A process that must not be forked becomes the first worker."""
+        """Fork a worker and its keeper; None if that cannot be.
+
+        A process that must not be forked becomes the first worker.
+        """
         if self._kept is None:
             return None
         if self._surroundings != _surroundings():
