@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from processes import children, is_gone, open_files, until
+from processes import children, is_gone, open_files, until, with_all_below
 
 from oomprobe.records.axis import NO_AXIS
 from oomprobe.records.options import Options
-from oomprobe.records.patience import PATIENCE
+from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.forking import STARTS_THREADS, _first_imports
 from oomprobe.runners.workers.messages import Ready
@@ -109,6 +109,39 @@ def test_a_worker_is_ended_with_all_that_it_started_and_no_other(target, tmp_pat
     assert not is_gone(second)
     crews[1].end()
     until(lambda: is_gone(second))
+    source.end()
+
+
+@pytest.mark.parametrize("why", ["timed out", "stuck"])
+def test_a_worker_that_hangs_says_where(target, why):
+    """Though its keeper is in its session, and gets no signal."""
+    name, _ = target(build="import time; time.sleep(60)")
+    patience = Patience(cpu_reading_s=0.2)
+    source = workers(name, "cpu", Options(max_batch=4), NO_AXIS, patience)
+    source.template.wait(time.monotonic() + 60)
+    deadline_s, stuck_s = (time.monotonic() + 3, None) if why == "timed out" else (None, 1.0)
+    [status] = source.start().ask(source.tasks, deadline_s, stuck_s=stuck_s).values()
+    assert (status.why, status.signal) == (why, signal.SIGTERM)
+    assert status.where().startswith("train.py:")
+    source.end()
+
+
+def test_a_killed_keeper_ends_its_worker_and_no_other(target, tmp_path):
+    name, _ = target(build="import subprocess; subprocess.Popen(['sleep', '60'])")
+    source = workers(name, "cpu", Options(max_batch=4), NO_AXIS, PATIENCE)
+    source.template.wait(time.monotonic() + 60)
+    crew, spared = source.start(), source.start()
+    for one in (crew, spared):
+        [answer] = one.ask(source.tasks, None).values()
+        assert isinstance(answer, Ready)
+    below = with_all_below(crew.processes[0].session)
+    assert len(below) == 4  # the keeper, the worker, its child for a trial, and the sleeper
+    os.kill(below[0], signal.SIGKILL)
+    [status] = crew.ask({}, None).values()
+    assert (status.signal, status.why) == (signal.SIGKILL, None)
+    assert all(map(is_gone, below))
+    assert not any(map(is_gone, with_all_below(spared.processes[0].session)))
+    spared.end()
     source.end()
 
 
