@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-MARK = (
-    "OOMPROBE_WORKER"  # environment variable that a worker or a command and its descendants carry
-)
+MARK = "OOMPROBE_WORKER"  # environment variable of workers, commands and their descendants
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _REAP_S = 5.0  # a killed process ends at once, unless it waits in the kernel
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
-TICK_S = 0.02
+TICK_MS = 20
 # These have processes on other machines, which they end when they are terminated, but not when they
 # are killed. Slurm itself waits 30 s (KillWait in slurm.conf).
 REMOTE_LAUNCHERS, REMOTE_GRACE_S = (
@@ -31,7 +31,8 @@ REMOTE_LAUNCHERS, REMOTE_GRACE_S = (
     40.0,
 )
 KILLING_S = 5.0  # a killed process ends at once, unless it waits in the kernel
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # only FD ends the keeper
+# Only FD ends the keeper. By name, because Windows, where this is imported, has no SIGHUP.
+IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 def main(wire: int, grace_s: float, folder: str, words: list[str]) -> int:
@@ -59,8 +60,8 @@ def begin() -> None:
     """Begin the process that is kept: in a group of its own, in the keeper's session."""
     os.setpgid(0, 0)
     signal.set_wakeup_fd(-1)
-    for number in (*IGNORED, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+    for name in (*IGNORED, "SIGCHLD"):
+        signal.signal(signal.Signals[name], signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # if the keeper is killed
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # the system's OOM killer takes it, not the caller
@@ -72,8 +73,8 @@ def keep(wire: int, start: Callable[[], int], grace_s: float = 0.0) -> None:
     `start` starts it, and returns its pid.
     """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    for name in IGNORED:
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
     waking, woken = os.pipe()  # where Python writes a byte when a child has ended
     os.set_blocking(waking, False)
     os.set_blocking(woken, False)
@@ -102,9 +103,12 @@ def keep(wire: int, start: Callable[[], int], grace_s: float = 0.0) -> None:
     end_all(waking, grace_s, ended)
 
 
-def wait(waking: int, *wires: int, at_most_s: float | None = None) -> list[int]:
+def wait(waking: int, *wires: int, at_most_ms: int | None = None) -> list[int]:
     """Wait until a child has ended, or there is something to read; return what to read."""
-    ready, _, _ = select.select([waking, *wires], [], [], at_most_s)
+    poll = select.poll()
+    for descriptor in (waking, *wires):
+        poll.register(descriptor, select.POLLIN)
+    ready = [descriptor for descriptor, _ in poll.poll(at_most_ms)]
     if waking in ready:
         os.read(waking, 2**12)
     return ready
@@ -178,7 +182,7 @@ def end_all(waking: int, grace_s: float, ended: dict[int, tuple[int, int]]) -> N
                 os.kill(pid, number)
         if waited_s > longest_s + KILLING_S:
             return
-        wait(waking, at_most_s=TICK_S)
+        wait(waking, at_most_ms=TICK_MS)
 
 
 if __name__ == "__main__":

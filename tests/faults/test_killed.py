@@ -10,7 +10,7 @@ import tempfile
 import time
 
 import pytest
-from processes import environment, marked, running, until
+from processes import PATIENCE_S, environment, marked, running, until
 
 SECONDS = str(600 + os.getpid() / 1e7)  # that the processes sleep: known by their command line
 TARGET = f"""
@@ -69,8 +69,8 @@ def test_nothing_is_left_of_a_killed_probe(probing, mark, kind, sent):
     process = probing(kind)
     until(lambda: len(running(SECONDS)) >= STARTED_BY[kind])
     process.send_signal(sent)
-    assert process.wait(10) == (-9 if sent == signal.SIGKILL else 143)
-    until(lambda: is_nothing_left(mark), within_s=10)
+    assert process.wait(PATIENCE_S) == (-9 if sent == signal.SIGKILL else 143)
+    until(lambda: is_nothing_left(mark), within_s=20)
 
 
 @pytest.mark.slow
@@ -83,5 +83,5 @@ def test_nothing_is_left_whenever_a_probe_is_killed(probing, mark, kind):
         time.sleep(chosen.uniform(0, 12 if kind == "target" else 6))
         sent = chosen.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
         process.send_signal(sent)
-        process.wait(10)
-        until(lambda: is_nothing_left(mark), within_s=10)
+        process.wait(PATIENCE_S)
+        until(lambda: is_nothing_left(mark), within_s=20)

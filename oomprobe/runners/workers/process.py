@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import select
 import signal
 import socket
 import sys
@@ -15,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import NoReturn
 
 from oomprobe.errors import UnreliableError
@@ -104,7 +103,7 @@ class Kept:
 
     def has_ended(self) -> bool:
         """Return whether it has ended, or its keeper."""
-        return bool(select.select([self._wire], [], [], 0)[0])
+        return bool(wait([self._wire], 0))
 
     def terminate(self) -> None:
         """Ask it to end."""
