@@ -25,9 +25,10 @@ from oomprobe.ground.version import __version__
 from oomprobe.ground.words import did_you_mean
 from oomprobe.records import savings
 from oomprobe.records.axis import CARDS, Axis
+from oomprobe.records.files import is_writable, write_file
 from oomprobe.records.options import Options
 from oomprobe.report.blocks import as_text
-from oomprobe.report.plot import new_figure
+from oomprobe.report.plot import NO_FORMAT, new_figure
 from oomprobe.report.trials import trials_table
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable, read_result
@@ -61,7 +62,6 @@ ONLY_FOR_COMMANDS = (
     "--passes-after and --keep-writes are for commands: a target's steps are counted, and what it "
     "writes stays"
 )
-NO_FORMAT = "--plot {name}: let the name end in .png, .svg or .pdf"
 CONTAMINATED = (
     "no number printed: other processes kept changing the device's memory; see the notes above"
 )
@@ -205,16 +205,15 @@ def _save(probed: ProbeResult | ProbeTable, arguments: argparse.Namespace) -> No
         path = vars(arguments).get(option)
         if path in (None, STDOUT):
             continue
-        try:
-            write_to(path)
-        except OSError as error:
-            raise InvalidArgumentError(f"{path} cannot be written: {error}") from None
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # the working directory is gone, or another one
-            path = path.relative_to(Path.cwd())
+        write_to(path)
         if not vars(arguments).get("quiet"):
-            tell(f"wrote {path}")
+            _tell_written(path)
+
+
+def _tell_written(path: Path) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the working directory is gone, or another one
+        path = path.relative_to(Path.cwd())
+    tell(f"wrote {path}")
 
 
 def _probe(arguments: argparse.Namespace, options: dict[str, Any]) -> ProbeResult | ProbeTable:
@@ -311,14 +310,14 @@ def _explain(arguments: argparse.Namespace) -> int:
     from oomprobe.explaining import explain as explanation_of
 
     explanation = explanation_of(arguments.file, device=arguments.index)
+    text = json.dumps(explanation.to_dict(), indent=1) + "\n"
     if arguments.json == STDOUT:
-        write(sys.stdout, json.dumps(explanation.to_dict(), indent=1) + "\n")
+        write(sys.stdout, text)
         return 0
     print(explanation, end="", flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(
-            json.dumps(explanation.to_dict(), indent=1) + "\n", encoding="utf-8"
-        )
+        write_file(arguments.json, text.encode())
+        _tell_written(arguments.json)
     return 0
 
 
@@ -508,7 +507,7 @@ def _file(text: str) -> Path:
     if text == "-":
         return STDOUT
     path = Path(text).absolute()
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not is_writable(path):
         raise argparse.ArgumentTypeError(
             f"{text!r} cannot be written: name a file in a folder that may be written to"
         )

@@ -231,7 +231,7 @@ WRONG = [
         ["run", "train.py", "--batch-size", "{batch}"],
         "what is --batch-size {batch}? If it is part of a command",
     ),
-    (["run", "x:y", "--plot", "a.pgn"], "--plot a.pgn: let the name end in .png, .svg or .pdf"),
+    (["run", "x:y", "--plot", "a.pgn"], "the plot a.pgn: let the name end in .png, .svg or .pdf"),
     (["run", "train.py"], "'train.py' is not a target"),
     (
         ["run", "x:y", "--json", "/nonexistent/x.json"],

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import StrEnum
-from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -51,13 +50,6 @@ def _read(kind: Any, value: Any) -> Any:
     if issubclass(kind, StrEnum):
         return kind(value)
     return value
-
-
-def written(text: str, path: str | Path | None) -> str:
-    """Return the text, and write it to `path` if given."""
-    if path is not None:
-        Path(path).write_text(text, encoding="utf-8")
-    return text
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import byte_unit, format_bytes
 from oomprobe.records.axis import text_of_value
+from oomprobe.records.files import write_file
 from oomprobe.records.fit import LinearFit
 from oomprobe.records.trials import Trial
 from oomprobe.report.blocks import cell
@@ -26,6 +27,7 @@ PADDING = 1.08
 TITLE_WIDTH = 62  # characters of that size in a line
 FEW = 8  # bars whose names fit beside each other
 MILLION = 1e6  # numbers from here on are too long for a bar
+NO_FORMAT = "the plot {name}: let the name end in .png, .svg or .pdf"
 
 
 def new_figure(height_inches: float) -> Figure:
@@ -50,8 +52,17 @@ def titled(figure: Figure, title: str, path: str | Path | None) -> Figure:
     """Return a figure with its title, and save it if there is a path."""
     figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=SMALL)
     if path is not None:
-        figure.savefig(path)
+        write_file(path, _rendered(figure, Path(path)))
     return figure
+
+
+def _rendered(figure: Figure, path: Path) -> bytes:
+    """Return the file of a figure, in the format of its suffix."""
+    stream, kind = io.BytesIO(), path.suffix[1:].lower()
+    if kind not in figure.canvas.get_supported_filetypes():
+        raise InvalidArgumentError(NO_FORMAT.format(name=path.name))
+    figure.savefig(stream, format=kind)
+    return stream.getvalue()
 
 
 def memory_figure(

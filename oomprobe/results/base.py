@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oomprobe.records.files import write_file
 from oomprobe.records.notes import Note
-from oomprobe.records.plain import written
 from oomprobe.report.blocks import Report, as_text
 from oomprobe.report.html import notebook, page
 from oomprobe.report.plot import titled
@@ -36,16 +36,23 @@ class Reported(ABC):
         """Return the record as JSON types; `from_dict` reads them back."""
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the record as JSON text, and write it to `path` if given."""
-        return written(json.dumps(self.to_dict(), indent=2) + "\n", path)
+        """Return the record as JSON text, and write it to `path` if given, whole or not at all.
+
+        Raises:
+            InvalidArgumentError: the file cannot be written; one that was there is unchanged.
+        """
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
+        write_file(path, text.encode())
+        return text
 
     def to_html(self, path: str | Path) -> None:
         """Write everything as one self-contained HTML file; of a table, with the report of each row.
 
         Raises:
-            InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
+            InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``),
+                or the file cannot be written.
         """
-        written(page(self.report(all_trials=True)), path)
+        write_file(path, page(self.report(all_trials=True)).encode())
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw peak memory and throughput against batch size; of a table, the batch size for each value.
@@ -57,7 +64,8 @@ class Reported(ABC):
             The figure, one column wide.
 
         Raises:
-            InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``).
+            InvalidArgumentError: matplotlib is not installed (``pip install 'oomprobe[plot]'``)
+                or has no such format, or the file cannot be written.
         """
         report = self.report()
         draw, *_ = report.pictures.values()

@@ -16,8 +16,9 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, clip, count, rate
 from oomprobe.records.axis import CARDS, magnitude, text_of_value
+from oomprobe.records.files import write_file
 from oomprobe.records.notes import Note, remark
-from oomprobe.records.plain import from_plain, reading, written
+from oomprobe.records.plain import from_plain, reading
 from oomprobe.records.savings import Comparison
 from oomprobe.records.trials import Trial, last_of
 from oomprobe.report.blocks import (
@@ -240,7 +241,8 @@ class ProbeTable(Reported):
                 cells += [answer.peak_allocated_bytes, answer.peak_reserved_bytes]
                 cells += [result.budget_bytes, answer.samples_per_s, result.limited_by]
             lines.writerow(cells)
-        return written(stream.getvalue(), path)
+        write_file(path, stream.getvalue().encode())
+        return stream.getvalue()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ProbeTable:

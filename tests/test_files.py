@@ -1,0 +1,191 @@
+"""Files that are written whole or not at all, and read only as far as they can be one."""
+
+import os
+import resource
+import stat
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from helpers import a_result
+
+from oomprobe.cli import main
+from oomprobe.errors import InvalidArgumentError
+from oomprobe.records.files import write_file
+from oomprobe.results.table import ProbeTable
+
+OLD, NEW = b"old" * 1000, b"new" * 2000
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_bytes(OLD)
+    return path
+
+
+@contextmanager
+def limited_to(nbytes):
+    """Let no file of this process grow larger, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+# --- written whole, or not at all ---
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("name", ["fsync", "chmod", "replace"])
+def test_what_goes_wrong_leaves_the_old_file_and_no_part(path, monkeypatch, name, fault):
+    def fails(*arguments):
+        raise fault
+
+    monkeypatch.setattr(os, name, fails)
+    wanted = KeyboardInterrupt if isinstance(fault, KeyboardInterrupt) else InvalidArgumentError
+    with pytest.raises(wanted) as raised:
+        write_file(path, NEW)
+    assert (path.read_bytes(), [*path.parent.iterdir()]) == (OLD, [path])
+    if wanted is InvalidArgumentError:
+        assert str(raised.value).startswith(f"{path} cannot be written: full; a file that was")
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+@pytest.mark.parametrize("write", ["to_json", "to_html", "plot", "to_csv", "--html", "--json"])
+def test_a_full_disk_leaves_what_was_there(tmp_path, capsys, write, old):
+    target, log = tmp_path / "probe.svg", tmp_path / "log"
+    result, log_text = a_result(), "CUDA out of memory. Tried to allocate 2.00 GiB"
+    table = ProbeTable(axis="length", rows=dict.fromkeys(range(100), result))
+    result.to_json(tmp_path / "saved.json")
+    log.write_text(log_text)
+    if old is not None:
+        target.write_bytes(old)
+    before = {*tmp_path.iterdir()}
+    if not write.startswith("--"):
+        record = table if write == "to_csv" else result
+        with (
+            limited_to(512),
+            pytest.raises(InvalidArgumentError, match="svg cannot be written: File"),
+        ):
+            getattr(record, write)(target)
+    else:
+        words = {"--html": ["show", str(tmp_path / "saved.json")], "--json": ["explain", str(log)]}
+        with limited_to(512):
+            assert main([*words[write], write, str(target)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"oomprobe: {target} cannot be written: File too large; ")
+        assert "wrote" not in said
+    assert {*tmp_path.iterdir()} == before
+    assert old is None or target.read_bytes() == old
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    mounted = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mounted, capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        (tmp_path / "result.json").write_bytes(OLD)
+        with pytest.raises(InvalidArgumentError, match=r"No space left on device; .* 40.00 KiB"):
+            write_file(tmp_path / "result.json", b"x" * 40 * 1024)
+        assert [entry.read_bytes() for entry in tmp_path.iterdir()] == [OLD]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_reader_never_meets_half_a_file(path):
+    texts = {OLD, *(letter * 200_000 for letter in (b"a", b"b"))}
+
+    def writes(text):
+        for _ in range(100):
+            write_file(path, text)
+
+    writers = [threading.Thread(target=writes, args=(text,)) for text in texts - {OLD}]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert path.read_bytes() in texts
+    assert [*path.parent.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o4755, None])
+def test_the_mode_is_that_of_a_plain_write(path, mode):
+    if mode is None:
+        path.unlink()
+        (path.parent / "plain").write_bytes(NEW)
+        mode = stat.S_IMODE((path.parent / "plain").stat().st_mode)
+    else:
+        path.chmod(mode)
+    write_file(path, NEW)
+    assert (stat.S_IMODE(path.stat().st_mode), path.read_bytes()) == (mode, NEW)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_the_owner_stays(path):
+    os.chown(path, 12, 34)
+    write_file(path, NEW)
+    assert (path.stat().st_uid, path.stat().st_gid) == (12, 34)
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_is_followed_and_stays(path, tmp_path, exists):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link"
+    link.symlink_to("../result.json")
+    if not exists:
+        path.unlink()
+    write_file(link, NEW)
+    assert (link.readlink(), path.read_bytes()) == (Path("../result.json"), NEW)
+    assert [*link.parent.iterdir()] == [link]
+
+
+def test_a_device_is_written_as_it_is(tmp_path):
+    write_file("/dev/null", NEW)
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    with pytest.raises(InvalidArgumentError, match="/dev/full cannot be written: No space"):
+        write_file("/dev/full", NEW)
+    fifo, read = tmp_path / "fifo", []
+    os.mkfifo(fifo)
+    reader = threading.Thread(target=lambda: read.append(fifo.read_bytes()))
+    reader.start()
+    write_file(fifo, NEW)
+    reader.join()
+    assert (read, stat.S_ISFIFO(fifo.stat().st_mode)) == ([NEW], True)
+
+
+@pytest.mark.parametrize("opened", ["| cat >", ">>"])
+def test_stdout_by_name_goes_where_the_report_goes(tmp_path, opened):
+    (tmp_path / "log").write_text("Tried to allocate 2.00 GiB")
+    words = f"{sys.executable} -m oomprobe explain log --json /dev/stdout"
+    subprocess.run(
+        f"({words}; echo the end) {opened} out",
+        shell=True,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    said = (tmp_path / "out").read_text()
+    assert '"requested_bytes": 2147483648' in said
+    assert "the end" in said
+
+
+def test_a_file_that_is_read_only_is_refused_before_the_probe(path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not str(path).endswith(".json"))
+    with pytest.raises(SystemExit):
+        main(["run", "train.py:build", "--json", str(path)])
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path).endswith(".json"))
+    with pytest.raises(SystemExit):
+        main(["run", "train.py:build", "--json", str(path)])
+    assert capsys.readouterr().err.count("result.json' cannot be written") == 2
+
+
+@pytest.mark.parametrize("name", ["probe", "probe.xyz"])
+def test_a_plot_names_its_format(tmp_path, name):
+    with pytest.raises(InvalidArgumentError, match=f"the plot {name}: let the name end in .png"):
+        a_result().plot(tmp_path / name)
+    assert [*tmp_path.iterdir()] == []
