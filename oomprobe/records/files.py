@@ -18,7 +18,7 @@ _DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/")
 def write_file(path: str | Path | None, data: bytes) -> None:
     """Replace a file by one with these bytes, or leave it as it was, also if interrupted.
 
-    A link stays a link, and a file keeps its mode and owner. A device or a FIFO is written as it is.
+    A link stays a link, a file keeps its mode and owner, a device or a FIFO is written as it is.
     Without a path nothing is written.
 
     Raises:
