@@ -22,7 +22,7 @@ from oomprobe import errors
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
-from oomprobe.ground.words import did_you_mean
+from oomprobe.ground.words import did_you_mean, visible
 from oomprobe.records import savings
 from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.files import is_writable, write_file
@@ -675,9 +675,9 @@ def explain(error: BaseException, *, required: bool) -> int:
 
 
 def tell(*lines: str) -> None:
-    """Write lines to stderr; to nobody if its terminal has been closed."""
+    """Write lines to stderr, which may have been closed; what they quote may come from anywhere."""
     with contextlib.suppress(OSError):
-        write(sys.stderr, "\n".join(lines) + "\n")
+        write(sys.stderr, visible("\n".join(lines) + "\n"))
 
 
 def write(stream: IO[str] | None, text: str) -> None:

@@ -9,8 +9,10 @@ from oomprobe.records.notes import NoteKind
 from oomprobe.records.trials import Phase, RankTrial, Trial, Verdict
 from oomprobe.results.result import SCHEMA_VERSION, ProbeResult
 
-counts = st.integers(0, 2**63) | st.just(10**300)
-floats = st.floats(allow_nan=False, allow_infinity=False)
+nbytes = st.integers(0, 2**63 - 1)
+counts = nbytes | st.just(10**30)
+sizes = st.integers(1, 2**63 - 1)
+floats = st.floats(-1e30, 1e30)
 words = st.text(max_size=30)
 
 
@@ -22,13 +24,15 @@ BY_TYPE = {
     "bool": st.booleans(),
     "int": counts,
     "float": floats,
+    "Bytes": nbytes,
+    "Samples": sizes,
     "str": words,
     "Verdict": st.sampled_from(Verdict),
     "Phase": st.sampled_from(Phase),
     "tuple[str, ...]": st.lists(words, max_size=3).map(tuple),
     "tuple[int, ...]": st.lists(counts, max_size=3).map(tuple),
     "Mapping[str, NoteKind]": st.dictionaries(words, st.sampled_from(NoteKind), max_size=3),
-    "Mapping[str, Any]": st.dictionaries(words, maybe(words), max_size=3),
+    "Mapping[str, Plain]": st.dictionaries(words, maybe(words), max_size=3),
     "Mapping[str, float | None]": st.dictionaries(words, maybe(floats), max_size=3),
 }
 
@@ -43,11 +47,9 @@ def built(kind, **chosen):
 
 
 BY_TYPE["tuple[RankTrial, ...]"] = st.lists(built(RankTrial), max_size=3).map(tuple)
-sizes = st.integers(1, 2**63)
-trials = built(Trial, batch_size=sizes, accumulation_steps=st.integers(1, 64))
+trials = built(Trial, accumulation_steps=st.integers(1, 64))
 results = built(
     ProbeResult,
-    batch_size=sizes,
     limited_by=st.sampled_from(["memory", "host_memory", "max_batch", "size_limit"]),
     trials=st.lists(trials, max_size=6).map(tuple),
     fit=maybe(built(LinearFit)),

@@ -445,7 +445,7 @@ def test_a_file_of_a_stranger_ends_in_a_sentence(name, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("limited", "limit", "said"),
     [
-        (snapshot, "MOST_CONTAINERS", "it has more than 9 lists and dicts"),
+        (snapshot, "MOST_OBJECTS", "it has more than 9 texts and numbers"),
         (explanation, "MOST_FILE_BYTES", "it is larger than 9"),
     ],
 )

@@ -1,6 +1,10 @@
 """Files that are written whole or not at all, and read only as far as they can be one."""
 
+import json
+import math
 import os
+import pickle
+import re
 import resource
 import stat
 import subprocess
@@ -10,12 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers import a_result
+from helpers import a_result, page_of
 
 from oomprobe.cli import main
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.records.files import write_file
-from oomprobe.results.table import ProbeTable
+from oomprobe.explaining import PeakMonitor, explain
+from oomprobe.records.files import read_file, write_file
+from oomprobe.results.table import ProbeTable, read_result
 
 OLD, NEW = b"old" * 1000, b"new" * 2000
 
@@ -189,3 +194,130 @@ def test_a_plot_names_its_format(tmp_path, name):
     with pytest.raises(InvalidArgumentError, match=f"the plot {name}: let the name end in .png"):
         a_result().plot(tmp_path / name)
     assert [*tmp_path.iterdir()] == []
+
+
+# --- read only as far as they can be one ---
+
+
+READERS = {
+    "show": lambda path: main(["show", str(path)]),
+    "compare": lambda path: main(["compare", str(path), str(path)]),
+    "explain": lambda path: main(["explain", str(path)]),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(
+    "kind", ["folder", "zero", "fifo", "link", "huge", "deep", "number", "text"]
+)
+def test_what_is_no_result_ends_in_a_sentence(tmp_path, capsys, reader, kind):
+    path = tmp_path / "file"
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "zero":
+            path = Path("/dev/zero")
+        case "link":
+            path.symlink_to("/dev/zero")
+        case "fifo":
+            os.mkfifo(path)
+        case "huge":
+            with open(path, "wb") as file:
+                file.truncate(2**31)
+        case "deep":
+            path.write_text(100_000 * "[")
+        case "number":
+            path.write_text(f'{{"schema_version": 1, "batch_size": {5000 * "9"}}}')
+        case "text":
+            path.write_bytes(b"\xff\xfe\x00")
+    assert READERS[reader](path) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"oomprobe: {path} cannot be ")
+    if kind == "huge":
+        assert "it is larger than " in said
+
+
+def test_a_pipe_is_read_to_the_limit():
+    reading, writing = os.pipe()
+    os.write(writing, 101 * b"x")  # and it stays open: nobody waits for more
+    with pytest.raises(InvalidArgumentError, match=r"larger than 100 B: less"):
+        read_file(f"/dev/fd/{reading}", 100, "less")
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.parametrize("name", ["/dev/stdin", "<(cat {})"])
+def test_what_is_piped_is_read(tmp_path, name):
+    saved = tmp_path / "saved.json"
+    a_result().to_json(saved)
+    command = f"{sys.executable} -m oomprobe show {name.format(saved)} < <(cat {saved})"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("verdict: batch 4 fits")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (("batch_size",), None, "batch_size is null, not a batch size"),
+        (("batch_size",), 0, "batch_size is 0, not a batch size"),
+        (("budget_bytes",), True, "budget_bytes is true, not a number of bytes"),
+        (("trials", 1, "peak_reserved_bytes"), "x", 'trials[1].peak_reserved_bytes is "x", not'),
+        (("trials", 1, "verdict"), "good", 'trials[1].verdict is "good", not one of fits, out of'),
+        (("trials",), {}, "trials is an object, not a list"),
+        (("fit", "r_squared"), math.nan, "fit.r_squared is NaN, not a number"),
+        (("elapsed_s",), 10**400, "elapsed_s is 1000000000"),
+        (("options",), {"a\x1b": [math.inf]}, r"options.a\x1b[0] is Infinity, not a number"),
+        (("options",), {"multiple_of": 0}, "options.multiple_of is 0, not a batch size"),
+        (("environment",), {"command": ["a"]}, "environment.command is a list, not a text"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place(tmp_path, place, value, said):
+    data = a_result().to_dict()
+    part = data
+    for step in place[:-1]:
+        part = part[step]
+    part[place[-1]] = value
+    path = tmp_path / "broken.json"
+    path.write_text(json.dumps(data))
+    for read in (read_result, PeakMonitor):
+        with pytest.raises(InvalidArgumentError) as raised:
+            read(path)
+        assert str(raised.value).startswith(
+            f"{path}: this is not a result that oomprobe wrote: {said}"
+        )
+    table = ProbeTable(axis="length", rows={8: a_result()}).to_dict()
+    table["rows"][0]["result"] = data
+    with pytest.raises(InvalidArgumentError) as raised:
+        ProbeTable.from_dict(table)
+    assert f"rows[0].result.{said}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"segments": [{"device": 2**40}]}, "segments[0]: "),
+        ({"device_traces": [[], [{"action": "alloc", "addr": 0, "size": 2**61, "stream": 0}]]},
+         "device_traces[1][0]: ValueError('size is 2305843009213693952')"),
+        ({"device_traces": [[]] * 2000}, "it has 2000 device_traces"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_of_a_snapshot_is_named_with_its_place(tmp_path, change, said):
+    path = tmp_path / "snapshot"
+    path.write_bytes(pickle.dumps({"segments": [], **change}, protocol=4))
+    with pytest.raises(InvalidArgumentError, match=re.escape(said)):
+        explain(path)
+
+
+def test_a_request_that_no_card_could_serve_is_explained_without_a_replay(tmp_path):
+    path = tmp_path / "snapshot"
+    refused = {"action": "oom", "device_free": 2**30, "size": 2**61, "stream": 0, "frames": []}
+    path.write_bytes(pickle.dumps({"segments": [], "device_traces": [[refused]]}, protocol=4))
+    explanation = explain(path)
+    assert (explanation.cause, explanation.requested_bytes) == ("live", 2**61)
+    assert "Not replayed: it takes more than 2.00 TiB, which no card has." in explanation.notes
+
+
+def test_a_page_shows_what_a_browser_would_obey():
+    page = page_of(a_result(notes=("a\u202eb\x1b[31m\x07", "gr\u00f6\u00dfer")))
+    assert r"a\u202eb\x1b[31m\x07" in page
+    assert "gr\u00f6\u00dfer" in page

@@ -16,10 +16,14 @@ from oomprobe.explaining.snapshot import MOST_FILE_BYTES, Event, Snapshot, is_pi
 from oomprobe.explaining.stacks import UNKNOWN, Modules, Stacks, total_by
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import clean, clip, shortened
+from oomprobe.records.files import read_file
 from oomprobe.report.blocks import Block, Fact, Report, Row, Table, as_text
 from oomprobe.simulation.allocator import LARGE_SEGMENT
 from oomprobe.simulation.catalogue import CATALOGUE
 
+MOST_LOG_BYTES = 2**28
+RECORD_LESS = "record less, with _record_memory_history(max_entries=1_000_000)"
+TOO_LONG = "a log may have {limit}: pass its end, tail -c 50M train.log | oomprobe explain -"
 MOST_ROWS = 12
 NAME_WIDTH = 70  # columns of a table
 TITLES = {
@@ -192,13 +196,11 @@ def explain(path: str | Path, *, device: int | None = None) -> Explanation:
 
 def _contents(path: str | Path) -> bytes:
     if str(path) == "-":
-        return sys.stdin.buffer.read(MOST_FILE_BYTES)
-    with open(path, "rb") as file:
-        data = file.read(MOST_FILE_BYTES + 1)
-    if len(data) > MOST_FILE_BYTES:
-        raise InvalidArgumentError(
-            f"it is larger than {format_bytes(MOST_FILE_BYTES)}: record less, with _record_memory_history(max_entries=1_000_000)"
-        )
+        data = sys.stdin.buffer.read(MOST_FILE_BYTES)
+    else:
+        data = read_file(path, MOST_FILE_BYTES, RECORD_LESS)
+    if len(data) > MOST_LOG_BYTES and not is_pickle(data):
+        raise InvalidArgumentError(TOO_LONG.format(limit=format_bytes(MOST_LOG_BYTES)))
     return data
 
 
@@ -381,7 +383,7 @@ def _shares(title: str, sizes: Mapping[str, int]) -> Block:
     rows = []
     for name, nbytes in shown:
         shown_name = clip(clean(name)[::-1], NAME_WIDTH)[::-1]  # the end of a path says more
-        rows.append(Row(cells=(shown_name, format_bytes(nbytes), f"{nbytes / total:.1%}")))
+        rows.append(Row(cells=(shown_name, format_bytes(nbytes), f"{nbytes / max(1, total):.1%}")))
     return Block(title, Table(heads=("", "bytes", "share"), rows=rows, texts=frozenset({0})))
 
 

@@ -15,6 +15,7 @@ from oomprobe.devices import current_accelerator
 from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import InvalidArgumentError, check_size
 from oomprobe.ground.units import format_bytes
+from oomprobe.ground.words import clean
 from oomprobe.records.trials import Trial
 from oomprobe.report.progress import notice
 from oomprobe.results.result import ProbeResult
@@ -335,7 +336,7 @@ class PeakMonitor:
 
 def _brief(item: str) -> str:
     """Return what a probe did not cover without the advice that follows."""
-    return item.partition(" (")[0].partition(":")[0]
+    return clean(item.partition(" (")[0].partition(":")[0])
 
 
 def rank_here() -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from oomprobe.explaining.history import Contradiction, History
 from oomprobe.explaining.snapshot import MOST_INT, NO_POOL, Event, Snapshot
 from oomprobe.ground.torch_versions import BlockOrder
+from oomprobe.ground.units import format_bytes
 from oomprobe.simulation.allocator import (
     SMALL_SEGMENT,
     AllocatorOutOfMemory,
@@ -56,6 +58,15 @@ def replayed(history: History) -> Replay:
         Contradiction: the blocks in use when recording began overlap.
     """
     _require_simulated(history.snapshot)
+    try:
+        return _replayed(history)
+    except AllocatorOutOfMemory:
+        raise NotSimulated(
+            f"it takes more than {format_bytes(_UNLIMITED)}, which no card has"
+        ) from None
+
+
+def _replayed(history: History) -> Replay:
     as_recorded = AllocatorSettings(expandable_segments=history.is_expandable)
     requests = sum(event.action == "alloc" for event in history.events)
     same = -1
@@ -80,7 +91,7 @@ def _require_simulated(snapshot: Snapshot) -> None:
         value = snapshot.settings.get(name)
         if value not in values:
             raise NotSimulated(
-                f"the allocator was set to {name}={value!r:.40}, which is not simulated"
+                f"the allocator was set to {name}={reprlib.repr(value)}, which is not simulated"
             )
     divisions = snapshot.settings.get("roundup_power2_divisions")
     if isinstance(divisions, dict) and any(divisions.values()):
@@ -111,7 +122,8 @@ def _least_bytes(history: History, settings: AllocatorSettings) -> int:
     """
     enough = _peak_bytes(history, settings, _UNLIMITED)
     too_little = (history.live_peak_bytes() - 1) // SMALL_SEGMENT * SMALL_SEGMENT
-    assert enough is not None
+    if enough is None:
+        raise AllocatorOutOfMemory("the request that was refused is larger")
     while enough - too_little > SMALL_SEGMENT:
         tried = (enough + too_little) // 2 // SMALL_SEGMENT * SMALL_SEGMENT
         peak_bytes = _peak_bytes(history, settings, tried)

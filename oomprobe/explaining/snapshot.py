@@ -7,30 +7,37 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import reprlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 
 MOST_FILE_BYTES = 2**30
-MOST_CONTAINERS = 20_000_000  # lists and dicts; a snapshot has three for each event
+MOST_OBJECTS = 80_000_000  # texts, numbers, and lists and dicts, each of which counts as three
+MOST_DEVICES = 1024
 MOST_FRAMES = 256  # read of each stack
-MOST_INT = 2**62  # addresses and sizes are smaller
+MOST_INT = 2**62  # addresses are smaller, and requests that were refused
+MOST_BYTES = 2**41  # sizes are smaller: no card has as much
 # Opcodes that make numbers, strings, lists and dicts, as torch's own snapshots have them. Not those of text protocols, of integers
 # of any length, and of sizes beyond 4 GiB.
 _PLAIN = (
-    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT1 "
     "APPEND APPENDS SETITEM SETITEMS BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET"
 )
+_VALUES = "BININT BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE"  # which take memory
 _FREE = "inactive"  # the state of a block; all others are in use
 _ACTIONS = {
     "alloc", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom",
 }  # fmt: skip
 
 NO_POOL = (0, 0)
+_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+T = TypeVar("T")
 Frames = Sequence[
     Any
 ]  # of a stack, innermost first: dicts of name, filename and line, not yet checked
@@ -115,16 +122,25 @@ class _PlainUnpickler(_Unpickler):  # type: ignore[misc]
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        self._containers = 0
+        self._objects = 0
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot is plain data")
 
+    def _count(self, objects: int) -> None:
+        self._objects += objects
+        if self._objects > MOST_OBJECTS:
+            raise pickle.UnpicklingError(
+                f"it has more than {MOST_OBJECTS:,} texts and numbers, lists and dicts as three each"
+            )
+
     def _make(self, kind: Callable[[], Any]) -> None:
-        self._containers += 1
-        if self._containers > MOST_CONTAINERS:
-            raise pickle.UnpicklingError(f"it has more than {MOST_CONTAINERS:,} lists and dicts")
+        self._count(3)
         self.append(kind())
+
+    def _load(self, code: int) -> None:
+        self._count(1)
+        _Unpickler.dispatch[code](self)
 
     def _pack(self, length: int | None) -> None:
         """Make a list of a tuple, so that no key of a dict is nested."""
@@ -143,6 +159,8 @@ class _PlainUnpickler(_Unpickler):  # type: ignore[misc]
         getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]]
         for name in _PLAIN.split()
     }
+    for _name in _VALUES.split():
+        dispatch[getattr(pickle, _name)[0]] = partial(_load, code=getattr(pickle, _name)[0])
     dispatch |= {
         pickle.EMPTY_LIST[0]: partial(_make, kind=list),
         pickle.EMPTY_DICT[0]: partial(_make, kind=dict),
@@ -176,7 +194,7 @@ def read_snapshot(data: bytes) -> tuple[Snapshot, ...]:
         raise InvalidArgumentError(f"it cannot be read as plain data: {error}") from None
     try:
         return tuple(_devices(document))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise InvalidArgumentError(
             f"it is not what torch.cuda.memory._dump_snapshot writes: {error!r}"
         ) from None
@@ -184,47 +202,61 @@ def read_snapshot(data: bytes) -> tuple[Snapshot, ...]:
 
 def _devices(document: Any) -> Iterator[Snapshot]:
     traces, settings = document.get("device_traces", []), document.get("allocator_settings", {})
-    segments = [(_whole(raw, "device"), _segment(raw)) for raw in document["segments"]]
-    for device in range(max(len(traces), *(index + 1 for index, _ in segments), 0)):
+    if len(traces) > MOST_DEVICES:
+        raise ValueError(f"it has {len(traces)} device_traces")
+    own_segments = defaultdict(list)
+    for device, segment in _each(_segment, document["segments"], "segments"):
+        own_segments[device].append(segment)
+    for device in range(max(len(traces), *(index + 1 for index in own_segments), 0)):
         trace = traces[device] if device < len(traces) else []
-        events = tuple(_event(raw) for raw in trace if raw["action"] in _ACTIONS)
-        own = tuple(segment for index, segment in segments if index == device)
-        if events or own:
-            yield Snapshot(device, events, own, dict(settings))
+        events = tuple(filter(None, _each(_event, trace, f"device_traces[{device}]")))
+        if events or own_segments[device]:
+            yield Snapshot(device, events, tuple(own_segments[device]), dict(settings))
 
 
-def _event(raw: Any) -> Event:
-    address = "addr"
-    if "device_free" in raw:
-        address = "device_free"
+def _each(read: Callable[[Any], T], items: Iterable[Any], place: str) -> Iterator[T]:
+    """Yield what is read of each item; name its place in the file if it cannot be read."""
+    for at, raw in enumerate(items):
+        try:
+            yield read(raw)
+        except _UNREADABLE as error:
+            raise InvalidArgumentError(
+                f"it is not what torch.cuda.memory._dump_snapshot writes: {place}[{at}]: {error!r}"
+            ) from None
+
+
+def _event(raw: Any) -> Event | None:
+    """Return an event; None for one of a kind that does not matter."""
+    action, address = raw["action"], "addr"
+    if action not in _ACTIONS:
+        return None
+    most_bytes = MOST_BYTES
+    if action == "oom":
+        address, most_bytes = "device_free", MOST_INT
     return Event(
-        raw["action"],
+        action,
         _whole(raw, address),
-        _whole(raw, "size"),
+        _whole(raw, "size", most_bytes),
         _whole(raw, "stream"),
         _pool(raw, "pool_id"),
         _frames(raw),
     )
 
 
-def _segment(raw: Any) -> Segment:
-    start, size = _whole(raw, "address"), _whole(raw, "total_size")
+def _segment(raw: Any) -> tuple[int, Segment]:
+    """Return the index of a segment's device, and the segment."""
+    start, size = _whole(raw, "address"), _whole(raw, "total_size", MOST_BYTES)
     blocks, at = [], start
     for block in raw["blocks"]:
         if block["state"] != _FREE:
-            blocks.append(
-                (
-                    at,
-                    _whole({"requested_size": block["size"], **block}, "requested_size"),
-                    _frames(block),
-                )
-            )
-        at += _whole(block, "size")
+            requested = {"requested_size": block["size"], **block}
+            blocks.append((at, _whole(requested, "requested_size", MOST_BYTES), _frames(block)))
+        at += _whole(block, "size", MOST_BYTES)
     if at != start + size:
         raise ValueError(
             f"the blocks of a segment of {format_bytes(size)} take {format_bytes(at - start)}"
         )
-    return Segment(
+    segment = Segment(
         start,
         size,
         _whole(raw, "stream"),
@@ -232,17 +264,19 @@ def _segment(raw: Any) -> Segment:
         bool(raw.get("is_expandable")),
         tuple(blocks),
     )
+    return _whole(raw, "device", MOST_DEVICES), segment
 
 
-def _whole(raw: Any, name: str) -> int:
+def _whole(raw: Any, name: str, most: int = MOST_INT) -> int:
     value = raw[name]
-    if type(value) is not int or not 0 <= value < MOST_INT:
-        raise ValueError(f"{name} is {value!r:.60}")
+    if type(value) is not int or not 0 <= value < most:
+        raise ValueError(f"{name} is {reprlib.repr(value)}")
     return value
 
 
 def _pool(raw: Any, name: str) -> tuple[int, ...]:
-    return tuple(map(int, raw.get(name, NO_POOL)[:2]))
+    first, second = raw.get(name, NO_POOL)
+    return int(first), int(second)
 
 
 def _frames(raw: Any) -> Frames:

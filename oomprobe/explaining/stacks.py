@@ -86,7 +86,8 @@ class Stacks:
 
     def _of(self, frames: Frames) -> tuple[Frame, ...]:
         if id(frames) not in self._read:
-            self._read[id(frames)] = tuple(_frame(raw) for raw in frames[:MOST_FRAMES])
+            dicts = (raw for raw in frames[:MOST_FRAMES] if isinstance(raw, dict))
+            self._read[id(frames)] = tuple(map(_frame, dicts))
         return self._read[id(frames)]
 
     def line_of(self, frames: Frames) -> str:
@@ -147,6 +148,8 @@ def total_by(name_of: Callable[[Frames], str], live: Iterable[Live]) -> Mapping[
 
 
 def _frame(raw: Any) -> Frame:
-    return Frame(
-        *(str(raw.get(name, ""))[:MOST_CHARACTERS] for name in ("name", "filename", "line"))
-    )
+    texts = []
+    for name in ("name", "filename", "line"):
+        value = raw.get(name, "")
+        texts.append(str(value)[:MOST_CHARACTERS] if isinstance(value, str | int) else "")
+    return Frame(*texts)

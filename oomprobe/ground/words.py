@@ -8,7 +8,13 @@ import textwrap
 from collections.abc import Iterable
 
 WIDTH = 100  # columns: what job logs and code review show without wrapping
+LONGEST = 10_000  # characters of a text that is shown
 _UNPRINTABLE = re.compile(r"[^ -~]")
+# Control characters but for tabs and line breaks, marks that turn the direction of what follows,
+# and halves of characters.
+_HIDDEN = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def wrap(sentence: str, *, first: str = "", rest: str = "") -> list[str]:
@@ -27,8 +33,21 @@ def clip(line: str, width: int) -> str:
 
 def clean(text: str) -> str:
     """Return one line of printable ASCII: text from outside may contain line breaks, escape codes and any alphabet."""
-    line = " ".join(text.split())
-    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), line)
+    return _UNPRINTABLE.sub(_escaped, clip(" ".join(text.split()), LONGEST))
+
+
+def visible(text: str) -> str:
+    r"""Return a text without what a terminal or a browser obeys instead of showing it.
+
+    Examples:
+        >>> visible("gr\u00f6\u00dfer \x1b[31m")
+        'größer \\x1b[31m'
+    """
+    return _HIDDEN.sub(_escaped, text)
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode("ascii")
 
 
 def shortened(error: str | None) -> str:

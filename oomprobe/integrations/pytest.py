@@ -10,7 +10,6 @@ Baselines are results as `oomprobe show` and `oomprobe compare` read them: ``tes
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from itertools import count
@@ -96,6 +95,7 @@ class Checked:
     def assert_no_growth(self, tolerance: str | float | None = None) -> None:
         """Fail if the step allocates more than in the baseline, by more than a share such as ``"2%"``; None: at all."""
         __tracebackhide__ = True
+        from oomprobe.records.files import read_json
         from oomprobe.results.regression import grown, stated_tolerance
         from oomprobe.results.result import ProbeResult
 
@@ -105,7 +105,7 @@ class Checked:
             return
         if not self._path.exists():
             pytest.fail(NO_BASELINE.format(path=self._path), pytrace=False)
-        before = ProbeResult.from_dict(json.loads(self._path.read_text(encoding="utf-8")))
+        before = ProbeResult.from_dict(read_json(self._path))
         versions = [result.environment.get("torch") for result in (before, self.result)]
         if tolerance is None and versions[0] != versions[1]:
             pytest.fail(

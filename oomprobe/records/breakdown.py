@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from oomprobe.records.kinds import Bytes, Samples
+
 PARAMETERS, GRADIENTS, STATE, ACTIVATIONS = (
     "parameters",
     "gradients",
@@ -52,9 +54,9 @@ class Breakdown:
         modules: At most a hundred places in the model, the one with the most activation memory first.
     """
 
-    batch_size: int
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
+    batch_size: Samples
+    peak_allocated_bytes: Bytes
+    peak_reserved_bytes: Bytes
     parts: Mapping[str, int]
     peak_in: str
     step_name: str | None = None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 
+MOST_JSON_BYTES = 2**26  # a thousand times the largest result seen
 # Names of what this process has open: what else is written there follows in the same file.
 _DESCRIPTORS = ("/dev/std", "/dev/fd/", "/proc/")
 
@@ -94,3 +97,15 @@ def read_file(path: str | Path, most_bytes: int, advice: str) -> bytes:
     if max(status.st_size, len(data)) > most_bytes:
         raise InvalidArgumentError(f"it is larger than {format_bytes(most_bytes)}: {advice}")
     return data
+
+
+def read_json(path: str | Path) -> Any:
+    """Return what is in a JSON file.
+
+    Raises:
+        InvalidArgumentError: it cannot be read, is too large, or is no JSON.
+    """
+    try:
+        return json.loads(read_file(path, MOST_JSON_BYTES, "no result is, so name another file"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None

@@ -8,6 +8,7 @@ from itertools import combinations
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.words import did_you_mean
+from oomprobe.records.kinds import Samples
 
 AXIS = "saving"  # of their table
 ALL = "all"
@@ -50,7 +51,7 @@ class Comparison:
         not_run: Why a saving was not run, by name: it is on already, or has nothing to apply to.
     """
 
-    batch_size: int
+    batch_size: Samples
     required: bool = False
     typed: Mapping[str, str] = field(default_factory=dict)
     recomputed: Mapping[str, float] = field(default_factory=dict)
@@ -71,7 +72,7 @@ def names_in(row: str) -> Saving:
 
 def numbers_of(saving: Saving) -> str:
     """Return what savings do to the numbers that training computes."""
-    if all(NUMBERS[name] == SAME for name in saving):
+    if all(NUMBERS.get(name) == SAME for name in saving):
         return SAME
     return ROUNDING
 

@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from oomprobe.records.breakdown import Breakdown
+from oomprobe.records.kinds import Bytes, Samples
 from oomprobe.records.notes import Note
 
 
@@ -84,9 +85,9 @@ class RankTrial:
 
     rank: int
     verdict: Verdict | None
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    available_bytes: int | None = None
+    peak_allocated_bytes: Bytes | None = None
+    peak_reserved_bytes: Bytes | None = None
+    available_bytes: Bytes | None = None
     error: str | None = None
     where: str | None = None
 
@@ -136,14 +137,14 @@ class Trial:
         64 True fits ... bytes
     """
 
-    batch_size: int
+    batch_size: Samples
     verdict: Verdict
     phase: Phase
     steps: int = 0
-    cap_bytes: int | None = None
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    peak_upper_bytes: int | None = None
+    cap_bytes: Bytes | None = None
+    peak_allocated_bytes: Bytes | None = None
+    peak_reserved_bytes: Bytes | None = None
+    peak_upper_bytes: Bytes | None = None
     step_s: float | None = None
     samples_per_s: float | None = None
     alloc_retries: int = 0
@@ -152,7 +153,7 @@ class Trial:
     error: str | None = None
     where: str | None = None
     step_name: str | None = None
-    accumulation_steps: int = 1
+    accumulation_steps: Samples = 1
     replayed: bool = False
     ranks: tuple[RankTrial, ...] = ()
     limiting_rank: int | None = None

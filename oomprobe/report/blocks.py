@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from oomprobe.ground.words import WIDTH, clip, wrap
+from oomprobe.ground.words import WIDTH, clean, clip, visible, wrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,13 +95,14 @@ def measured_columns(
 
 def as_text(report: Report) -> str:
     """Render a report; only its first line begins with ``verdict:``, and so does that of each part."""
-    paragraphs = [[f"{VERDICT}{report.verdict}", *wrap(report.warning, first="!! ", rest="!! ")]]
+    verdict = f"{VERDICT}{clean(report.verdict)}"
+    paragraphs = [[verdict, *wrap(report.warning, first="!! ", rest="!! ")]]
     for block in report.blocks:
         if block.content:
             paragraphs.append(block_lines(block))
     text = "\n\n".join(map("\n".join, paragraphs)) + "\n"
     for name, part in report.parts.items():
-        text += f"\n--- {name} ---\n{as_text(part)}"
+        text += f"\n--- {clean(name)} ---\n{as_text(part)}"
     return text
 
 
@@ -109,9 +110,9 @@ def block_lines(block: Block) -> list[str]:
     """Render a block that has content."""
     lines = []
     if block.caption:
-        lines.append(f"{block.title} ({block.caption})")
+        lines.append(clean(f"{block.title} ({block.caption})"))
     elif block.title:
-        lines.append(block.title)
+        lines.append(clean(block.title))
     match block.content:
         case str(sentence):
             lines += wrap(sentence, rest="  ")
@@ -141,7 +142,7 @@ def _table_lines(table: Table) -> list[str]:
     if table.heads:
         rows.insert(0, Row(cells=table.heads))
     columns = []
-    for place, cells in enumerate(zip(*(row.cells for row in rows), strict=True)):
+    for place, cells in enumerate(zip(*(map(clean, row.cells) for row in rows), strict=True)):
         columns.append(_aligned(cells, is_text=place in table.texts))
     indent = "".ljust(len(columns[0][0]) + 4)
     lines = []
@@ -150,11 +151,11 @@ def _table_lines(table: Table) -> list[str]:
         mark = "*" if is_marked else " "
         lines.append(clip(f"{mark} {'  '.join(cells)}".rstrip(), WIDTH))
         if row.remark and table.clips:
-            lines.append(clip(f"{indent}^ {row.remark}", WIDTH))
+            lines.append(clip(f"{indent}^ {clean(row.remark)}", WIDTH))
         elif row.remark:
             lines += wrap(row.remark, first=f"{indent}^ ", rest=f"{indent}  ")
     for line in table.foot:
-        lines.append(clip(line, WIDTH))
+        lines.append(clip(visible(line), WIDTH))
     return lines
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from oomprobe.ground.units import format_bytes
-from oomprobe.ground.words import clean
 from oomprobe.records.breakdown import Breakdown, ModuleMemory
 from oomprobe.report.blocks import Block, Row, Table
 
@@ -38,15 +37,7 @@ def breakdown_blocks(breakdown: Breakdown) -> list[Block]:
 def _shares(sizes: Mapping[str, int], peak_bytes: int) -> Table:
     rows = []
     for name, nbytes in sizes.items():
-        rows.append(
-            Row(
-                cells=[
-                    f"{format_bytes(nbytes):>10}",
-                    f"{100 * nbytes / peak_bytes:5.1f} %",
-                    clean(name),
-                ]
-            )
-        )
+        rows.append(Row(cells=[format_bytes(nbytes), f"{100 * nbytes / peak_bytes:.1f} %", name]))
     return Table(rows=rows, texts={2})
 
 

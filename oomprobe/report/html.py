@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
+from oomprobe.ground.words import visible
 from oomprobe.report.blocks import NOTES, VERDICT, Block, Report, Row, Table
 
 if TYPE_CHECKING:
@@ -47,14 +48,14 @@ IN_NOTEBOOK = """<style>
 
 def page(report: Report) -> str:
     """Render a report as an HTML document, with the report of each row folded."""
-    verdict = escape(_sentence(report.verdict))
+    verdict = _escape(_sentence(report.verdict))
     body = "\n".join([f"<h1>{verdict}</h1>", *_body(report)])
     return f"{HEAD}<title>oomprobe: {verdict}</title>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
 
 
 def notebook(report: Report) -> str:
     """Render a brief report for a notebook; the notes come first."""
-    lines = [IN_NOTEBOOK, f"<p><b>{escape(VERDICT + report.verdict)}</b></p>", *_warning(report)]
+    lines = [IN_NOTEBOOK, f"<p><b>{_escape(VERDICT + report.verdict)}</b></p>", *_warning(report)]
     for block in sorted(report.blocks, key=lambda block: block.title != NOTES):
         if block.content:
             lines.append(_block(block, heading="h4"))
@@ -76,7 +77,7 @@ def _body(report: Report) -> list[str]:
     if report.parts:
         lines.append("<h2>Rows</h2>")
     for name, part in report.parts.items():
-        summary = escape(f"{name}: {_sentence(part.verdict)}")
+        summary = _escape(f"{name}: {_sentence(part.verdict)}")
         lines.append(f"<details><summary>{summary}</summary>{''.join(_body(part))}</details>")
     return [*lines, *map(_block, report.appendix)]
 
@@ -84,7 +85,12 @@ def _body(report: Report) -> list[str]:
 def _warning(report: Report) -> list[str]:
     if not report.warning:
         return []
-    return [f'<p class="warning">{escape(report.warning)}</p>']
+    return [f'<p class="warning">{_escape(report.warning)}</p>']
+
+
+def _escape(text: str) -> str:
+    """Return a text as a page shows it: no tag, and nothing that a browser obeys."""
+    return escape(visible(text))
 
 
 def _sentence(text: str) -> str:
@@ -95,38 +101,38 @@ def _block(block: Block, heading: str = "h2") -> str:
     content = _content(block)
     if not block.title:
         return content
-    return f"<{heading}>{escape(_sentence(block.title.rstrip(':')))}</{heading}>{content}"
+    return f"<{heading}>{_escape(_sentence(block.title.rstrip(':')))}</{heading}>{content}"
 
 
 def _content(block: Block) -> str:
     match block.content:
         case str(sentence):
-            return f"<p>{escape(sentence)}</p>"
+            return f"<p>{_escape(sentence)}</p>"
         case Table() as table:
             return _table(table, block.caption)
         case Mapping() as facts:
             lines = ""
             for label, sentences in facts.items():
-                texts = "<br>".join(escape(fact.text) for fact in sentences)
-                lines += f"<dt>{escape(label)}</dt><dd>{texts}</dd>"
+                texts = "<br>".join(_escape(fact.text) for fact in sentences)
+                lines += f"<dt>{_escape(label)}</dt><dd>{texts}</dd>"
             return f"<dl>{lines}</dl>"
         case items:
-            return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"
+            return f"<ul>{''.join(f'<li>{_escape(item)}</li>' for item in items)}</ul>"
 
 
 def _table(table: Table, caption: str) -> str:
     lines = []
     if caption:
-        lines.append(f"<caption>{escape(caption)}</caption>")
+        lines.append(f"<caption>{_escape(caption)}</caption>")
     if table.heads:
         lines.append(f"<tr>{_cells('th', table.heads, table)}</tr>")
     for row in table.rows:
         lines.append(f'<tr class="{row.kind}">{_cells("td", _marked(row, table), table)}</tr>')
         if row.remark:
             lines.append(
-                f'<tr><td class="why" colspan="{len(row.cells)}">{escape(row.remark)}</td></tr>'
+                f'<tr><td class="why" colspan="{len(row.cells)}">{_escape(row.remark)}</td></tr>'
             )
-    foot = "".join(f"<p>{escape(line)}</p>" for line in table.foot)
+    foot = "".join(f"<p>{_escape(line)}</p>" for line in table.foot)
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>{foot}'
 
 
@@ -142,7 +148,7 @@ def _cells(tag: str, cells: Sequence[str], table: Table) -> str:
     line = ""
     for place, text in enumerate(cells):
         kind = ' class="text"' if place in table.texts else ""
-        line += f"<{tag}{kind}>{escape(text.strip())}</{tag}>"
+        line += f"<{tag}{kind}>{_escape(text.strip())}</{tag}>"
     return line
 
 
@@ -157,5 +163,5 @@ def _svg(title: str, draw: Callable[[], Figure]) -> str:
         draw().savefig(stream, format="svg", metadata={"Date": None})
     svg = stream.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
-    labelled = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(title)}" ', 1)
+    labelled = svg.replace("<svg ", f'<svg role="img" aria-label="{_escape(title)}" ', 1)
     return f"<figure>{labelled}</figure>"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import byte_unit, format_bytes
+from oomprobe.ground.words import clean, clip
 from oomprobe.records.axis import text_of_value
 from oomprobe.records.files import write_file
 from oomprobe.records.fit import LinearFit
@@ -25,6 +26,7 @@ KNEE_SHARE = 0.95  # the knee is the smallest batch with this share of the best 
 SMALL = 7  # font size in points
 PADDING = 1.08
 TITLE_WIDTH = 62  # characters of that size in a line
+MOST_TITLE, MOST_NAME = 310, 40  # characters of a title, and of the name of an axis or a value
 FEW = 8  # bars whose names fit beside each other
 MILLION = 1e6  # numbers from here on are too long for a bar
 NO_FORMAT = "the plot {name}: let the name end in .png, .svg or .pdf"
@@ -50,7 +52,7 @@ def new_figure(height_inches: float) -> Figure:
 
 def titled(figure: Figure, title: str, path: str | Path | None) -> Figure:
     """Return a figure with its title, and save it if there is a path."""
-    figure.suptitle(textwrap.fill(title, TITLE_WIDTH), fontsize=SMALL)
+    figure.suptitle(textwrap.fill(_drawn(title, MOST_TITLE), TITLE_WIDTH), fontsize=SMALL)
     if path is not None:
         write_file(path, _rendered(figure, Path(path)))
     return figure
@@ -63,6 +65,11 @@ def _rendered(figure: Figure, path: Path) -> bytes:
         raise InvalidArgumentError(NO_FORMAT.format(name=path.name))
     figure.savefig(stream, format=kind)
     return stream.getvalue()
+
+
+def _drawn(text: str, most: int = MOST_NAME) -> str:
+    """Return a text that can be drawn: the font has its letters, and dollars begin no formula."""
+    return clip(clean(text), most).replace("$", r"\$")
 
 
 def memory_figure(
@@ -88,7 +95,7 @@ def memory_figure(
     _draw_limit(memory, capacity_bytes, factor, "available", "-")
     if budget_bytes < capacity_bytes:
         _draw_limit(memory, budget_bytes, factor, "budget", ":")
-    largest = max(trial.batch_size for trial in single)
+    largest = max([answer, *(trial.batch_size for trial in single)])
     if fit is not None:
         _draw_line(memory, fit, largest, factor)
     memory.axvline(answer, color=GREY, linewidth=0.6)
@@ -126,7 +133,7 @@ def bracket_figure(trials: Iterable[Trial], answer: int) -> Figure:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(0.5, len(single) + 0.5)
+    axes.set_xlim(0.5, max(1, len(single)) + 0.5)
     _label(axes, "batch size")
     axes.legend(loc="lower right", fontsize=SMALL - 1, frameon=False)
     axes.set_xlabel("trial", fontsize=SMALL)
@@ -145,10 +152,11 @@ def values_figure(
         figure = new_figure(3.4)
         highest, lowest = figure.subplots(2, 1, sharex=True)
         _bars(highest, [*sizes.values()], "batch size")
-        _bars(lowest, products, f"batch x {axis}")
+        _bars(lowest, products, f"batch x {_drawn(axis)}")
     rotation = 0 if len(sizes) <= FEW else 90
-    lowest.set_xticks(range(len(sizes)), [*map(text_of_value, sizes)], rotation=rotation)
-    lowest.set_xlabel(axis, fontsize=SMALL)
+    names = [_drawn(text_of_value(value)) for value in sizes]
+    lowest.set_xticks(range(len(sizes)), names, rotation=rotation)
+    lowest.set_xlabel(_drawn(axis), fontsize=SMALL)
     return figure
 
 
@@ -156,7 +164,7 @@ def bars_figure(
     sizes: Mapping[str, int | None], *, required: int | None, marked: str | None
 ) -> Figure:
     """Plot the batch size on each simulated card or with each saving, below one another; the smallest or cheapest is dark."""
-    names = [name.removeprefix("sim:") for name in sizes]
+    names = [_drawn(name.removeprefix("sim:")) for name in sizes]
     known = [size or 0 for size in sizes.values()]
     colours = dict.fromkeys(sizes, LIGHT)
     if marked is None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from oomprobe.ground.words import clean
 from oomprobe.records.files import write_file
 from oomprobe.records.notes import Note
 from oomprobe.report.blocks import Report, as_text
@@ -78,7 +79,7 @@ class Reported(ABC):
         return notebook(self.report())
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self.report().verdict}>"
+        return f"<{type(self).__name__}: {clean(self.report().verdict)}>"
 
     def __str__(self) -> str:
         return as_text(self.report())

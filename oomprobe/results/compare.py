@@ -61,7 +61,7 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
 
 def _line(name: str, values: Sequence[Any], write: Callable[[Any], str] = str) -> str:
     """Render two values, and their ratio if they are numbers."""
-    line = f"{name:<{NAME_WIDTH}}"
+    line = f"{clip(clean(name), NAME_WIDTH):<{NAME_WIDTH}}"
     for value in values:
         line += f"  {clip(clean(cell(value, write)), CELL_WIDTH):<{CELL_WIDTH}}"
     if all(isinstance(value, int | float) and value for value in values):

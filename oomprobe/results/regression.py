@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
+from oomprobe.ground.words import clean
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.results.result import ProbeResult
 
@@ -16,7 +17,10 @@ NO_COMMON_SIZE = (
     "no batch size was traced in both results ({before}; {after}): make both with the same size, "
     "oomprobe run TARGET --require {size} --breakdown --json FILE"
 )
-ANOTHER = "the results are of two {kind}s, {before} and {after}, so their memory cannot be compared: make the first one anew"
+ANOTHER = (
+    "the results are of two {kind}s, {before} and {after}, so their memory cannot be compared: make "
+    "the first one anew"
+)
 
 
 def stated_tolerance(text: str) -> float:
@@ -78,7 +82,9 @@ def grown(before: ProbeResult, after: ProbeResult, tolerance: float) -> list[str
 def _refuse_others(kind: str, before: str | None, after: str | None) -> None:
     """Raise InvalidArgumentError for results of two devices, or models, where both are known."""
     if before and after and before != after:
-        raise InvalidArgumentError(ANOTHER.format(kind=kind, before=before, after=after))
+        raise InvalidArgumentError(
+            ANOTHER.format(kind=kind, before=clean(before), after=clean(after))
+        )
 
 
 def _listed(peaks: Mapping[int, int]) -> str:
@@ -127,4 +133,4 @@ def _growth(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
         if more_bytes > 0:
             grown_bytes[name] = more_bytes
     largest = sorted(grown_bytes, key=lambda name: -grown_bytes[name])
-    return [f"{name} +{format_bytes(grown_bytes[name])}" for name in largest[:MOST_NAMED]]
+    return [f"{clean(name)} +{format_bytes(grown_bytes[name])}" for name in largest[:MOST_NAMED]]

@@ -13,6 +13,7 @@ from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, clip, count
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.fit import LinearFit
+from oomprobe.records.kinds import Bytes, Plain, Samples
 from oomprobe.records.notes import Note, NoteKind
 from oomprobe.records.plain import from_plain, reading
 from oomprobe.records.plan import PlanEntry, plan
@@ -99,16 +100,16 @@ class ProbeResult(Reported):
         'batch 832 fits in ...'
     """
 
-    batch_size: int
-    limit_batch_size: int
-    first_failing_batch_size: int | None
+    batch_size: Samples
+    limit_batch_size: Samples
+    first_failing_batch_size: Samples | None
     limited_by: str
     limiting_step: str | None = None
     trials: tuple[Trial, ...]
     fit: LinearFit | None = None
     device: str
-    budget_bytes: int
-    available_bytes: int
+    budget_bytes: Bytes
+    available_bytes: Bytes
     notes: tuple[str, ...] = ()
     note_kinds: Mapping[str, NoteKind] = field(default_factory=dict)
     noted_sizes: tuple[int, ...] = ()
@@ -116,13 +117,13 @@ class ProbeResult(Reported):
     written: str = ""
     contaminated: bool = False
     state_verified: bool = False
-    environment: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Plain] = field(default_factory=dict)
     estimates: Mapping[str, float | None] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Plain] = field(default_factory=dict)
     elapsed_s: float = 0.0
     in_steps_s: float = 0.0
     breakdown: Breakdown | None = None
-    world_size: int = 1
+    world_size: Samples = 1
     limiting_rank: int | None = None
     schema_version: int = SCHEMA_VERSION
 
@@ -189,7 +190,7 @@ class ProbeResult(Reported):
             InvalidArgumentError: the data has another schema version, or is not a result.
         """
         with reading("result", data, SCHEMA_VERSION):
-            return from_plain(cls, data)
+            return read_at(data)
 
     def summary(self) -> Flat:
         """Return the result as one flat mapping for a tracker of experiments.
@@ -264,6 +265,41 @@ class ProbeResult(Reported):
         )
 
 
+# --- read from a file ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadOptions:
+    """The options that a report computes with."""
+
+    memory_fraction: float | None = None
+    min_batch: Samples = 1
+    multiple_of: Samples = 1
+    global_batch: Samples | None = None
+    world_size: Samples = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ReadEnvironment:
+    """What a report takes apart of the environment."""
+
+    command: str | None = None
+    program: str | None = None
+    allocator_settings: Mapping[str, Plain] = field(default_factory=dict)
+
+
+def read_at(data: Any, place: str = "") -> ProbeResult:
+    """Return the result that `to_dict` wrote, from its place in a file.
+
+    Raises:
+        InvalidArgumentError: it is no result.
+    """
+    result = from_plain(ProbeResult, data, place)
+    from_plain(_ReadOptions, result.options, f"{place}.options")
+    from_plain(_ReadEnvironment, result.environment, f"{place}.environment")
+    return result
+
+
 # --- the report ---
 
 
@@ -279,7 +315,7 @@ def _verdict(result: ProbeResult) -> str:
         return within(result, f"batch {result.batch_size} per rank fits")
     written = ""
     if result.written:
-        written = f", written: {clean(result.written)} (your global batch),"
+        written = f", written: {result.written} (your global batch),"
     return within(result, f"batch {result.batch_size} fits{written}")
 
 

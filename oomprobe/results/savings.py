@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, rate
 from oomprobe.records.breakdown import KINDS
-from oomprobe.records.savings import AS_IS, NUMBERS, SAME, Comparison, names_in, numbers_of
+from oomprobe.records.savings import AS_IS, SAME, Comparison, names_in, numbers_of
 from oomprobe.records.trials import Trial
 from oomprobe.report.blocks import UNKNOWN, Block, Row, Table, cell, measured_columns
 
@@ -110,7 +110,7 @@ def _cheapest(rows: Results, size: int, *, same_numbers: bool) -> str:
         same = WITH_SAME
     if name is None:
         return NONE_RUNS.format(size=size, same=same)
-    return CHEAPEST.format(size=size, same=same, name=name)
+    return CHEAPEST.format(size=size, same=same, name=clean(name))
 
 
 def blocks_of_savings(rows: Results, compared: Comparison) -> Iterator[Block]:
@@ -120,7 +120,7 @@ def blocks_of_savings(rows: Results, compared: Comparison) -> Iterator[Block]:
     )
     yield Block(
         "what to type:",
-        [f"{name} ({NUMBERS[name]}): {line}" for name, line in compared.typed.items()],
+        [f"{name} ({numbers_of((name,))}): {line}" for name, line in compared.typed.items()],
     )
     yield Block("not run:", [f"{name}: {reason}" for name, reason in compared.not_run.items()])
     parts = {}
@@ -158,14 +158,14 @@ def _cells(rows: Results, name: str, compared: Comparison) -> list[str]:
     largest = cell(getattr(result, "batch_size", None))
     recomputed = cell(compared.recomputed.get(name) or None, "{:.0%}".format)
     if trial is None or not trial.passed:
-        return [clean(name), FAILED, UNKNOWN, UNKNOWN, largest, UNKNOWN, UNKNOWN, recomputed]
+        return [name, FAILED, UNKNOWN, UNKNOWN, largest, UNKNOWN, UNKNOWN, recomputed]
     difference = None
     before_bytes = _peak_bytes(rows.get(AS_IS), compared.batch_size)
     now_bytes = _peak_bytes(result, compared.batch_size)
     if name != AS_IS and before_bytes and now_bytes:
         difference = now_bytes - before_bytes
     return [
-        clean(name),
+        name,
         cell(trial.peak_allocated_bytes, format_bytes),
         cell(trial.peak_reserved_bytes, format_bytes),
         cell(difference, _signed),
@@ -191,7 +191,5 @@ def _where(parts: Mapping[str, Mapping[str, int]]) -> Table:
     heads = ["saving", *(kind.removesuffix(" temporaries") for kind in kinds)]
     lines = []
     for name, by_kind in parts.items():
-        lines.append(
-            Row(cells=[clean(name), *(format_bytes(by_kind.get(kind, 0)) for kind in kinds)])
-        )
+        lines.append(Row(cells=[name, *(format_bytes(by_kind.get(kind, 0)) for kind in kinds)]))
     return Table(heads=heads, rows=lines, texts={0}, clips=False)

@@ -7,7 +7,7 @@ import io
 import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,8 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, clip, count, rate
 from oomprobe.records.axis import CARDS, magnitude, text_of_value
-from oomprobe.records.files import write_file
+from oomprobe.records.files import read_json, write_file
+from oomprobe.records.kinds import Plain, Samples
 from oomprobe.records.notes import Note, remark
 from oomprobe.records.plain import from_plain, reading
 from oomprobe.records.savings import Comparison
@@ -44,6 +45,7 @@ from oomprobe.results.result import (
     appendix,
     facts_of,
     not_covered_block,
+    read_at,
     subject,
     within,
 )
@@ -103,7 +105,7 @@ class ProbeTable(Reported):
     mixed: Mapping[Any, int] = field(default_factory=dict)
     mixed_failed: bool = False
     unfit: Mapping[Any, str] = field(default_factory=dict)
-    required: int | None = None
+    required: Samples | None = None
     savings: Comparison | None = None
     notes: tuple[str, ...] = ()
     elapsed_s: float = 0.0
@@ -252,29 +254,26 @@ class ProbeTable(Reported):
             InvalidArgumentError: the data has another schema version, or is not a table.
         """
         with reading("table", data, SCHEMA_VERSION):
-            rows, mixed, unfit = {}, {}, {}
-            for row in data["rows"]:
-                value = _value(row["value"])
-                rows[value] = (
-                    None if row["result"] is None else ProbeResult.from_dict(row["result"])
-                )
-                if row["mixed_batch_size"]:
-                    mixed[value] = row["mixed_batch_size"]
-                if row["unfit"] is not None:
-                    unfit[value] = row["unfit"]
-            return cls(
-                axis=data["axis"],
-                rows=rows,
-                mixed=mixed,
-                mixed_failed=data.get("mixed_failed", False),
-                unfit=unfit,
-                required=data.get("required"),
-                savings=None
-                if data.get("savings") is None
-                else from_plain(Comparison, data["savings"]),
-                notes=tuple(data["notes"]),
-                elapsed_s=data["elapsed_s"],
-            )
+            saved = from_plain(_SavedTable, data)
+            rows: dict[Any, ProbeResult | None] = {}
+            mixed, unfit = {}, {}
+            for at, row in enumerate(saved.rows):
+                value = _value(row.value)
+                if not isinstance(value, str) and (saved.savings or saved.axis == CARDS):
+                    raise InvalidArgumentError(f"rows[{at}].value is no name")
+                rows[value] = result = None
+                if row.result is not None:
+                    rows[value] = result = read_at(row.result, f"rows[{at}].result")
+                if result is not None and result.confirmation is None:
+                    raise InvalidArgumentError(
+                        f"rows[{at}].result.trials has none that ran batch {result.batch_size}"
+                    )
+                if row.mixed_batch_size is not None:
+                    mixed[value] = row.mixed_batch_size
+                if row.unfit is not None:
+                    unfit[value] = row.unfit
+            read = {name: getattr(saved, name) for name in _SHARED_FIELDS}
+            return cls(rows=rows, mixed=mixed, unfit=unfit, **read)
 
     def _noted(self) -> list[Note]:
         """Return the notes of the table, and each of the rows' notes once, with the values of its rows unless it is all of them.
@@ -333,6 +332,35 @@ class ProbeTable(Reported):
         )
 
 
+# --- read from a file ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SavedRow:
+    """A row of a table in its file."""
+
+    value: Plain
+    mixed_batch_size: Samples | None
+    unfit: str | None
+    result: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SavedTable:
+    """A table in its file."""
+
+    axis: str
+    rows: tuple[_SavedRow, ...]
+    mixed_failed: bool = False
+    required: Samples | None = None
+    savings: Comparison | None = None
+    notes: tuple[str, ...]
+    elapsed_s: float
+
+
+_SHARED_FIELDS = {each.name for each in fields(_SavedTable)} - {"rows"}  # with a `ProbeTable`
+
+
 def _value(value: Any) -> Hashable:
     """Return a value of the axis as it was before JSON made a list of a tuple."""
     if isinstance(value, list):
@@ -359,9 +387,7 @@ def _verdict(table: ProbeTable) -> str:
     if table.axis == CARDS:
         return _verdict_of_cards(table)
     results = [result for _, result in table.fitting()]
-    verdict = (
-        f"{len(results)} of {count(len(table.rows), 'value', 'values')} of {clean(table.axis)} fit"
-    )
+    verdict = f"{len(results)} of {count(len(table.rows), 'value', 'values')} of {table.axis} fit"
     if not results:
         return verdict
     return within(results[-1], verdict)
@@ -432,11 +458,11 @@ def _row(table: ProbeTable, value: Any, cells: Sequence[str], *, is_answer: bool
     kind = "answer" if is_answer else "passed"
     if table.rows[value] is None:
         kind = "failed"
-    return Row(cells=cells, remark=clean(table.unfit.get(value, "")), kind=kind)
+    return Row(cells=cells, remark=table.unfit.get(value, ""), kind=kind)
 
 
 def _cells(table: ProbeTable, value: Any) -> list[str]:
-    name, result = clean(text_of_value(value)), table.rows[value]
+    name, result = text_of_value(value), table.rows[value]
     if result is None:
         return [name, *[UNKNOWN] * 6]
     answer = last_of(result.trials, result.batch_size)
@@ -495,7 +521,7 @@ def _cells_of_card(name: str, result: ProbeResult) -> list[str]:
         str(result.batch_size),
         format_bytes(result.available_bytes),
         format_bytes(peak_bytes),
-        _percent(peak_bytes / result.available_bytes),
+        _percent(peak_bytes / max(1, result.available_bytes)),
         "replay" if result.was_replayed else "ran",
     ]
 
@@ -506,10 +532,11 @@ def read_result(path: str | Path) -> ProbeResult | ProbeTable:
     Raises:
         InvalidArgumentError: the file cannot be read, or holds neither.
     """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None
+    data = read_json(path)
+    kind: type[ProbeResult | ProbeTable] = ProbeResult
     if isinstance(data, dict) and "axis" in data:
-        return ProbeTable.from_dict(data)
-    return ProbeResult.from_dict(data)
+        kind = ProbeTable
+    try:
+        return kind.from_dict(data)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{path}: {error}") from None
