@@ -16,7 +16,8 @@ from recordings import NAMES, Recording, segment_of, snapshot_of
 
 import oomprobe
 from oomprobe.cli import main
-from oomprobe.explaining import explanation, snapshot
+from oomprobe.explaining import explanation, log, snapshot
+from oomprobe.verdicts.texts import ERROR_TEXTS
 
 GIB, MIB = 2**30, 2**20
 
@@ -294,6 +295,9 @@ OTHER = "Process {} has {} GiB memory in use. "
         (OLD, 2.00, 0.04, "", 22.0, 23.20, "live"),
         (OLD, 1.20, 0.04, "", 22.0, 22.90, "live"),  # what is missing is a context, and not others
         (OLD, 2.00, 9.00, "12.00 GiB allowed; ", 11.9, 12.00, "cap"),
+        (NEW, 0.30, 0.04, OWN.format(23.60), 22.5, 0.60, "live"),  # nobody else is there
+        (NEW, 0.60, 0.04, OWN.format(22.8) + OTHER.format(9, 0.8), 22.2, 0.5, "live"),  # 3 % of it
+        (NEW.replace("capacity", "capacty"), 2.0, 0.07, "", 3.6, 0.3, "others"),  # torch 2.1, 2.2
     ],
 )
 def test_the_text_of_an_error(text, asked, free, processes, live, unused, cause, explained):
@@ -376,6 +380,57 @@ def test_the_last_of_several_errors_and_a_wrapped_line(explained):
     explanation = explained(f"{first}\n{last[:95]}\n{last[95:180]}\n{last[180:]}")
     assert (explanation.cause, explanation.requested_bytes) == ("fragmentation", 2 * GIB)
     assert "The log has 2 such errors; this is about the last." in explanation.notes
+
+
+@pytest.mark.parametrize("before", ["", "CUDA out of memory. ", "CUDA out of\nmemory. "])
+def test_figures_of_the_message_before_are_not_its_own(before, explained):
+    texts = []
+    for asked, live in (("2.10 GiB", 22.40), ("980.00 MiB", 29.90)):
+        texts.append(
+            f"{before}Tried to allocate {asked} (GPU 0; 31.75 GiB total capacity; {live:.2f} GiB already "
+            f"allocated; 0.10 GiB free; {live + 1:.2f} GiB reserved in total by PyTorch)\n"
+        )
+    explanation = explained("".join(texts))
+    assert explanation.live_bytes == int(29.9 * GIB)
+    assert (explanation.cause, explanation.requested_bytes) == ("live", 980 * MIB)
+
+
+@pytest.mark.parametrize("asked", [5000 * "9" + " GiB", "1.2.3 GiB", "\u0663 GiB"])
+def test_a_number_that_is_none_is_not_read(asked, explained):
+    explanation = explained(f"CUDA out of memory. Tried to allocate {asked} (GPU 0)")
+    assert (explanation.cause, explanation.requested_bytes) == ("unknown", None)
+
+
+def test_more_bytes_than_there_are_end_in_a_sentence(explained):
+    with pytest.raises(oomprobe.InvalidArgumentError, match="'99999999999 TiB' is not a size"):
+        explained("CUDA out of memory. Tried to allocate 99999999999 TiB (GPU 0)")
+
+
+class Counted:
+    """A pattern that counts the characters that it is given to search, and never matches."""
+
+    def __init__(self):
+        self.characters = 0
+
+    def search(self, text):
+        self.characters += len(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "most"),
+    [
+        ("loss 0.31, 4.2 GiB of memory used\n" * 10_000, 0),
+        ("x" * 10**6 + " CUDA error: out of memory " + "x" * 10**6, 2400),
+        ("CUDA error: out of memory\n" * 10_000, 100 * 30),
+    ],
+)
+def test_of_a_log_only_what_may_be_an_error_is_searched(text, most, explained, monkeypatch):
+    pattern = Counted()
+    monkeypatch.setattr(log, "ERROR_TEXTS", [replace(ERROR_TEXTS[0], pattern=pattern)])
+    monkeypatch.setattr(log, "MOST_JUDGED", 100)
+    with pytest.raises(oomprobe.InvalidArgumentError, match="holds no out-of-memory error"):
+        explained(text)
+    assert pattern.characters <= most
 
 
 # --- the command line ---

@@ -8,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import oomprobe
 from oomprobe.records.trials import Verdict
 from oomprobe.runners.signals import TimeUp
 from oomprobe.verdicts import Evidence, classify_error, facts_of_error
 from oomprobe.verdicts.classify import MAX_LINKS, MAX_TEXT
-from oomprobe.verdicts.texts import ERROR_TEXTS
+from oomprobe.verdicts.texts import ERROR_TEXTS, OOM_WORDS
 
 DATA = Path(__file__).parent / "data"
 BUILTIN_CLASSES = {
@@ -73,6 +75,26 @@ def numbered(code):
     error = torch.AcceleratorError("a text that says nothing")
     error.error_code = code
     return error
+
+
+def test_no_pattern_reads_far():
+    """A text may be one line of megabytes: what is read from each place in it has a limit."""
+    longest = {}
+    for row in ERROR_TEXTS:
+        longest[row.pattern.pattern] = re._parser.parse(row.pattern.pattern).getwidth()[1]
+    assert {pattern: width for pattern, width in longest.items() if width > 700} == {}
+
+
+OF_A_DEVICE = [row for row in ERROR_TEXTS if row.verdict is Verdict.OOM and not row.of_host]
+
+
+@pytest.mark.parametrize("row", OF_A_DEVICE, ids=lambda row: row.pattern.pattern[:40])
+@given(data=st.data())
+@settings(max_examples=60, suppress_health_check=[*HealthCheck], deadline=None)
+def test_a_text_about_a_devices_memory_has_one_of_the_words(row, data):
+    pattern = row.pattern.pattern.replace("(?>", "(?:")  # hypothesis knows no atomic group
+    match = re.search(pattern, data.draw(st.from_regex(pattern)))
+    assert any(word in match[0] for word in OOM_WORDS), match[0]
 
 
 @pytest.mark.parametrize("row", [*every_message()])

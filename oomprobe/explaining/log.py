@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from dataclasses import dataclass
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import parse_bytes
 from oomprobe.records.trials import Verdict
 from oomprobe.simulation.allocator import LARGE_SEGMENT
-from oomprobe.verdicts.texts import ERROR_TEXTS
+from oomprobe.verdicts.texts import ERROR_TEXTS, OOM_WORDS
 
 ALMOST_FULL = 0.98  # of the memory that there is: that so little is in pieces is no reason
-_SIZE = r"([\d.]+ (?:[KkMGT]i?B|bytes))"
+_SIZE = r"([0-9]{1,20}(?:\.[0-9]{1,9})? (?:[KkMGT]i?B|bytes))"
 _BEFORE, _AFTER = 300, 2000  # characters of a message around what was asked for
 _CONTEXT_BYTES = (
     2**30
 )  # at most, of a process outside of torch's allocator, with kernels and libraries
-_ASKED = re.compile(rf"Tried to allocate {_SIZE}|Requested +: {_SIZE}")
+_ROUNDING_BYTES = 2**26  # of five figures in GiB with two decimals
+_NAMED_SHARE = 0.05  # of a card: others that hold less are not why it is full
+_ASKED = re.compile(rf"Tried to allocate {_SIZE}|Requested {{1,40}}: {_SIZE}")
+_BEGINS = re.compile(r"(?:CUDA|HIP|XPU|MPS backend)\s+out\s+of\s+memory|Allocation\s+on\s+device")
+_HINT = re.compile("|".join(map(re.escape, OOM_WORDS)))
+MOST_JUDGED = 20_000  # lines, from the end: what was before does not matter
 _PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
 # Of new torch, of old torch, of cudaMallocAsync, of Metal. Sources: c10/cuda/CUDACachingAllocator.cpp and CUDAMallocAsyncAllocator.cpp,
 # aten/src/ATen/mps/MPSAllocator.mm of PyTorch.
 _FIELDS = {
     "total": re.compile(
-        rf"total capacity of {_SIZE}|{_SIZE} total capacity|Device limit +: {_SIZE}"
+        rf"total capaci?ty of {_SIZE}|{_SIZE} total capacity|Device limit +: {_SIZE}"
     ),
     "free": re.compile(
         rf"of which {_SIZE} is free|; {_SIZE} free|Free \(according to CUDA\) *: {_SIZE}"
@@ -89,7 +95,8 @@ class OomText:
         others = self.others or 0
         if self.own is None:
             others -= _CONTEXT_BYTES
-        if needed <= available + others:
+        is_much = others > max(_ROUNDING_BYTES, _NAMED_SHARE * (self.total or 0))
+        if is_much and needed <= available + others:
             return "others"
         return "live"
 
@@ -104,7 +111,9 @@ def read_log(text: str) -> OomText:
     if not messages:
         return _without_numbers(text)
     asked = messages[-1]
-    begins = max(asked.start() - _BEFORE, *(message.end() for message in messages[:-1]), 0)
+    begins = asked.start()  # figures of the message before would be taken for its own
+    for begin in _BEGINS.finditer(text, max(0, begins - _BEFORE), begins):
+        begins = begin.start()
     message = " ".join(text[begins : asked.end() + _AFTER].split())  # terminals wrap lines
     sizes = {"requested": _stated(asked)}
     for name, pattern in _FIELDS.items():
@@ -132,12 +141,16 @@ def read_log(text: str) -> OomText:
 
 def _without_numbers(text: str) -> OomText:
     """Return an error of a kind that gives no numbers, such as "CUDA error: out of memory"."""
-    lines = []
+    judged = deque[str](maxlen=MOST_JUDGED)
     for line in text.splitlines():
+        if hint := _HINT.search(line.lower()):
+            judged.append(line[max(0, hint.start() - _BEFORE) : hint.end() + _AFTER].strip())
+    lines = []
+    for line in judged:
         lowered = line.lower()
         row = next((row for row in ERROR_TEXTS if row.pattern.search(lowered)), None)
         if row is not None and row.verdict is Verdict.OOM and not row.of_host:
-            lines.append(line.strip())
+            lines.append(line)
     if not lines:
         raise InvalidArgumentError("it holds no out-of-memory error of a device")
     return OomText(line=lines[-1], count=len(lines))

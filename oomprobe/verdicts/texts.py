@@ -8,6 +8,7 @@ traps when changing a pattern:
 - An allocator's internal assert leaves the process unusable, except the one that means out of memory on Jetson.
 - A size limit may say "out of memory" ("Tried to allocate more than 1EB memory").
 - 2147483648 is a limit in one text and an ordinary two gibibytes in the next.
+- A text may be one long line: every repeat has a limit, so that a search reads a few hundred characters from each place at most.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _BLAS = (
     r"(?:CUDNN|CUBLAS|CUSOLVER|CUSPARSE|CURAND|CUDSS|CUTENSOR"
     r"|HIPBLAS|HIPBLASLT|HIPSOLVER|HIPSPARSE|HIPRAND)_STATUS_"
 )
-_LIMIT = r"(?:>|<|<=|exceed\w*|than|at most|up to|maximum(?: of| is)?) ?"
+_LIMIT = r"(?:>|<|<=|exceed\w{0,3}|than|at most|up to|maximum(?: of| is)?) ?"
 
 # Strongest row first: in a chain of exceptions, the first row that matches any of them decides.
 # fmt: off
@@ -92,7 +93,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
          "https://docs.nvidia.com/deploy/xid-errors/index.html (Xid 79); nvmlErrorString NVML_ERROR_GPU_IS_LOST",
          r"\bGPU is lost\b", r"has fallen off the bus"),
     _row(POISONED, "pytorch/pytorch#119452, #139382, #188008 (every later allocation fails too); mberr/torch-max-mem#45",
-         r'(?<!NVML_SUCCESS == r )INTERNAL ASSERT FAILED at "?[^"\n]*Alloc\w*\.(?:cpp|cu|h|mm)\b'),
+         r'(?<!NVML_SUCCESS == r )INTERNAL ASSERT FAILED at "?[^"\n]{0,300}?Alloc\w{0,60}\.(?:cpp|cu|h|mm)\b'),
     _row(POISONED, f"{_UR_ENUM}; pytorch/pytorch#177714, #190972, intel/torch-xpu-ops#1324, #3155, vladmandic/sdnext#1526",
          r"(?:UR_RESULT|ZE_RESULT|PI)_ERROR_(?:DEVICE_LOST|OUT_OF_RESOURCES|DEVICE_REQUIRES_RESET)",
          r"UR_RESULT_ERROR_UNKNOWN\b", r"\bCL_OUT_OF_RESOURCES", r"backend failed with error: 20\b"),
@@ -120,7 +121,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
          r"out of resources?: ", r"/dev/shm", r"shared memory ?\(shm\)", r"(?:out of|insufficient) shared memory"),
     # Size limits that are not memory.
     _row(SIZE_LIMIT, "pytorch/pytorch:test/test_cuda.py::test_out_of_memory; #51872 (17179869183.98 GiB), #33143 (16 EiB)",
-         r"Tried to allocate (?:more than 1EB|\d{7,}(?:\.\d+)? GiB|[\d.]+ [PE]i?B)"),
+         r"Tried to allocate (?:more than 1EB|\d{7,40}(?:\.\d{1,9})? GiB|[\d.]{1,40} [PE]i?B)"),
     _row(SIZE_LIMIT, "pytorch/pytorch#80020, #155225, #51871, #144855, #158824, PR #144865",
          r"canUse32BitIndexMath", r"\b32-?bit index", r"\bINT(?:32)?_MAX\b", r"numeric_limits<int"),
     _row(SIZE_LIMIT,
@@ -139,15 +140,15 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     _row(SIZE_LIMIT,
          "measured, torch 2.13 (quantile, multinomial; MKL_INT in libtorch_cpu.so); pytorch/pytorch#24401, #43476",
          r"\binput tensor is too large", r"\btoo large to fit into a MKL_INT\b",
-         r"sizes too large for THCDeviceTensor", r"cannot exceed 2\^\d+", r"kernel launch blocks must be positive"),
+         r"sizes too large for THCDeviceTensor", r"cannot exceed 2\^\d", r"kernel launch blocks must be positive"),
     _row(SIZE_LIMIT, "pytorch/pytorch#143859, #149325, #187567; aten/src/ATen/mps/MPSAllocator.mm (maxBufferLength)",
-         r"total bytes of NDArray", r"NDArray dimension length", r"Invalid buffer size: [\d.]+ ?[KMGT]i?B",
-         r"newBuffer\w*[^\n]{0,120}must not exceed"),
+         r"total bytes of NDArray", r"NDArray dimension length", r"Invalid buffer size: [\d.]{1,40} ?[KMGT]i?B",
+         r"newBuffer\w{0,60}[^\n]{0,120}must not exceed"),
     _row(SIZE_LIMIT,
          f"Comfy-Org/ComfyUI#7004 (Intel Arc: one allocation); intel/llvm#15674; intel/torch-xpu-ops#2950; {_UR_ENUM}",
          r"can NOT allocate memory block with size larger than", r"\b(?:range|offset) is out of integer limits",
          r"\b(?:range|offset) does not fit in int\b", r"sycl-id-queries-(?:fit-in-int|range)",
-         r"(?:PI|CL|UR_RESULT_ERROR)\w*_INVALID_BUFFER_SIZE", r"UR_RESULT_ERROR_(?:INVALID|UNSUPPORTED)_SIZE"),
+         r"(?:PI|CL|UR_RESULT_ERROR)\w{0,40}_INVALID_BUFFER_SIZE", r"UR_RESULT_ERROR_(?:INVALID|UNSUPPORTED)_SIZE"),
     _row(SIZE_LIMIT, "measured, numpy 2.4 (np.zeros(2**63), np.zeros(2**62))",
          r"Maximum allowed dimension exceeded", r"\Aarray is too big", also=("builtins.ValueError",)),
     _row(SIZE_LIMIT, "CPython Lib/multiprocessing/connection.py (_send_bytes), Modules/_pickle.c",
@@ -171,23 +172,23 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     _row(OOM, "pytorch/pytorch:c10/cuda/CUDAMallocAsyncAllocator.cpp",
          r"would exceed allowed memory\. \(out of memory\)"),
     _row(OOM, "NVIDIA/nccl#1410 (shape); rwth-i6/returnn#1626; NVIDIA/nccl:src/include/alloc.h",
-         r"(?:Cuda|HIP) failure (?:\d+ )?'out of memory'", r"Failed to CUDA (?:calloc|malloc|host alloc)"),
+         r"(?:Cuda|HIP) failure (?:\d{1,9} )?'out of memory'", r"Failed to CUDA (?:calloc|malloc|host alloc)"),
     _row(OOM, "triton-lang/triton:third_party/nvidia/backend/driver.c, third_party/amd/backend/driver.c",
-         r"Triton Error \[\w+\]: +(?:Code: 2\b|out of memory)"),
+         r"Triton Error \[\w{1,20}\]: {1,9}(?:Code: 2\b|out of memory)"),
     _row(OOM, f"{_ATEN_CHECKS}; {_CUDNN_ENUM}; pytorch/pytorch#128601, QwenLM/Qwen3-VL#151",
          _BLAS + r"(?:INTERNAL_ERROR_DEVICE_)?ALLOC(?:ATION)?_FAILED", r"(?:CU|HIP)FFT_(?:ALLOC_FAILED|NO_WORKSPACE)",
-         r"miopenStatusAllocFailed", r"roc\w+_status_memory_error", r"MAGMA_ERR_DEVICE_ALLOC"),
+         r"miopenStatusAllocFailed", r"roc\w{1,20}_status_memory_error", r"MAGMA_ERR_DEVICE_ALLOC"),
     _row(OOM, "pytorch/pytorch#24838; hoanglocla9/bert-jointly-relation-entity-extraction#3; cusolverStatus_t 2",
          r"cublas runtime error ?: resource allocation failed", r"cusolver error: 2,",
          r"CUDA error: resource allocation failed when calling"),
     _row(OOM, f"{_UR_ENUM}; intel/torch-xpu-ops#1598, #5432",
          r"_OUT_OF_DEVICE_MEMORY\b", r"(?:CL|PI|UR_RESULT)_(?:ERROR_)?MEM_OBJECT_ALLOCATION_FAILURE"),
     _row(OOM, "ggml-org/llama.cpp#22673 (Metal: Insufficient Memory); huggingface/accelerate:utils/memory.py (Gaudi)",
-         r"kIOGPUCommandBufferCallbackErrorOutOfMemory", r"MODULE:PT_\w+[^\n]*\bAllocation\b[^\n]*\bfailed"),
+         r"kIOGPUCommandBufferCallbackErrorOutOfMemory", r"MODULE:PT_(?>[^\n]{0,200}?\bAllocation\b)[^\n]{0,200}?\bfailed"),
     _row(OOM, "zeliu98/CloserLook3D#33; NVIDIA/thrust#1006; cupy/cupy#1574",
-         r"get_temporary_buffer failed", r"\b\w+ failed(?: (?:on|to) \w+(?: \w+)?)?: (?:\w+: )?out of memory\b"),
+         r"get_temporary_buffer failed", r"\b\w{1,80} failed(?: (?:on|to) \w{1,80}(?: \w{1,80})?)?: (?:\w{1,80}: )?out of memory\b"),
     _row(OOM, "bitsandbytes/csrc/ops.cu (see #875); ROCm/MIOpen#47; cudaGetErrorString(2)",
-         r"\bout of memory at line \d+ in file", r"Memory not available to allocate buffer", r"\Aout of memory\.?\s*\Z"),
+         r"\bout of memory at line \d{1,9} in file", r"Memory not available to allocate buffer", r"\Aout of memory\.?\s{0,9}\Z"),
     # "[enforce fail a" is the text if memory is left for only 15 characters (measured, torch 2.13).
     _row(OOM, "measured, torch 2.13 (torch.empty(2**50)); HaoMood/blinear-cnn-faster#4; xinntao/ESRGAN#34; libc10.so",
          r"DefaultCPUAllocator: (?:can't allocate|not enough) memory",
@@ -195,23 +196,23 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
          r"Torch: (?:not enough memory|unable to mmap memory)", r"C10 Out of Memory",
          r"Could not allocate memory to change", of_host=True),
     _row(OOM, "errno.h ENOMEM; https://learn.microsoft.com/en-us/windows/win32/debug/system-error-codes--1300-1699-",
-         r"\[Errno 12\]", r"\[WinError (?:8|14|1455)\]", r"\bCannot allocate memory(?: \(12\)|[':]|\s*(?:\n|$))",
+         r"\[Errno 12\]", r"\[WinError (?:8|14|1455)\]", r"\bCannot allocate memory(?: \(12\)|[':]|\s{0,9}(?:\n|$))",
          of_host=True, also=("builtins.ImportError", "builtins.OSError")),
     _row(OOM, f"{_UR_ENUM}; {_CUDNN_ENUM}; https://docs.nvidia.com/cuda/nvrtc (nvrtcResult)",
          r"_OUT_OF_HOST_MEMORY\b", r"HOST_ALLOCATION_FAILED", r"NVRTC_ERROR_OUT_OF_MEMORY", r"MAGMA_ERR_HOST_ALLOC",
-         r"ptxas fatal *: *Memory allocation failure", of_host=True),
+         r"ptxas fatal {0,9}: {0,9}Memory allocation failure", of_host=True),
     _row(OOM, "gcc:libgomp/alloc.c; OpenMathLib/OpenBLAS:driver/others/memory.c; strings of libtorch_cpu.so 2.13 (oneMKL)",
-         r"libgomp: Out of memory", r"OpenBLAS[^\n]*(?:malloc failed|allocation still failed|could not be allocated)",
-         r"\bMKL\b[^\n]*(?:Not enough memory|cannot allocate memory)", of_host=True),
+         r"libgomp: Out of memory", r"OpenBLAS[^\n]{0,300}?(?:malloc failed|allocation still failed|could not be allocated)",
+         r"\bMKL\b[^\n]{0,300}?(?:Not enough memory|cannot allocate memory)", of_host=True),
     # After all other unambiguous texts, because those tell whose memory a MemoryError is about.
     _row(OOM, "https://en.cppreference.com/w/cpp/memory/new/bad_alloc; numpy/_core/_exceptions.py, measured",
-         r"\bstd::bad_alloc\b", r"\Abad allocation\b", r"Unable to allocate [\d.,]+ ?\w* for an array with shape",
+         r"\bstd::bad_alloc\b", r"\Abad allocation\b", r"Unable to allocate [\d.,]{1,40} ?\w{0,9} for an array with shape",
          of_host=True, classes=("builtins.MemoryError",)),
     # Perhaps a size limit.
-    _row(SIZE_LIMIT, "pytorch/pytorch#113833 (safe_downcast)", r"\Ainteger out of range\s*(?:\n|\Z)", ambiguous=True),
+    _row(SIZE_LIMIT, "pytorch/pytorch#113833 (safe_downcast)", r"\Ainteger out of range\s{0,9}(?:\n|\Z)", ambiguous=True),
     _row(SIZE_LIMIT, "measured, torch 2.13 (torch.empty(2**63), fill_(2**40)); pytorch/pytorch#48114",
          r"Overflow when unpacking long", r"cannot be converted to type (?:int|int32_t|int64_t|long) without overflow",
-         r"negative dimension -\d{7,}", ambiguous=True, also=("builtins.TypeError",)),
+         r"negative dimension -\d{7}", ambiguous=True, also=("builtins.TypeError",)),
     _row(SIZE_LIMIT, "measured, CPython 3.11 (b'x' * 2**63)",
          r"cannot fit 'int' into an index-sized integer", r"Python int too large to convert to C", ambiguous=True,
          also=("builtins.OverflowError",)),
@@ -232,7 +233,7 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
          r"unable to find an engine to execute", r"mha_graph[^\n]{0,120}is_good\(\) to be true", ambiguous=True),
     _row(OOM, "pytorch/serve#1993; pytorch/pytorch#81620, #119420; NVIDIA/NeMo:scripts/speech_recognition/oomptimizer.py",
          _BLAS + r"(?:NOT_INITIALIZED|INTERNAL_ERROR|INITIALIZATION_FAILED)",
-         r"(?:CU|HIP)FFT_(?:INTERNAL_ERROR|SETUP_FAILED)", r"roc\w+_status_internal_error", ambiguous=True),
+         r"(?:CU|HIP)FFT_(?:INTERNAL_ERROR|SETUP_FAILED)", r"roc\w{1,20}_status_internal_error", ambiguous=True),
     _row(OOM, f"pytorch/pytorch#3996; cusolverStatus_t 1 and 7, cusparseGetErrorString: {_ATEN_CHECKS}",
          r"cublas runtime error ?: (?:library not initialized|an internal operation failed)", r"cusolver error: [17],",
          r"CUDA error: (?:internal|initialization) error when calling .cusparse", ambiguous=True),
@@ -244,13 +245,25 @@ ERROR_TEXTS: tuple[ErrorText, ...] = (
     _row(OOM, "pytorch/pytorch#185240 (Jetson)",
          r"NVML_SUCCESS == r INTERNAL ASSERT FAILED", ambiguous=True, only_integrated=True),
     _row(OOM, "pytorch/pytorch:torch/csrc/distributed/c10d/NCCLUtils.hpp; NVIDIA/nccl#1410, #582",
-         r"unhandled cuda error(?![\s\S]*(?:Cuda|HIP) failure)", ambiguous=True),
+         r"unhandled cuda error(?![\s\S]{0,4000}(?:Cuda|HIP) failure)", ambiguous=True),
     _row(OOM, "measured, torch 2.13 under RLIMIT_AS (oneDNN)",
          r"could not (?:create|execute) a (?:primitive|memory)", ambiguous=True, of_host=True),
     _row(OOM, "CPython Modules/_threadmodule.c; OpenBLAS:driver/others/blas_server.c; gcc:libgomp/team.c; libomp",
          r"can't start new thread", r"pthread_create failed", r"Thread creation failed",
          r"necessary resources for OMP thread", ambiguous=True, of_host=True),
     _row(OOM, "strings of libtorch_python.so 2.13; SIGKILL is what the kernel's OOM killer sends",
-         r"DataLoader worker [^\n]*killed by signal: Killed", ambiguous=True, of_host=True),
+         r"DataLoader worker [^\n]{0,100}?killed by signal: Killed", ambiguous=True, of_host=True),
 )
 # fmt: on
+
+# One of these, in lower case, is in every text of the rows of a device's memory: what has none needs no search.
+OOM_WORDS = (
+    *("out of memory", "outofmemory", "out_of_memory", "outof_memory", "out_ofmemory"),
+    *("memoryallocation", "memory_error"),
+    *("memory not available", "driver error: 2", "code: 2", "failed to cuda", "_status_", "fft_"),
+    *("alloc_failed", "allocation failed", "allocfailed", "device_alloc", "out_of_device_memory"),
+    *("mem_object_allocation", "module:pt_", "get_temporary_buffer", "cudnn algorithm"),
+    *("convolution algorithms", "engine to execute", "mha_graph", "cublas runtime error"),
+    *("cusolver error", "error when calling", "miopenstatus", "error during capture"),
+    *("streamcaptureinvalidated", "nvml_success", "unhandled cuda error"),
+)

@@ -1,12 +1,14 @@
 """Outputs of launchers, from real runs on the bed (tests/cuda/script.py and the like), and what is read from them."""
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from oomprobe.records.trials import Verdict
+from oomprobe.runners.command import output
 from oomprobe.runners.command.output import CONTEXT_LINES, MOST_EXCEPTIONS, Output, cause_of
 from oomprobe.runners.command.reports import RunReports
 from oomprobe.verdicts import Evidence, Link
@@ -210,3 +212,14 @@ def test_a_flood_of_exceptions_keeps_the_first_and_the_last():
     assert len(output.exceptions()) == 2 * MOST_EXCEPTIONS
     assert cause(output).verdict is OOM
     assert output.exceptions()[0].text == "ValueError: first"
+
+
+def test_no_pattern_reads_far_across_lines():
+    """Each line is cut to 4,000 characters; what spans lines must have a limit of its own."""
+    assert re._parser.parse(output._ROOT_CAUSE.pattern).getwidth()[1] < 2200
+
+
+def test_a_rank_that_is_named_far_from_the_cause_is_not_its():
+    told = "Root Cause (first observed failure):\n  rank      : 3 (local_rank: 3)\n"
+    assert read(f"{told}  exitcode  : -9 (pid: 7)\n").root_cause() == (3, -9)
+    assert read(f"{told}{'noise ' * 400}\n  exitcode  : -9 (pid: 7)\n").root_cause() is None

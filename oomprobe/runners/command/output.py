@@ -21,7 +21,7 @@ CONTEXT_LINES = 25  # shown before an exception, or from the end of the output
 LONGEST_LINE = 4000
 SIGNALLED = 128  # a shell exits with this and the number of the signal that ended its program
 # Launchers put the rank in front: torchrun "[rank1]: " and "[default0]:", srun -l "0: ".
-_PREFIX = r"(?:\[\w+\]:\s*|\d+: )*"
+_PREFIX = r"(?:\[\w+\]:\s{0,9}|\d+: )*"
 _EXCEPTION = re.compile(
     rf"^{_PREFIX}(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|OutOfResources))(?::\s?(?P<text>.*))?$"
 )
@@ -29,7 +29,9 @@ _CPP_EXCEPTION = re.compile(rf"^{_PREFIX}\s*what\(\):\s+(?P<text>.+)$")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _TORCH_OOM = re.compile(r"(?:CUDA|HIP) out of memory\. Tried to allocate")
 _ROOT_CAUSE = re.compile(
-    r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code>-?\d+)", re.DOTALL
+    r"Root Cause(?>.{0,1000}?rank\s{0,20}: (?P<rank>\d{1,9})).{0,1000}?exitcode\s{0,20}: "
+    r"(?P<code>-?\d{1,9})",
+    re.DOTALL,
 )  # torchrun's
 _GOES_ON = "DistBackendError"  # NCCL's error: its cause stands a few lines below
 _NCCL_FAILURE = re.compile(r"(?:Cuda|HIP) failure.*")
