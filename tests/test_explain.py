@@ -510,6 +510,13 @@ def test_a_file_that_takes_too_much_memory(limited, limit, said, written, capsys
     assert said in capsys.readouterr().err
 
 
+def test_texts_and_numbers_count_as_objects(explained, monkeypatch):
+    monkeypatch.setattr(snapshot, "MOST_OBJECTS", 300)
+    for items in ([f"text {number}" for number in range(400)], [*range(300, 700)]):
+        with pytest.raises(oomprobe.InvalidArgumentError, match="more than 300 texts and numbers"):
+            explained({"segments": [], "more": items})
+
+
 def test_a_folder_is_no_file(tmp_path, capsys):
     assert main(["explain", str(tmp_path)]) == 2
     assert "cannot be explained" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from oomprobe.cli import main
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.explaining import PeakMonitor, explain
 from oomprobe.records.files import read_file, write_file
+from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable, read_result
 
 OLD, NEW = b"old" * 1000, b"new" * 2000
@@ -321,3 +322,13 @@ def test_a_page_shows_what_a_browser_would_obey():
     page = page_of(a_result(notes=("a\u202eb\x1b[31m\x07", "gr\u00f6\u00dfer")))
     assert r"a\u202eb\x1b[31m\x07" in page
     assert "gr\u00f6\u00dfer" in page
+
+
+def test_lists_that_would_take_minutes_to_show_are_refused():
+    data = a_result().to_dict()
+    data["trials"] *= 4000
+    with pytest.raises(InvalidArgumentError, match="trials has 12,000 items, more than 10,000"):
+        ProbeResult.from_dict(data)
+    table = ProbeTable(axis="length", rows=dict.fromkeys(range(1001))).to_dict()
+    with pytest.raises(InvalidArgumentError, match="rows has 1,001 items, more than 1,000"):
+        ProbeTable.from_dict(table)

@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.records import plan as plans
 from oomprobe.records.plan import plan
 
 shapes = st.tuples(st.integers(1, 5000), st.integers(1, 16), st.integers(1, 300), st.integers(1, 9))
@@ -52,3 +53,9 @@ def test_a_size_that_is_not_a_positive_integer_is_named(name):
         InvalidArgumentError, match=f"{name} must be an integer of at least 1, not 0"
     ):
         plan(sizes.pop("global_batch"), **sizes)
+
+
+def test_sizes_of_a_file_end(monkeypatch):
+    monkeypatch.setattr(plans, "MOST_TRIED", 60)
+    assert [entry.exact for entry in plan(1009, world_size=1, max_micro_batch=64)] == [False, False]
+    assert [entry.exact for entry in plan(1009, world_size=1, max_micro_batch=60)][-1]

@@ -119,6 +119,14 @@ def require_plain(value: Any, place: str, depth: int = 0) -> None:
             _read(float, value, place)
 
 
+def require_at_most(most: int, items: Sequence[object], place: str) -> None:
+    """Raise InvalidArgumentError for a list that would take minutes to show."""
+    if len(items) > most:
+        raise InvalidArgumentError(
+            f"{_named_place(place)} has {len(items):,} items, more than {most:,}"
+        )
+
+
 def _require(value: Any, place: str, kind: Any, wanted: str) -> None:
     if not isinstance(value, kind):
         raise _wrong(value, place, wanted)

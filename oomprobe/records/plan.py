@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from itertools import islice
 
 from oomprobe.errors import check_size
 
 # A micro-batch under half of what fits wastes more time on kernel launches than an exact split is worth.
 GOOD_SHARE = 0.5
+MOST_TRIED = 1_000_000  # sizes, the largest first: those of a file may have no end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +102,8 @@ def _exact_split(global_batch: int, world_size: int, fitting: range) -> tuple[in
     share, left = divmod(global_batch, world_size)
     if left:
         return None
-    for micro in reversed(range(fitting.start, min(share + 1, fitting.stop), fitting.step)):
+    fitting_share = reversed(range(fitting.start, min(share + 1, fitting.stop), fitting.step))
+    for micro in islice(fitting_share, MOST_TRIED):
         if share % micro == 0:
             return micro, share // micro
     return None

@@ -15,7 +15,7 @@ from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.fit import LinearFit
 from oomprobe.records.kinds import Bytes, Plain, Samples
 from oomprobe.records.notes import Note, NoteKind
-from oomprobe.records.plain import from_plain, reading
+from oomprobe.records.plain import from_plain, reading, require_at_most
 from oomprobe.records.plan import PlanEntry, plan
 from oomprobe.records.trials import SIMULATED, Phase, Trial, Verdict
 from oomprobe.report import facts
@@ -26,6 +26,7 @@ from oomprobe.report.trials import trials_block
 from oomprobe.results.base import Reported
 
 SCHEMA_VERSION = 1
+MOST_TRIALS = 10_000  # of a file
 MEASURED = (
     "peak_allocated_bytes",
     "peak_reserved_bytes",
@@ -295,6 +296,7 @@ def read_at(data: Any, place: str = "") -> ProbeResult:
         InvalidArgumentError: it is no result.
     """
     result = from_plain(ProbeResult, data, place)
+    require_at_most(MOST_TRIALS, result.trials, f"{place}.trials")
     from_plain(_ReadOptions, result.options, f"{place}.options")
     from_plain(_ReadEnvironment, result.environment, f"{place}.environment")
     return result

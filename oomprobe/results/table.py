@@ -19,7 +19,7 @@ from oomprobe.records.axis import CARDS, magnitude, text_of_value
 from oomprobe.records.files import read_json, write_file
 from oomprobe.records.kinds import Plain, Samples
 from oomprobe.records.notes import Note, remark
-from oomprobe.records.plain import from_plain, reading
+from oomprobe.records.plain import from_plain, reading, require_at_most
 from oomprobe.records.savings import Comparison
 from oomprobe.records.trials import Trial, last_of
 from oomprobe.report.blocks import (
@@ -54,6 +54,7 @@ from oomprobe.results.savings import blocks_of_savings, cheapest, trial_at, verd
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+MOST_ROWS = 1000  # of a file
 _SHARED = ("ranks", "holds for", "state")  # facts that are the same for all rows
 
 
@@ -255,6 +256,7 @@ class ProbeTable(Reported):
         """
         with reading("table", data, SCHEMA_VERSION):
             saved = from_plain(_SavedTable, data)
+            require_at_most(MOST_ROWS, saved.rows, "rows")
             rows: dict[Any, ProbeResult | None] = {}
             mixed, unfit = {}, {}
             for at, row in enumerate(saved.rows):
