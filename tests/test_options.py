@@ -37,6 +37,7 @@ RANGES = {
     **dict.fromkeys(TIMES, "a positive number of seconds"),
     "memory_fraction": "above 0 and at most 1 (0.9 is 90 %)",
     "resolution": "at least 0 and under 1",
+    "breakdown": "True or False",
 }
 
 
@@ -54,8 +55,9 @@ def refused(call, *arguments):
         (TIMES, [0, -1, math.nan, math.inf, -math.inf, True, "60"]),
         (["memory_fraction"], [0, -0.0, -1, 1.0000001, 90, None, *NOT_NUMBERS]),
         (["resolution"], [-0.1, 1, 1.5, None, *NOT_NUMBERS]),
+        (["breakdown"], [0, 1, None, "yes"]),
     ],
-    ids=["sizes", "sizes with a default", "times", "memory_fraction", "resolution"],
+    ids=["sizes", "sizes with a default", "times", "memory_fraction", "resolution", "breakdown"],
 )
 def test_a_number_out_of_its_range_is_refused(names, values):
     for name, value in itertools.product(names, values):

@@ -68,6 +68,12 @@ RESOLUTION = 1 / 128
 _RESOLUTION = _Number("at least 0 and under 1", lambda x: 0 <= x < 1)
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise InvalidArgumentError unless `value` is a bool, which another process reads as one."""
+    if not isinstance(value, bool):
+        raise InvalidArgumentError(f"{name} must be True or False, not {value!r}")
+
+
 def _option(
     default: object,
     group: str,
@@ -79,7 +85,7 @@ def _option(
 ) -> Any:
     """Return the field of an option. Its `group`, `metavar` and `help`, in which ``{}`` stands for the default, are those of the command line.
 
-    A flag has no metavar and no judge of its values. `in_checks` says whether a check of one size takes the option too.
+    A flag has no metavar. `in_checks` says whether a check of one size takes the option too.
     """
     about = {
         "group": group,
@@ -130,7 +136,12 @@ class Options:
     )
     trial_time_limit_s: float | None = _option(None, "search", "S", "seconds for one trial", _LIMIT)
     breakdown: bool = _option(
-        False, "memory", "", "run one more step to show where the memory went", in_checks=True
+        False,
+        "memory",
+        "",
+        "run one more step to show where the memory went",
+        check_flag,
+        in_checks=True,
     )
 
     def __post_init__(self) -> None:

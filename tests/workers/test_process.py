@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -37,7 +38,11 @@ LONG_S = 20  # until a sleeping process would end by itself
 
 def told(value):
     """Return a message with a value."""
-    return Lost(text=value)
+    return Lost(text=json.dumps(value))
+
+
+def value_of(message):
+    return json.loads(message.text)
 
 
 # --- in children ---
@@ -63,7 +68,9 @@ def raises(wire):
 
 def answers_and_dies(wire):
     message = receive(wire)
-    send(wire, told([message.text, "x" * 100_000]))  # waits in the socket until the parent listens
+    send(
+        wire, told([value_of(message), "x" * 100_000])
+    )  # waits in the socket until the parent listens
     os._exit(3)
 
 
@@ -162,7 +169,7 @@ def calls_of_ranks(*numbers):
             time.monotonic() + PROMPT_S,
             further=lambda every: further(LEARNS, merged(every), time.monotonic()),
         )
-        texts += [answers[rank].text for rank in ranks]
+        texts += [value_of(answers[rank]) for rank in ranks]
     crew.end()
     return texts
 
@@ -190,14 +197,14 @@ def listened(act, *, within_s=None, stuck_s=None, after_s=0.0, **waits):
 
 def asked_twice():
     before, child = open_files(), Process.forked(answers)
-    heard = [asked(child, number).text for number in range(2)]
+    heard = [value_of(asked(child, number)) for number in range(2)]
     return heard, child.end().why, open_files() == before
 
 
 def left_behind(end):
     """Return whether descendants ran, whether all have ended with the child, and whether another process is spared."""
     other, child = sleeper(), Process.forked(starts_three)
-    pids = asked(child, None).text
+    pids = value_of(asked(child, None))
     ran = not any(map(is_gone, [child.session, *pids]))
     if end == "death":
         asked(child, "die")
@@ -238,7 +245,7 @@ def test_it_answers_twice_and_leaves_no_file_open():
 
 
 def test_it_leads_a_session_ignores_ctrl_c_and_is_killed_first():
-    assert play(listened, reports_its_setup).text == [True, ["SIGINT"], "1000\n"]
+    assert value_of(play(listened, reports_its_setup)) == [True, ["SIGINT"], "1000\n"]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +264,7 @@ def test_an_exit_status_has_signal_code_and_stderr(act, number, code, words):
 
 
 def test_an_answer_sent_whole_before_a_death_counts():
-    assert play(listened, answers_and_dies, after_s=0.3).text[0] == "something"
+    assert value_of(play(listened, answers_and_dies, after_s=0.3))[0] == "something"
 
 
 def test_the_trace_of_a_hang_is_kept_and_not_passed_on(capsys):
@@ -283,7 +290,7 @@ def test_a_process_that_does_not_end_is_terminated(act, options, why, number):
 
 @pytest.mark.parametrize("act", [computes, waits_for_a_worker])
 def test_a_busy_process_is_not_stuck(act):
-    assert play(listened, act, stuck_s=0.7, cpu_reading_s=0.1).text == "nothing"
+    assert value_of(play(listened, act, stuck_s=0.7, cpu_reading_s=0.1)) == "nothing"
 
 
 def test_the_end_of_its_stderr_is_kept_and_all_of_it_passed_on(capsys):
