@@ -318,6 +318,10 @@ def test_a_request_that_no_card_could_serve_is_explained_without_a_replay(tmp_pa
     assert "Not replayed: it takes more than 2.00 TiB, which no card has." in explanation.notes
 
 
+def test_a_result_without_trials_has_a_page():
+    assert "no trial was run" in page_of(a_result(trials=(), fit=None))
+
+
 def test_a_page_shows_what_a_browser_would_obey():
     page = page_of(a_result(notes=("a\u202eb\x1b[31m\x07", "gr\u00f6\u00dfer")))
     assert r"a\u202eb\x1b[31m\x07" in page

@@ -135,7 +135,8 @@ def bracket_figure(trials: Iterable[Trial], answer: int) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(0.5, max(1, len(single)) + 0.5)
     _label(axes, "batch size")
-    axes.legend(loc="lower right", fontsize=SMALL - 1, frameon=False)
+    if single:
+        axes.legend(loc="lower right", fontsize=SMALL - 1, frameon=False)
     axes.set_xlabel("trial", fontsize=SMALL)
     return figure
 
