@@ -190,6 +190,14 @@ def test_a_file_that_is_read_only_is_refused_before_the_probe(path, capsys, monk
     assert capsys.readouterr().err.count("result.json' cannot be written") == 2
 
 
+def test_explain_names_the_file_that_it_wrote(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("log").write_text("Tried to allocate 2.00 GiB")
+    assert main(["explain", "log", "--json", "why.json"]) == 0
+    assert capsys.readouterr().err == "wrote why.json\n"
+    assert json.loads(Path("why.json").read_text())["requested_bytes"] == 2**31
+
+
 @pytest.mark.parametrize("name", ["probe", "probe.xyz"])
 def test_a_plot_names_its_format(tmp_path, name):
     with pytest.raises(InvalidArgumentError, match=f"the plot {name}: let the name end in .png"):
