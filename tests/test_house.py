@@ -115,10 +115,10 @@ def test_no_class_is_longer_than_360_lines():
 # of the field; a value that needs no thought stays an expression; a helper that its only caller reads better without goes back.
 AT_MOST = {
     "decisions per 1,000 lines": 228.2,
-    "slivers": 158,
-    "names at the top of several modules": 62,
+    "slivers": 157,
+    "names at the top of several modules": 61,
     "modules that name replays": 18,
-    "lines over 100 columns": 2011,
+    "lines over 100 columns": 1991,
     "functions with more than 14 decisions": 0,
     "riddles": 0,
     "names that say nothing": 0,

@@ -107,22 +107,20 @@ class TrialFiles:
                 or_keep = "" if self._on_card else "pass --keep-writes, "
                 raise UnreliableError(NO_ROOM.format(folder=folder, size=size, or_keep=or_keep))
 
-    def hint(self) -> list[str]:
-        """Return what may be the cause if the command did not find a file."""
-        return [ONLY_PYTHON.format(names=_named_in_words(self._written))] if self._written else []
+    def hint(self, error: str) -> Iterator[str]:
+        """Yield what may be the cause if the command did not find a file."""
+        if self._written and "No such file" in error:
+            yield ONLY_PYTHON.format(names=_named_in_words(self._written))
 
     def notes(self) -> Iterator[Note]:
         """Yield what a reader should know of the trials so far."""
-        if self._written:
-            text = NOT_KEPT.format(names=_named_in_words(self._written))
-            yield Note(text=text, kind=NoteKind.WRITTEN)
-        if self._removed:
-            text = NOT_REMOVED.format(names=_named_in_words(self._removed))
-            yield Note(text=text, kind=NoteKind.REMOVED)
-        if self._changed:
-            yield Note(
-                text=CHANGED.format(names=_named_in_words(self._changed)), kind=NoteKind.CHANGED
-            )
+        for paths, sentence, kind in (
+            (self._written, NOT_KEPT, NoteKind.WRITTEN),
+            (self._removed, NOT_REMOVED, NoteKind.REMOVED),
+            (self._changed, CHANGED, NoteKind.CHANGED),
+        ):
+            if paths:
+                yield Note(text=sentence.format(names=_named_in_words(paths)), kind=kind)
         if self._on_card and not self._has_net:
             yield warning(NO_NET)
 
@@ -157,12 +155,10 @@ def _caches(*, on_card: bool) -> list[Path]:
         _inductor_cache(),
     ]
     if on_card:
-        return [folder.resolve() for folder in caches if folder.is_dir()]
+        return [*map(Path.resolve, filter(Path.is_dir, caches))]
     caches += [cache, hugging_face]
-    for variable in ("HF_DATASETS_CACHE", "TORCH_EXTENSIONS_DIR"):
-        if variable in os.environ:
-            caches.append(Path(os.environ[variable]))
-    return [folder.resolve() for folder in caches]
+    caches += [Path(given("HF_DATASETS_CACHE", cache)), Path(given("TORCH_EXTENSIONS_DIR", cache))]
+    return [*map(Path.resolve, caches)]
 
 
 def _changed_since(time_s: float, words: Sequence[str], besides: Path) -> list[Path]:
@@ -171,11 +167,11 @@ def _changed_since(time_s: float, words: Sequence[str], besides: Path) -> list[P
     Of many thousands of files only some are looked at. `besides` is left out.
     """
     roots = {Path.cwd(), *(Path(word.rpartition("=")[2]).absolute() for word in words)}
-    changed, seen = set(), 0
+    changed, seen, left_out = set(), 0, (".", "__pycache__", besides.name)
     for root in sorted(roots):
         for folder, folders, names in os.walk(root):
-            folders[:] = [name for name in folders if name[0] != "." and name != "__pycache__"]
-            if Path(folder) == besides or seen > MOST_LOOKED_AT:
+            folders[:] = [name for name in folders if not name.startswith(left_out)]
+            if seen > MOST_LOOKED_AT:
                 break
             seen += len(names)
             for path in (Path(folder, name) for name in names):
@@ -193,9 +189,9 @@ def _changed_s(path: Path) -> float:
 
 def _named_in_words(paths: Iterable[Path]) -> str:
     """Return paths as a reader names them, those in the working directory first."""
-    here = Path.cwd()
-    names = [str(path.relative_to(here) if here in path.parents else path) for path in paths]
-    names.sort(key=lambda name: (name.startswith("/"), name))
+    here = f"{Path.cwd()}/"
+    names = sorted(str(path).removeprefix(here) for path in paths)
+    names.sort(key=lambda name: name.startswith("/"))
     more = len(names) - MOST_NAMES
     if more > 0:
         return f"{', '.join(names[:MOST_NAMES])} and {count(more, 'file', 'files')} more"

@@ -550,8 +550,7 @@ def _failed(request: Request, ending: Ending, files: TrialFiles) -> str:
         f"the command failed at batch size {size}{where}: {ending.error}",
         f"This is not about memory, {help_}. {ALONE.format(batch_size=size)}",
     ]
-    if "No such file" in ending.error:
-        lines += files.hint()
+    lines += files.hint(ending.error)
     if ending.context:
         lines += ["The end of its output:", *ending.context]
     return "\n".join(lines)

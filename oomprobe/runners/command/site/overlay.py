@@ -145,19 +145,16 @@ class Overlay:
 
     def names(self, real):
         """Return the names in a folder."""
-        copy, names = self.files + real, []
+        copy, names, below = self.files + real, set(), real.rstrip("/") + "/"
         users = self.is_users(real)
-        if exists(copy) or not users:
-            names = posix.listdir(copy)
         if users:
-            below = real.rstrip("/") + "/"
-            for name in posix.listdir(real):
-                if name not in names and not self.is_hidden(below + name):
-                    names.append(name)
-        return names
+            names = {name for name in posix.listdir(real) if not self.is_hidden(below + name)}
+        if exists(copy) or not users:
+            names.update(posix.listdir(copy))
+        return [*names]
 
     def make_folder(self, real):
-        """Make the copy of a folder, if there is one, empty: what it holds is found in the user's."""
+        """Make an empty copy of a folder, if there is one: what it holds is found in the user's."""
         copy = self.files + real.rstrip("/")
         if exists(copy):
             return
@@ -170,7 +167,7 @@ class Overlay:
                 pass
 
     def copy(self, real, content=True):
-        """Return where to change something: the copy, made with or without content, if none is there."""
+        """Return where to change something: its copy, made with or without content."""
         if self.passes(real) or is_special(self.place(real)):
             return real
         self.make_folder(os.path.dirname(real))
@@ -244,9 +241,7 @@ class Overlay:
         while not self.passes(real) and not exists(self.files + real):
             if self.is_users(real):
                 if not posix.access(real, os.W_OK, follow_symlinks=False):
-                    is_read_only = posix.statvfs(real).f_flag & posix.ST_RDONLY
-                    number = errno.EROFS if is_read_only else errno.EACCES
-                    raise OSError(number, os.strerror(number), real)
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), real)
                 return
             real = os.path.dirname(real)
 
