@@ -123,6 +123,17 @@ PLAIN = {
         code = "import os; open('data', 'w').write(str(os.path.exists('out/last.pt')))"
         subprocess.run([sys.executable, "-c", code], check=True); seen = open("data").read()
     """,
+    "a module": """
+        Path("made.py").write_text("value = 7")
+        spec = importlib.util.spec_from_file_location("made", os.path.join(HOME, "made.py"))
+        module = importlib.util.module_from_spec(spec); spec.loader.exec_module(module); seen = module.value
+    """,
+    "a pool of processes": """
+        open("new", "w").write("x")
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            seen = pool.map(os.path.getsize, ["new"]), pool.apply(os.remove, ["new"]), os.path.exists("new")
+        os.remove("data")
+    """,
     "threads": """
         threads = [threading.Thread(target=lambda n=n: open(f"out/{n}", "w").write("x")) for n in range(8)]
         [thread.start() for thread in threads]; [thread.join() for thread in threads]; seen = sorted(os.listdir("out"))
@@ -177,7 +188,7 @@ NUMPY_AND_TORCH = {
 }  # fmt: skip
 WAYS = {**PLAIN, **NUMPY_AND_TORCH}
 IMPORTS = """
-import bz2, csv, gzip, logging, lzma, os, shelve, shutil, sqlite3, subprocess, sys, tarfile, tempfile, threading, zipfile
+import bz2, csv, gzip, importlib.util, logging, multiprocessing, lzma, os, shelve, shutil, sqlite3, subprocess, sys, tarfile, tempfile, threading, zipfile
 from pathlib import Path
 """
 IMPORTS_OF_TORCH = (

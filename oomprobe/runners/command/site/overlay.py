@@ -17,6 +17,7 @@ oomprobe. It calls the system through `posix`, which stays as it is.
 import builtins
 import errno
 import functools
+import importlib
 import io
 import os
 import posix
@@ -33,6 +34,10 @@ FULL = "%s has no room for a copy of %s: set TMPDIR to a folder that has"
 # Functions in C and Rust that open files by name: where each is, the place and the name of that
 # argument, and whether it changes what is there ("+"), replaces it ("w") or reads it ("r").
 LIBRARIES = {
+    "importlib": (  # modules that a program has written
+        ("_bootstrap_external.FileLoader.get_data", 1, "path", "r"),
+        ("_bootstrap_external.SourceFileLoader.path_stats", 1, "path", "r"),
+    ),
     "torch": (
         ("_C.PyTorchFileWriter", 0, "file_name", "w"),
         ("_C.PyTorchFileReader", 0, "file_name", "r"),
@@ -247,7 +252,7 @@ class Overlay:
 
     def for_library(self, path, mode):
         """Return where a library finds, or may change, what the program names."""
-        if not isinstance(path, (str, bytes, os.PathLike)):
+        if not isinstance(path, (str, bytes, os.PathLike)) or (mode == "r" and not self.is_used()):
             return path
         text = os.fsdecode(path)
         if not text or text.startswith((":", "file:")):  # SQLite's: in memory, an address
@@ -287,9 +292,12 @@ class Overlay:
 class Door:
     """Takes the place of a built-in function, and like one is no method as a class's attribute."""
 
-    def __init__(self, function, original):
+    def __init__(self, function, original, module):
         functools.update_wrapper(self, original)
-        self.function = function
+        self.function, self.__module__ = function, module.__name__
+
+    def __reduce__(self):
+        return self.__name__  # pickled by its name, as for a pool of processes
 
     def __call__(self, *args, **kwargs):
         return self.function(*args, **kwargs)
@@ -354,7 +362,7 @@ def redirect_process(folder, passing):
     supports = (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks)
     for name, function in Doors(overlay).table():
         original = getattr(os, name)
-        door = Door(function, original)
+        door = Door(function, original, os)
         setattr(os, name, door)
         for functions in supports:
             if original in functions:
@@ -367,7 +375,8 @@ def redirect_process(folder, passing):
             kwargs["opener"] = lambda path, flags: descriptor(path, flags, 0o666)
         return raw_open(file, mode, *args, **kwargs)
 
-    builtins.open = io.open = Door(open_file, raw_open)
+    builtins.open = io.open = Door(open_file, raw_open, io)
+    overlay.redirect(importlib)
     return overlay
 
 
