@@ -274,6 +274,35 @@ def test_what_a_trial_does_to_files_is_said(tmp_path, monkeypatch):
     assert sorted(os.listdir()) == ["away", "b", "c", "data", "old", "shell.txt"]
 
 
+def test_a_kernel_without_landlock_is_named(monkeypatch):
+    monkeypatch.setattr(net, "version", lambda: 0)
+    files = TrialFiles(["python"], on_card=True, keeps_writes=False)
+    assert files.redirected(["python"], Path("/own"))[0] == ["python"]
+    assert [note.text.partition(" (")[0] for note in files.notes()] == [
+        "this kernel has no Landlock"
+    ]
+
+
+@HAS_LANDLOCK
+def test_what_is_refused_on_a_simulated_card_is_said_though_the_script_goes_on(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    code = """if True:
+        import os, sys, torch
+        os.system("echo > shell.txt")
+        model = torch.nn.Linear(4, 4).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(50):
+            model(torch.ones(int(sys.argv[1]), 4).cuda()).sum().backward()
+            optimizer.step()
+    """
+    command = [sys.executable, "-c", code, "{batch}"]
+    result = oomprobe.check_command(command, 8, device="sim:1GiB", progress="off")
+    assert any(note.startswith("not written: simulated card (") for note in result.notes)
+    assert os.listdir() == []
+
+
 def test_writes_are_kept_on_request(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = [sys.executable, "-c", "open('x{batch}', 'w')"]

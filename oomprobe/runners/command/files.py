@@ -17,6 +17,7 @@ from oomprobe.errors import SimulationError, UnreliableError
 from oomprobe.ground.words import count
 from oomprobe.records.notes import Note, NoteKind, warning
 from oomprobe.runners.command import net
+from oomprobe.runners.command.output import Output
 
 NET = Path(net.__file__)
 MOST_NAMES = 3  # of files in a sentence
@@ -32,9 +33,9 @@ NO_NET = (
     "your files, and what other programs wrote has no data. Let them write below {dir}"
 )
 DENIED = (
-    "not written: simulated card. At batch {size} the command could not write ({error}): what "
-    "would hold no data is redirected if Python writes it, and refused to other programs and to "
-    "libraries in C. Let it write below {{dir}}, or leave it out"
+    "not written: simulated card ({error}). What would hold no data is redirected if Python writes "
+    "it, and refused to other programs and to libraries in C: let it write below {{dir}}, or leave "
+    "it out"
 )
 TOO_LARGE = "the command cannot be tried with your files at batch {size}: {why}"
 NO_ROOM = (
@@ -63,6 +64,7 @@ class TrialFiles:
         self._written: set[Path] = set()
         self._removed: set[Path] = set()
         self._changed: set[Path] = set()
+        self._denied = ""  # how the net refused something, in the words of the command
 
     def redirected(self, words: list[str], folder: Path) -> tuple[list[str], dict[str, str]]:
         """Return a command that writes below a folder, and the variables for it."""
@@ -83,10 +85,12 @@ class TrialFiles:
             words = [sys.executable, "-I", "-S", str(NET), *allowed, "--", *words]
         return words, variables
 
-    def look(self, folder: Path, began_s: float) -> None:
+    def look(self, folder: Path, began_s: float, output: Output) -> None:
         """Learn what a trial that began at a time of day has done."""
         if self._keeps_writes:
             return
+        if self._has_net:
+            self._denied = output.denied_line
         written = {*_files_below(folder / "files")}
         self._written |= written
         # What was moved away or replaced is hidden, too.
@@ -94,18 +98,17 @@ class TrialFiles:
         if not self._has_net:
             self._changed |= {*_changed_since(began_s, self._command, folder)}
 
-    def check(self, size: int, folder: Path, output: Sequence[str]) -> None:
-        """Raise the error of a run that failed for its files, by the last lines of its output."""
+    def check(self, size: int, folder: Path, words: str) -> None:
+        """Raise the error of a run that failed for its files, by its words."""
         refused = folder / "refused"
         if refused.exists():
             why = refused.read_text().splitlines()[0]
             raise UnreliableError(TOO_LARGE.format(size=size, why=why))
-        for line in output:
-            if self._has_net and "Permission denied" in line:
-                raise SimulationError(DENIED.format(size=size, error=line.strip()))
-            if "No space left on device" in line and not self._keeps_writes:
-                or_keep = "" if self._on_card else "pass --keep-writes, "
-                raise UnreliableError(NO_ROOM.format(folder=folder, size=size, or_keep=or_keep))
+        if self._denied:
+            raise SimulationError(DENIED.format(error=self._denied))
+        if "No space left on device" in words and not self._keeps_writes:
+            or_keep = "" if self._on_card else "pass --keep-writes, "
+            raise UnreliableError(NO_ROOM.format(folder=folder, size=size, or_keep=or_keep))
 
     def hint(self, error: str) -> Iterator[str]:
         """Yield what may be the cause if the command did not find a file."""
@@ -121,6 +124,8 @@ class TrialFiles:
         ):
             if paths:
                 yield Note(text=sentence.format(names=_named_in_words(paths)), kind=kind)
+        if self._denied:
+            yield warning(DENIED.format(error=self._denied))
         if self._on_card and not self._has_net:
             yield warning(NO_NET)
 

@@ -88,6 +88,7 @@ class Output:
     first: list[ReportedError] = field(default_factory=list)
     last: deque[ReportedError] = field(default_factory=lambda: deque(maxlen=MOST_EXCEPTIONS))
     oom_line: str = ""  # the first that quotes torch's out-of-memory error
+    denied_line: str = ""  # the first that quotes EACCES
     mentions_host_oom: bool = False  # whether Slurm says that a task was ended to get host memory
     _tail: deque[str] = field(default_factory=lambda: deque(maxlen=400))
     _part: str = ""  # of a line
@@ -110,6 +111,8 @@ class Output:
         self._tail.append(line)
         if not self.oom_line and _TORCH_OOM.search(line):
             self.oom_line = line
+        if not self.denied_line and "Permission denied" in line:
+            self.denied_line = line.strip()
         if _SLURM_OOM.search(line):
             self.mentions_host_oom = True
         if (raised := _EXCEPTION.match(line)) and not raised["name"].startswith("nccl"):

@@ -232,10 +232,10 @@ class CommandRunner:
         ):
             began_s = time.time()
             seen, ending = self._watch(run, request)
-            self._files.look(run.folder, began_s)
+            self._files.look(run.folder, began_s, run.output)
             if ending.verdict in (Verdict.BUG, Verdict.CRASHED):
-                lines = [*ending.error.splitlines(), *run.output.tail()]
-                self._files.check(request.batch_size, run.folder, lines)
+                words = "\n".join([ending.error, *run.output.tail()])
+                self._files.check(request.batch_size, run.folder, words)
             self._took_s.append(run.elapsed_s)
             contradicts = self._learn(request, run, seen, passed=ending.verdict is Verdict.FITS)
         measured = None
