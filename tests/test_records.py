@@ -224,5 +224,5 @@ def test_of_kinds_that_grow_the_last_note_counts_and_only_warnings_warn():
         [remark("remark"), *(Note(text=again[kind], kind=NoteKind(kind)) for kind in growing)]
     )
     told = [(note.text, note.warns) for note in notes]
-    warnings = ("warning", "not restored", "changed")
+    warnings = ("warning", "not restored")
     assert told == [(again.get(kind, kind), kind in warnings) for kind in NoteKind]

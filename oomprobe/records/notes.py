@@ -17,9 +17,7 @@ class NoteKind(StrEnum):
     NOT_COMPARED = "not compared"  # a remark on scratch memory, of which the last one counts
     WRITTEN = "written"  # a remark on files that trials wrote, of which the last one counts
     REMOVED = "removed"  # likewise, on files that trials removed
-    CHANGED = (
-        "changed"  # a warning about files that trials did change, of which the last one counts
-    )
+    CHANGED = "changed"  # likewise, on files that did change
     LARGEST_EXAMPLES = "largest examples"  # a remark: what else is not covered, these are
 
 
@@ -39,7 +37,7 @@ class Note:
     @property
     def warns(self) -> bool:
         """Whether the answer may not hold."""
-        return self.kind in (NoteKind.WARNING, NoteKind.NOT_RESTORED, NoteKind.CHANGED)
+        return self.kind in (NoteKind.WARNING, NoteKind.NOT_RESTORED)
 
 
 def remark(text: str, *sizes: int) -> Note:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from oomprobe.errors import SimulationError, UnreliableError
 from oomprobe.ground.words import count
-from oomprobe.records.notes import Note, NoteKind, warning
+from oomprobe.records.notes import Note, NoteKind, remark, warning
 from oomprobe.runners.command import net
 from oomprobe.runners.command.output import Output
 
@@ -125,7 +125,7 @@ class TrialFiles:
             if paths:
                 yield Note(text=sentence.format(names=_named_in_words(paths)), kind=kind)
         if self._denied:
-            yield warning(DENIED.format(error=self._denied))
+            yield remark(DENIED.format(error=self._denied))
         if self._on_card and not self._has_net:
             yield warning(NO_NET)
 
