@@ -58,7 +58,6 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             _T.tolist: self.to_list,
             _T.pin_memory: lambda tensor, *_, **__: tensor,
             _T.get_device: lambda tensor: SEEN.device.index if card_mode.is_on_card(tensor) else -1,
-            _T.backward: self._backward,
             _T.__format__: self._format,
             _T.type: self._type,
             _T.data_ptr: self._address,
@@ -221,14 +220,6 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             if tensor.grad is not None:
                 copied.grad = copy.deepcopy(tensor.grad, memo)
         return copied
-
-    # --- torch functions written in Python, inside which the mode would be off ---
-
-    def _backward(
-        self, tensor: torch.Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:  # fmt: skip
-        self(torch.autograd.backward)(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _parse_to(*args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,8 @@ def without_values(card_mode: CardMode) -> Iterator[None]:
         (FakeTensor, "tolist", lambda tensor: device_mode.to_list(tensor)),
         (torch._C._autograd, push.__name__, lambda *hooks: push(*map(device_mode, hooks))),
     ]
-    with _on_cuda(card_mode), replaced(of_mode), card_mode.fake_mode, card_mode, device_mode:
+    on_cuda = _on_cuda(card_mode, device_mode)
+    with on_cuda, replaced(of_mode), card_mode.fake_mode, card_mode, device_mode:
         yield
 
 
@@ -69,12 +70,12 @@ def building(card_mode: CardMode) -> Iterator[None]:
     """Run code that builds a model and moves it to ``"cuda"``; its tensors stay real, in host memory."""
     device_mode = BuildingMode(card_mode)
     loading = replaced([(torch, "load", device_mode.wrap_load(torch.load))])
-    with _on_cuda(card_mode), loading, card_mode.building(), device_mode:
+    with _on_cuda(card_mode, device_mode), loading, card_mode.building(), device_mode:
         yield
 
 
 @contextmanager
-def _on_cuda(card_mode: CardMode) -> Iterator[None]:
+def _on_cuda(card_mode: CardMode, device_mode: DeviceMode) -> Iterator[None]:
     """Let code inside take CUDA's paths, in this thread."""
     thread = threading.get_ident()
     with ExitStack() as stack:
@@ -82,7 +83,7 @@ def _on_cuda(card_mode: CardMode) -> Iterator[None]:
             lambda: threading.get_ident() == thread, card_mode.memory.card.compute_capability
         )
         stack.enter_context(kernels)
-        stack.enter_context(replaced(_patches(card_mode, kernels)))
+        stack.enter_context(replaced(_patches(card_mode, device_mode, kernels)))
         # Inference mode would pass operators such as einsum to the mode whole, with what they allocate out of sight.
         stack.enter_context(_without_inference_mode())
         # oneDNN runs a recurrent network as one operator, which hides what it keeps for backward.
@@ -95,7 +96,7 @@ def _on_cuda(card_mode: CardMode) -> Iterator[None]:
         yield
 
 
-def _patches(card_mode: CardMode, kernels: CudaKernels) -> Iterator[Patch]:
+def _patches(card_mode: CardMode, device_mode: DeviceMode, kernels: CudaKernels) -> Iterator[Patch]:
     """Yield replacements for torch's attributes, each with its owner and name."""
     for name, function in card_mode.cuda_api.items():
         for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator):
@@ -134,11 +135,9 @@ def _patches(card_mode: CardMode, kernels: CudaKernels) -> Iterator[Patch]:
     for name in ("Stream", "Event"):
         yield torch, name, card_mode.cuda_api[name]
     autograd: Any = torch.autograd
-    yield (
-        autograd,
-        "_engine_run_backward",
-        card_mode.device_thread.wrap(autograd._engine_run_backward),
-    )
+    # Functions that lead here turn the mode off; the user's code in backward and in hooks needs it.
+    run_backward = device_mode(autograd._engine_run_backward)
+    yield autograd, "_engine_run_backward", card_mode.device_thread.wrap(run_backward)
     yield torch, "set_default_tensor_type", set_default_tensor_type
     for name in ("range_push", "range_pop", "mark"):
         yield torch.cuda.nvtx, name, lambda *_, **__: 0

@@ -650,3 +650,61 @@ def test_autocast_that_building_enters_for_good_holds_for_the_steps():
             with device.session():
                 assert model(torch.zeros(4, 8, device="cuda")).dtype is torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.tensor(2.0, device="cuda") + on_card(gradient)
+
+
+def on_card(tensor):
+    """Check that a tensor is on the card, and return some that are made there in three ways."""
+    assert tensor.is_cuda
+    assert tensor.device == torch.device("cuda:0")
+    return torch.zeros(1).cuda() + torch.zeros(1).to("cuda") + torch.tensor([0.0], device="cuda")
+
+
+BACKWARDS = {
+    "a method": lambda loss, weights: loss.backward(),
+    "torch.autograd.backward": lambda loss, weights: torch.autograd.backward(loss),
+    "torch.autograd.grad": lambda loss, weights: torch.autograd.grad(loss, weights),
+    "a graph of gradients": lambda loss, weights: loss.backward(create_graph=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("reentrant", [None, True, False])
+@pytest.mark.parametrize("way", BACKWARDS)
+def test_code_inside_backward_is_on_the_card(way, reentrant):
+    """In functions of the user's, hooks of tensors and of accumulated gradients, and what is recomputed."""
+    if reentrant and way == "torch.autograd.grad":
+        pytest.skip("torch refuses it")
+    model = net()
+    weights, calls = [*model.parameters()], Log()
+
+    def accumulated(weight):
+        calls.append("accumulated")
+        weight.grad.add_(on_card(weight.grad))
+
+    def head(x):
+        calls.append("head")
+        return model[2](x) + on_card(x)
+
+    weights[0].register_hook(lambda gradient: gradient + on_card(gradient))
+    weights[0].register_post_accumulate_grad_hook(accumulated)
+
+    def step():
+        hidden = Doubled.apply(model[0](torch.randn(8, 64, device="cuda")))
+        out = head(hidden)
+        if reentrant is not None:
+            out = checkpoint(head, hidden, use_reentrant=reentrant)
+        BACKWARDS[way](out.square().mean(), weights)
+
+    Bench(model).run(step)
+    assert calls.count("head") == (1 if reentrant is None else 3)
+    assert ("accumulated" in calls) is (way != "torch.autograd.grad")
