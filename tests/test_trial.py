@@ -1,6 +1,9 @@
 """Trials: the steady state, leaks, and sizes that only seem to run."""
 
+import contextlib
 import gc
+import re
+import threading
 import weakref
 
 import pytest
@@ -200,23 +203,70 @@ def test_uncollected_garbage_is_no_leak():
 # --- sizes that only seem to run ---
 
 
-def test_a_size_that_stops_training_does_not_fit():
+def skip(take, train):
+    """As careless code does: the optimizer does not step."""
+    try:
+        take(1)
+    except torch.OutOfMemoryError:
+        return
+    train()
+
+
+def skip_a_part(take, train):
+    with contextlib.suppress(torch.OutOfMemoryError):
+        take(1)
+    train()
+
+
+def skip_in_a_thread(take, train):
+    thread = threading.Thread(target=skip_a_part, args=(take, lambda: None))
+    thread.start()
+    thread.join()
+    train()
+
+
+def halve(take, train):
+    parts = 1
+    while True:
+        try:
+            take(parts)
+        except torch.OutOfMemoryError:
+            parts *= 2
+        else:
+            break
+    train()
+
+
+def fail_afterwards(take, train):
+    try:
+        take(1)
+        loss = 0
+    except torch.OutOfMemoryError:
+        pass
+    print(loss)  # noqa: T201
+    train()
+
+
+@pytest.mark.parametrize("way", [skip, skip_a_part, skip_in_a_thread, halve, fail_afterwards])
+def test_an_out_of_memory_error_that_the_step_catches_ends_the_trial(way):
     device = LedgerDevice(50 * MIB)
     model, optimizer = linear()
 
     def step(model, batch_size):
-        try:
-            device.take(batch_size * MIB)
-        except torch.OutOfMemoryError:  # as careless code does
-            return
-        model(torch.randn(batch_size, 4)).sum().backward()
-        optimizer.step()
+        def train():
+            model(torch.randn(batch_size, 4)).sum().backward()
+            optimizer.step()
 
-    with pytest.raises(
-        oomprobe.UnreliableError, match=r"at batch 64 the optimizer .* did not step in 2 calls"
-    ) as caught:
-        probe(model, step, device=device)
-    assert [t.batch_size for t in caught.value.trials] == [1, 2, 4, 8, 16, 32]
+        def take(parts):
+            device.take(batch_size * MIB // parts)
+
+        way(take, train)
+
+    result = probe(model, step, device=device, memory_fraction=1.0)
+    assert (result.batch_size, result.first_failing_batch_size) == (50, 51)
+    failed = next(trial for trial in result.trials if trial.batch_size == 64)
+    assert failed.verdict is Verdict.OOM
+    assert re.search(r"\(raised at ledger.py:\d+; the step caught it", failed.error)
 
 
 def test_each_named_step_starts_in_the_models_original_mode():

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from oomprobe.devices import Device
 from oomprobe.errors import NotRunError, NotTrainedError
+from oomprobe.ground.frames import user_line
 from oomprobe.ground.replaced import replaced
 from oomprobe.ground.words import count
 from oomprobe.records.notes import Note, remark, warning
@@ -52,15 +53,52 @@ COMPILED = (
 )
 
 
+CAUGHT = "{error} (raised at {line}; the step caught it and went on)"
 STOPPED_STEPPING = (
-    "at batch {size} the optimizer that stepped before did not step in {calls} calls, so this size was not trained: does the "
-    "step skip it (a scaler that sees infinities), or catch an out-of-memory error itself? Let step_fn raise that error"
+    "at batch {size} the optimizer that stepped before did not step in {calls} calls, so this size "
+    "was not trained: does the step skip it (a scaler that sees infinities)?"
 )
 REPLAYS_GRAPH = (
     "at batch {size} no optimizer stepped in {calls} calls, and this process has captured a CUDA graph: a step that replays one "
     "cannot be probed, since a graph is made for one batch size and never calls the optimizer's step(). Pass the step that you "
     "capture as step_fn"
 )
+
+
+class OutOfMemoryWatch:
+    """Notices the out-of-memory errors of a call, in any thread, though the step may catch them.
+
+    A step that skips a batch or halves it did not run the size. Errors made for Python count: the
+    allocator's own count has those that cuDNN handles, too.
+
+    Attributes:
+        error: The first one, in words; "" if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.error = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the code inside, and raise the error if that has gone on."""
+        make, self.error = torch.OutOfMemoryError.__init__, ""
+
+        def notice(error: torch.OutOfMemoryError, *args: Any) -> None:
+            make(error, *args)
+            if not self.error and not _is_tuning():
+                self.error = CAUGHT.format(error=error, line=user_line())
+
+        with replaced([(torch.OutOfMemoryError, "__init__", notice)]):
+            yield
+        if self.error:
+            raise torch.OutOfMemoryError(self.error)
+
+
+def _is_tuning() -> bool:
+    """Return whether Inductor tries kernels, and handles what they raise."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None
 
 
 class OptimizerWatch:

@@ -46,6 +46,7 @@ from oomprobe.runners.hooks import (
     COMPILED,
     Compiled,
     OptimizerWatch,
+    OutOfMemoryWatch,
     Stepping,
     accumulating,
     outside_modes,
@@ -128,6 +129,7 @@ class TrialCalls:
         ended_early: The bug of an extra call that ended the trial.
         in_steps_s: Time inside the step.
         breakdown: What held the memory in the recorded calls; of several steps, of the one with the highest peak.
+        watch: Knows whether the last call ran out of memory, though the step may have caught that.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class TrialCalls:
         self.ended_early: str | None = None
         self.in_steps_s = 0.0
         self.breakdown: Breakdown | None = None
+        self.watch = OutOfMemoryWatch()
 
     def __enter__(self) -> TrialCalls:
         if self._settles:
@@ -236,7 +239,13 @@ class TrialCalls:
         self._stepping.start_call()
         started_s = time.perf_counter()
         try:
-            with micro_batch, self._device.session(), delivered, work.savings.on(work.model):
+            with (
+                micro_batch,
+                self.watch.watching(),
+                self._device.session(),
+                delivered,
+                work.savings.on(work.model),
+            ):
                 step.run(work.model, call.batch_size, **work.axis.arguments(call.row))
                 self._device.synchronize()
                 check_process_group(
@@ -594,6 +603,8 @@ class LocalRunner:
             integrated=self.facts.device.integrated,
         )
         verdict = classify(failure.facts, evidence)
+        if verdict is Verdict.BUG and calls.watch.error:
+            verdict, failure = Verdict.OOM, replace(failure, text=calls.watch.error)
         if verdict is not Verdict.BUG:
             # The health is checked when the exception no longer holds the failed step's tensors.
             return verdict, failure, usage

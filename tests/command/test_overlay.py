@@ -316,7 +316,7 @@ def test_writes_are_kept_on_request(tmp_path, monkeypatch):
 
 FAILURES = {
     "cp: cannot create regular file 'x': Permission denied": ("sim:1GiB", SimulationError, "not written: simulated card"),
-    "OSError: [Errno 28] No space left on device": (None, oomprobe.UnreliableError, "pass --keep-writes, or let the command save less"),
+    "OSError: [Errno 28] No space left on device": (None, oomprobe.UnreliableError, "set TMPDIR to a folder with more"),
     "PermissionError: [Errno 13] Permission denied: 'x'": (None, oomprobe.StepFailedError, "Permission denied"),
     "FileNotFoundError: [Errno 2] No such file or directory: 'x'": (None, oomprobe.StepFailedError, "only Python finds"),
 }  # fmt: skip

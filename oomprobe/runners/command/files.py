@@ -40,8 +40,8 @@ DENIED = (
 TOO_LARGE = "the command cannot be tried with your files at batch {size}: {why}"
 NO_ROOM = (
     "there was no room in {folder} for what the command wrote at batch {size}, where trials write "
-    "copies: set TMPDIR to a folder with more, {or_keep}or let the command save less while you "
-    "probe"
+    "copies: set TMPDIR to a folder with more, let the command save less while you probe, or on a "
+    "real card pass --keep-writes"
 )
 ONLY_PYTHON = (
     "What trials write are copies ({names}), which only Python finds: if the command hands such a "
@@ -107,8 +107,7 @@ class TrialFiles:
         if self._denied:
             raise SimulationError(DENIED.format(error=self._denied))
         if "No space left on device" in words and not self._keeps_writes:
-            or_keep = "" if self._on_card else "pass --keep-writes, "
-            raise UnreliableError(NO_ROOM.format(folder=folder, size=size, or_keep=or_keep))
+            raise UnreliableError(NO_ROOM.format(folder=folder, size=size))
 
     def hint(self, error: str) -> Iterator[str]:
         """Yield what may be the cause if the command did not find a file."""
