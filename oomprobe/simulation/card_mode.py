@@ -103,6 +103,7 @@ class CardMode(TorchDispatchMode):
         self._results = Results(self.fake_mode, views)
         self._known_bools: KnownBools = weakref.WeakKeyDictionary()
         self._formulas, self.device_thread = Formulas(), DeviceThread()
+        self.refused_thread = ""  # why another thread was refused the card
         # Whether a size has depended on values; whether the last operator was on the card.
         self.counts_values = self._was_on_card = False
         self.is_building = self.whole_program = self.is_rank = False  # is_rank: one of several
@@ -117,7 +118,7 @@ class CardMode(TorchDispatchMode):
 
     def start_trial(self) -> None:
         """Begin as a fresh process does, with the values that real tensors have now."""
-        self.device_thread = DeviceThread()
+        self.device_thread, self.refused_thread = DeviceThread(), ""
         self.fakes.values.start_trial()
 
     def start_call(self) -> None:

@@ -30,6 +30,7 @@ from oomprobe.simulation.cuda_kernels import CudaKernels
 from oomprobe.simulation.device_mode import BuildingMode, DeviceMode
 from oomprobe.simulation.fakes import CARD, HOST, SEEN
 from oomprobe.simulation.memory import CardMemory
+from oomprobe.simulation.threads import refusing
 
 SKIPPED_SAVE = "{line} saves to a file: nothing was written, since tensors of a simulated card have no values and the file may be a checkpoint"
 HELD = "memory for which record_stream was called was held until the end of the step: a card may give it back earlier"
@@ -59,6 +60,7 @@ def without_values(card_mode: CardMode) -> Iterator[None]:
     of_mode: list[Patch] = [
         (FakeTensor, "tolist", lambda tensor: device_mode.to_list(tensor)),
         (torch._C._autograd, push.__name__, lambda *hooks: push(*map(device_mode, hooks))),
+        refusing(card_mode),
     ]
     on_cuda = _on_cuda(card_mode, device_mode)
     with on_cuda, replaced(of_mode), card_mode.fake_mode, card_mode, device_mode:

@@ -10,26 +10,22 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import _worker_loop
 
 from oomprobe.errors import SimulationError
-from oomprobe.ground.frames import raised_at, user_line
+from oomprobe.ground.frames import raised_at
 from oomprobe.ground.replaced import Patch, replaced
 from oomprobe.ground.torch_versions import OLDEST, VERSION
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.catalogue import card_of
-from oomprobe.simulation.fakes import CARD, SEEN, requested_device
+from oomprobe.simulation.fakes import SEEN
 from oomprobe.simulation.files import Files
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import without_values
@@ -43,10 +39,6 @@ EAGER = (
     "torch.compile was left out: compiled steps mostly take less memory, so a larger batch may fit"
 )
 NOT_TRACED = "torch.jit.trace and TensorBoard's add_graph ran the model and recorded nothing"
-OTHER_THREAD = (
-    "{line} uses the card in another thread than the main one, and only the main thread is simulated: move tensors to the card there, or "
-    "probe on a real device"
-)
 NEEDS_CUDA = "{where} needs CUDA itself ({error}), and a simulated card has none: leave that out, or probe on a real device"
 # What launchers are called that start ranks as processes of their own.
 _LAUNCHERS = {
@@ -225,8 +217,7 @@ class Program:
 
     def _of_program(self) -> Iterator[Patch]:
         """Yield replacements for attributes, each with its owner and name."""
-        thread_type: Any = threading.Thread
-        begin, run, compiler = thread_type._bootstrap_inner, BaseProcess.run, torch.compile
+        run, compiler = BaseProcess.run, torch.compile
         refuse = SimulationError.__init__
 
         def __init__(error: SimulationError, *args: Any) -> None:
@@ -237,10 +228,6 @@ class Program:
             if process._target is _worker_loop:  # of a loader that does not fork
                 self.leave()
             run(process)
-
-        def begin_thread(thread: threading.Thread) -> None:
-            with OtherThread():
-                begin(thread)
 
         def compile_nothing(*args: Any, **kwargs: Any) -> Any:
             self._mode.notes[EAGER] = None
@@ -253,7 +240,6 @@ class Program:
 
         yield SimulationError, "__init__", __init__
         yield BaseProcess, "run", run_process
-        yield threading.Thread, "_bootstrap_inner", begin_thread
         yield torch, "compile", compile_nothing
         yield torch.jit, "trace", trace_nothing
         yield (
@@ -261,23 +247,3 @@ class Program:
             "pin_memory",
             property(lambda _: False, lambda *_: None),
         )  # host memory does not count
-
-
-class OtherThread(TorchFunctionMode):
-    """Refuses the card to a thread that is not simulated."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.__name__ != "__get__" and (
-            func is torch.Tensor.cuda or any(map(_is_on_card, tree_leaves((args, kwargs))))
-        ):
-            raise SimulationError(OTHER_THREAD.format(line=user_line()))
-        return func(*args, **kwargs)
-
-
-def _is_on_card(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.partition(":")[0] == "cuda"
-    if isinstance(value, torch.device):
-        return requested_device(value) == CARD
-    return isinstance(value, FakeTensor) and value.fake_device == CARD

@@ -1,3 +1,5 @@
+import queue
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -10,7 +12,7 @@ from zoo import classifier, numbered, training_step
 
 import oomprobe
 from oomprobe.devices.simulated import SimulatedDevice
-from oomprobe.errors import InvalidArgumentError, NothingFitsError
+from oomprobe.errors import InvalidArgumentError, NothingFitsError, SimulationError
 from oomprobe.records.patience import Patience
 from oomprobe.simulation.settings import AllocatorSettings
 from simulation.bench import Blocks
@@ -580,3 +582,51 @@ def test_what_building_leaves_in_host_memory_stays_there():
         model = nn.Linear(256, 256, bias=False)
     on_host.place([*model.parameters(), counts])
     assert on_host.live_bytes() == 2 * counts.nbytes
+
+
+# --- threads ---
+
+
+def evaluate(model, x):
+    """In a thread, which is joined."""
+    thread = threading.Thread(target=lambda: model(x.cpu() if x.is_cuda else x))
+    thread.start()
+    thread.join()
+
+
+def prefetch(model, x):
+    """The step would wait for ever for a thread that has died."""
+    batches = queue.Queue()
+    threading.Thread(target=lambda: batches.put(torch.zeros(len(x), 64, device="cuda"))).start()
+    model(batches.get())
+
+
+def count(model, x):
+    """Without the card."""
+    numbers = []
+    thread = threading.Thread(target=lambda: numbers.append(torch.ones(4).sum().item()))
+    thread.start()
+    thread.join()
+    assert numbers == [4]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("in_thread", "is_refused"), [(evaluate, True), (prefetch, True), (count, False)]
+)
+def test_threads_are_refused_the_card(in_thread, is_refused):
+    """On a simulated card what a thread does there is neither lost nor waited for."""
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(model, batch_size):
+        x = torch.randn(batch_size, 64, device="cuda")
+        model(x).sum().backward()
+        in_thread(model, x)
+        optimizer.step()
+
+    if not is_refused:
+        assert check(model, step, 8).batch_size == 8
+        return
+    with pytest.raises(SimulationError, match=r"test_device\.py:\d+ uses the card in another"):
+        check(model, step, 8)
