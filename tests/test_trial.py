@@ -200,6 +200,50 @@ def test_uncollected_garbage_is_no_leak():
     assert (result.trials[-1].verdict, result.trials[-1].step_leaked_bytes) == (Verdict.FITS, 0)
 
 
+# --- what lives on between calls ---
+
+
+class Output:
+    """What a step returns."""
+
+
+def test_what_a_call_returns_lives_until_the_next_has_returned():
+    """As in `out = step(...)`; nothing of it is a leak."""
+    device = LedgerDevice(100 * MIB)
+    model, optimizer = linear()
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 4)).sum().backward()
+        optimizer.step()
+        device.take(batch_size * MIB)
+        out = Output()
+        device.lend(batch_size * MIB, out)
+        return out
+
+    result = probe(model, step, device=device, memory_fraction=1.0)
+    assert (result.batch_size, result.first_failing_batch_size) == (50, 51)
+    assert {trial.leaked_bytes for trial in result.trials} == {0}
+
+
+def test_what_named_steps_return_lives_until_their_own_next_call():
+    device = LedgerDevice(100 * MIB)
+    model, optimizer = linear()
+
+    def train(model, batch_size):
+        model(torch.randn(batch_size, 4)).sum().backward()
+        optimizer.step()
+        device.take(batch_size * MIB)
+        out = Output()
+        device.lend(batch_size * MIB, out)
+        return out
+
+    def evaluate(model, batch_size):
+        device.take(batch_size * MIB)
+
+    result = probe(model, {"train": train, "eval": evaluate}, device=device, memory_fraction=1.0)
+    assert result.batch_size == 50
+
+
 # --- sizes that only seem to run ---
 
 

@@ -20,6 +20,7 @@ from oomprobe.devices.fingerprint import fingerprint
 from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
+from oomprobe.ground.replaced import replaced
 from oomprobe.ground.torch_versions import half_of
 from oomprobe.records.trials import Verdict
 from oomprobe.verdicts import Evidence, classify_error
@@ -42,6 +43,10 @@ NO_CAP = (
 UNIFIED = (
     "every trial was capped: this device shares the host's memory, and without a cap the whole machine would swap or "
     "freeze before an allocation failed"
+)
+OWN_FRACTION = (
+    "the step sets the allocator's share of the card to {fraction:.3g}: in trials the probe's cap holds, {most:.3g}, "
+    "if it is smaller"
 )
 GRAPHS = (
     "not fully cold: a CUDA graph captured before the probe may use the cuBLAS workspaces, so they stayed allocated; the "
@@ -140,7 +145,8 @@ class AcceleratorDevice(Device):
         before = self._fraction()
         self._set_fraction(min(before, limit_bytes / self.total_bytes))
         try:
-            yield
+            with self._held_to(self._fraction()):
+                yield
         except BaseException:
             with suppress(
                 Exception
@@ -148,6 +154,24 @@ class AcceleratorDevice(Device):
                 self._set_fraction(before)
             raise
         self._set_fraction(before)
+
+    @contextmanager
+    def _held_to(self, most: float) -> Iterator[None]:
+        """Let the step set the allocator's fraction, but no larger one: the probe caps a trial."""
+        set_fraction = getattr(torch._C, "_cuda_setMemoryFraction", None)  # below all names for it
+        if set_fraction is None:
+            yield
+            return
+
+        def set_smaller(fraction: float, index: int) -> None:
+            if index == self.torch_device.index:
+                note = OWN_FRACTION.format(fraction=fraction, most=most)
+                self._notes = (*self._notes, *({note} - {*self._notes}))
+                fraction = min(fraction, most)
+            set_fraction(fraction, index)
+
+        with replaced([(torch._C, "_cuda_setMemoryFraction", set_smaller)]):
+            yield
 
     def _fraction(self) -> float:
         """Return the current fraction; cudaMallocAsync reports 2^33 until one is set, but accepts at most 1."""

@@ -155,6 +155,8 @@ class TrialCalls:
         self.in_steps_s = 0.0
         self.breakdown: Breakdown | None = None
         self.watch = OutOfMemoryWatch()
+        # What a step returned lives until its next call has returned, as in `out = step(...)`.
+        self._returned: dict[str, object] = {}
 
     def __enter__(self) -> TrialCalls:
         if self._settles:
@@ -162,6 +164,7 @@ class TrialCalls:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._returned.clear()
         if self._settles:
             gc.callbacks.remove(self._watch_collector)
 
@@ -246,7 +249,8 @@ class TrialCalls:
                 delivered,
                 work.savings.on(work.model),
             ):
-                step.run(work.model, call.batch_size, **work.axis.arguments(call.row))
+                arguments = work.axis.arguments(call.row)
+                self._returned[call.step] = step.run(work.model, call.batch_size, **arguments)
                 self._device.synchronize()
                 check_process_group(
                     max(work.ranks, self._device.world_size)

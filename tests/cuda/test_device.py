@@ -103,6 +103,24 @@ def test_a_cap_costs_no_byte():
     assert (held[::2], {*held[1::2]}) == ([*limits], {own_bytes})
 
 
+@pytest.mark.parametrize(("fraction", "limit_mib"), [(0.98, 400), (0.25, 256)])
+def test_a_fraction_that_the_step_sets_is_held_to_the_cap(fraction, limit_mib):
+    """The smaller of the two; afterwards the user's own holds again."""
+
+    def seen():
+        device = opened()
+        with device.cap(400 * MIB):
+            torch.cuda.set_per_process_memory_fraction(fraction)
+            inside = is_limit(limit_mib)
+        torch.cuda.empty_cache()
+        take(600)
+        return inside, [note for note in device.notes if "sets the allocator's share" in note]
+
+    inside, notes = forked(seen, memory="1GiB", context="100MiB")
+    assert inside
+    assert len(notes) == 1
+
+
 def test_a_torch_that_cannot_cap_is_refused():
     def seen():
         del torch.cuda.set_per_process_memory_fraction  # as torch.xpu before 2.10
