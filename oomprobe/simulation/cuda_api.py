@@ -43,13 +43,16 @@ _REFUSED = {
     "is for C code, which a simulated card cannot run: leave it out, or probe on a real device": (
         "current_blas_handle", "current_solver_handle", "get_stream_from_external", "ExternalStream", "GreenContext", "cudart",
     ),
-    "tells blocks by their addresses, and a simulated card has none: use memory_stats()": ("memory_snapshot",),
+    "tells blocks by their addresses, and a simulated card has none: use memory_stats()": (
+        "memory_snapshot", "_snapshot", "_dump_snapshot",
+    ),
 }  # fmt: skip
 LEGACY_TYPES = {
     "FloatTensor": torch.float32, "DoubleTensor": torch.float64, "HalfTensor": torch.float16, "BFloat16Tensor": torch.bfloat16,
     "ByteTensor": torch.uint8, "CharTensor": torch.int8, "ShortTensor": torch.int16, "IntTensor": torch.int32,
     "LongTensor": torch.int64, "BoolTensor": torch.bool,
 }  # fmt: skip
+NO_HISTORY = "what torch's memory history records, of which a simulated card has none"
 REFUSAL = "torch.cuda.{name} at {line} {why}"
 
 
@@ -296,6 +299,7 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
         "get_device_capability": constant((major, minor)),
         "get_device_properties": properties,
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "_record_memory_history": lambda *_, **__: leave_out(NO_HISTORY),
         "empty_cache": lambda: memory.empty_cache(by_step=True),
         "memory_allocated": lambda *_, **__: memory.allocator.allocated_bytes,
         "max_memory_allocated": lambda *_, **__: memory.allocator.peak_allocated_bytes,

@@ -253,3 +253,20 @@ def test_a_shared_block_waits_in_replays_too():
     allocator = memory.allocator.empty_copy()
     replay_call(allocator, memory.finish_call(), {})
     assert allocator.peak_reserved_bytes == memory.peaks[1] == 2**26
+
+
+def test_recording_the_memory_history_has_no_effect_and_dumping_it_is_refused():
+    model = nn.Linear(4, 4)
+
+    def step(model, batch_size):
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+        model(torch.ones(batch_size, 4, device="cuda")).sum().backward()
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+    def dump(model, batch_size):
+        torch.cuda.memory._dump_snapshot("snapshot.pickle")
+
+    result = oomprobe.check(model, step, 8, device="sim:1GiB", progress="off")
+    assert any("torch's memory history records" in item for item in result.not_covered)
+    with pytest.raises(SimulationError, match="_dump_snapshot at test_cuda_api"):
+        oomprobe.check(model, dump, 8, device="sim:1GiB", progress="off")
