@@ -91,7 +91,7 @@ def test_the_plan_starts_as_building_left_its_process(answer):
     ("runner", "noted"),
     [
         (Fitting(breakdown=BREAKDOWN), []),
-        (Fitting(), ["no breakdown: a card does not record its allocations; torch's own CUDA allocator and simulated cards"]),
+        (Fitting(), ["no breakdown: a card does not record its allocations (torch's own CUDA allocator and simulated cards"]),
         (Fitting(lambda _: False), ["no breakdown: its extra step ended with out of memory"]),
         (Fitting(raising(UnreliableError("a reason\nmore"))), ["no breakdown: a reason"]),
     ],

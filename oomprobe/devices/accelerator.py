@@ -253,8 +253,14 @@ class AcceleratorDevice(Device):
         )  # graphs have their own pools
 
     def history(self) -> AbstractContextManager[History] | None:
-        """Record each block that torch's native CUDA allocator hands out; None for other allocators."""
-        if not self._is_native():
+        """Record each block that torch's native CUDA allocator hands out; None for other allocators.
+
+        None too while the user records: there is one recording for each process.
+        """
+        is_recording = getattr(
+            torch._C, "_cuda_isHistoryEnabled", lambda: False
+        )  # since torch 2.14
+        if not self._is_native() or is_recording():
             return None
         return self._recorded()
 

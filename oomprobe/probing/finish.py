@@ -19,8 +19,8 @@ from oomprobe.rules.search import Found
 # five times a tenth is more than enough.
 PLAN_TRIALS, PLAN_SHRINK = 5, 0.9
 NO_HISTORY = (
-    "no breakdown: {device} does not record its allocations; torch's own CUDA allocator and simulated cards do "
-    "(--device sim:24GiB)"
+    "no breakdown: {device} does not record its allocations (torch's own CUDA allocator and simulated "
+    "cards do: --device sim:24GiB), or you record torch's memory history, which it would end"
 )
 NO_SPLIT = "no split of global_batch={global_batch} into micro-batches of at most {size} ran: accumulate in the step function, and probe that"
 NO_PLAN = (

@@ -90,3 +90,19 @@ def test_a_report_shows_the_breakdown_of_a_worker(tmp_path):
     assert (result["limited_by"], result["environment"]["isolated"]) == ("memory", True)
     assert "where the memory went" in stdout
     assert result["breakdown"]["peak_reserved_bytes"] == result["trials"][-1]["peak_reserved_bytes"]
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_cuda_isHistoryEnabled"), reason="older torch does not say"
+)
+def test_the_users_own_recording_goes_on():
+    def probe():
+        torch.cuda.memory._record_memory_history(max_entries=100)
+        model, step = MODELS["mlp"]()
+        result = oomprobe.check(model, step, 8, progress="off", breakdown=True)
+        return result.breakdown, result.notes, torch._C._cuda_isHistoryEnabled()
+
+    breakdown, notes, is_on = forked(probe, memory="1GiB")
+    assert breakdown is None
+    assert is_on
+    assert any("or you record torch's memory history" in note for note in notes)
