@@ -1,5 +1,6 @@
 """Global flags and random number generators."""
 
+import os
 import random
 import warnings
 
@@ -11,6 +12,7 @@ from processes import start
 from oomprobe.state.surroundings import Surroundings
 
 FLAGS = {
+    "os.environ": lambda: os.environ.update(TOKENIZERS_PARALLELISM="false"),
     "default dtype": lambda: torch.set_default_dtype(torch.float64),
     "grad mode": lambda: torch.set_grad_enabled(False),
     "cudnn.benchmark": lambda: setattr(torch.backends.cudnn, "benchmark", True),

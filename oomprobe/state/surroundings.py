@@ -1,8 +1,9 @@
-"""Random number generators and global flags of torch, numpy and Python, and its garbage collection."""
+"""Random number generators, global flags of torch, numpy and Python, environment variables, garbage collection."""
 
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ def _flags(device_type: str) -> dict[str, GetterAndSetter]:
         for path, owner in precise.items()
     }
     flags |= {
+        "os.environ": (os.environ.copy, _put_environment),
         "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
         "deterministic algorithms": (
@@ -68,6 +70,11 @@ def _flags(device_type: str) -> dict[str, GetterAndSetter]:
         dtype = partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind)
         flags[f"autocast {kind} dtype"] = dtype
     return flags
+
+
+def _put_environment(variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 def generators(device_type: str) -> dict[str, GetterAndSetter]:
