@@ -17,6 +17,11 @@ GUESS = (
     "Something keeps tensors of each step: a list of losses that still have their graph (append loss.item()), a cache keyed by "
     "shape, or an output kept in an object of a library"
 )
+POOLS = (
+    "{kept} stayed in a private memory pool after batch {size} (torch.cuda.MemPool, or a captured graph), "
+    "which gives nothing back while it lives, so every later trial would have less memory. Make the "
+    "pool inside the step, or probe a target (oomprobe run train.py:build), whose trials get new pools"
+)
 CACHES = (
     "The step fills the cache of a function, which is not emptied before each trial because it was not empty when the probe "
     "began: call {emptying} before the probe"
@@ -34,6 +39,7 @@ class Baseline:
         self._live_bytes: int | None = None
         self._residue_bytes = 0  # above the baseline, and already reported as leaked
         self._available_bytes: int | None = None
+        self._cached_bytes = 0  # free, and not given back
 
     @property
     def known(self) -> bool:
@@ -42,8 +48,17 @@ class Baseline:
 
     def take(self, available_bytes: int) -> None:
         """Set the baseline, after the first trial that passed: library workspaces are part of it."""
-        self._live_bytes = self._device.live_bytes()
+        self._live_bytes, self._cached_bytes = (
+            self._device.live_bytes(),
+            self._device.cached_bytes(),
+        )
         self._available_bytes = available_bytes
+
+    def pooled_bytes(self) -> int:
+        """Return what private pools keep from later trials, once the last one is cleaned up."""
+        if self._live_bytes is None:
+            return 0
+        return max(0, self._device.cached_bytes() - self._cached_bytes)
 
     def settle(self, *, keeps: bool = False) -> int:
         """Clean up after a trial and return the leaked bytes, or 0 if they are within the tolerance.
@@ -74,15 +89,20 @@ class Baseline:
             0 if self._live_bytes is None else max(0, self._device.live_bytes() - self._live_bytes)
         )
 
-    def refusal(self, trial: Trial, emptying: Sequence[str] = ()) -> str | None:
+    def refusal(
+        self, trial: Trial, emptying: Sequence[str] = (), *, lives_on: bool = True
+    ) -> str | None:
         """Explain why the trial's leak would make the answer wrong; None if it would not.
 
-        `emptying` is what to type for each cache that has grown, such as ``"mask.cache_clear()"``.
+        `lives_on`: whether a pool does so in later trials. `emptying` is what to type for each cache that has grown, such as ``"mask.cache_clear()"``.
         """
-        if (
-            self._available_bytes is None
-            or trial.leaked_bytes <= REFUSED_SHARE * self._available_bytes
-        ):
+        if self._available_bytes is None:
+            return None
+        most_bytes = REFUSED_SHARE * self._available_bytes
+        pooled_bytes = self.pooled_bytes()
+        if pooled_bytes > most_bytes and lives_on:
+            return POOLS.format(kept=format_bytes(pooled_bytes), size=trial.batch_size)
+        if trial.leaked_bytes <= most_bytes:
             return None
         leaked = (
             f"{format_bytes(trial.leaked_bytes)} did not come back after batch {trial.batch_size}, even after "

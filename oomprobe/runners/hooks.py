@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -85,20 +86,14 @@ class OutOfMemoryWatch:
 
         def notice(error: torch.OutOfMemoryError, *args: Any) -> None:
             make(error, *args)
-            if not self.error and not _is_tuning():
+            # Inductor tries kernels, and handles what they raise.
+            if not self.error and TracingContext.try_get() is None:
                 self.error = CAUGHT.format(error=error, line=user_line())
 
         with replaced([(torch.OutOfMemoryError, "__init__", notice)]):
             yield
         if self.error:
             raise torch.OutOfMemoryError(self.error)
-
-
-def _is_tuning() -> bool:
-    """Return whether Inductor tries kernels, and handles what they raise."""
-    from torch._guards import TracingContext
-
-    return TracingContext.try_get() is not None
 
 
 class OptimizerWatch:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from oomprobe.devices import Device, Usage, describe
-from oomprobe.devices.leaks import Baseline
+from oomprobe.devices.leaks import TOLERATED_BYTES, Baseline
 from oomprobe.devices.recorder import Recorder
 from oomprobe.errors import (
     InvalidArgumentError,
@@ -557,14 +557,20 @@ class LocalRunner:
         if trial.passed and not self._baseline.known:
             measured = self.measure()
             self._baseline.take(measured.available_bytes)
+        is_spent, lives_on = outcome.is_spent, not self.compiled.is_used  # whose graphs are dropped
+        if lives_on and self._snapshot is None:
+            # Where a pool keeps memory, the next trial gets a new process, and a new pool.
+            is_spent |= self._baseline.pooled_bytes() > TOLERATED_BYTES
+            lives_on = False
         return replace(
             outcome,
             trial=trial,
+            is_spent=is_spent,
             measured=measured,
             outside_after_bytes=self._device.outside_bytes()
             if measured is None
             else measured.outside_bytes,
-            refusal=self._baseline.refusal(trial, emptying),
+            refusal=self._baseline.refusal(trial, emptying, lives_on=lives_on),
             contradicts_replay=self._device.learn(request, outcome),
             unpredicted=self._device.unpredicted,
         )
