@@ -156,6 +156,23 @@ def test_a_leak_is_reported_with_its_bytes_or_an_error(leaked_bytes):
     assert "LEAKED 3.00 MiB" in str(result)
 
 
+def test_a_thread_that_may_hold_a_leak_is_named():
+    """As a loader that fills a queue, which each trial makes anew."""
+    device, end = LedgerDevice(1000 * MIB), threading.Event()
+
+    def prefetch(batch_size):
+        if batch_size == 4:
+            device.leak(100 * MIB)
+            threading.Thread(target=end.wait, name="loader", daemon=True).start()
+
+    step = taking(device, per_sample=100 * MIB, then=prefetch)
+    try:
+        with pytest.raises(oomprobe.UnreliableError, match=r"still run \(loader\) and may hold it"):
+            probe(nn.Linear(1, 1), step, device=device)
+    finally:
+        end.set()
+
+
 SLOW = "keeps 256.00 KiB, so the free memory lasts for about 2287 steps"
 FAST = "each step at batch 8 keeps 1.25 MiB.* after about 85 more"
 

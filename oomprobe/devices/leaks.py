@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import tenacity
@@ -22,6 +23,10 @@ POOLS = (
     "which gives nothing back while it lives, so every later trial would have less memory. Make the "
     "pool inside the step, or probe a target (oomprobe run train.py:build), whose trials get new pools"
 )
+THREADS = (
+    "Threads that the step started still run ({names}) and may hold it: start them before the probe, "
+    "or probe a target (oomprobe run train.py:build)"
+)
 CACHES = (
     "The step fills the cache of a function, which is not emptied before each trial because it was not empty when the probe "
     "began: call {emptying} before the probe"
@@ -40,6 +45,7 @@ class Baseline:
         self._residue_bytes = 0  # above the baseline, and already reported as leaked
         self._available_bytes: int | None = None
         self._cached_bytes = 0  # free, and not given back
+        self._threads = {*threading.enumerate()}
 
     @property
     def known(self) -> bool:
@@ -110,4 +116,7 @@ class Baseline:
         )
         if emptying:
             return leaked + CACHES.format(emptying=", ".join(emptying))
+        started = {thread.name for thread in {*threading.enumerate()} - self._threads}
+        if started:
+            return leaked + THREADS.format(names=", ".join(sorted(started)))
         return leaked + GUESS
