@@ -44,6 +44,12 @@ PLAIN = {
             file.write("new")
         os.replace(file.name, "out/last.pt"); seen = open("out/last.pt").read()
     """,
+    "a raw file": """
+        with io.FileIO("data", "w") as file:
+            file.write(b"raw")
+        with open("out/log.txt", "rb", buffering=0) as file:
+            seen = isinstance(file, io.FileIO), open("data").read()
+    """,
     "through a link": 'open("link", "w").write("new"); seen = open("out/keep/target").read(), os.path.islink("link")',
     "descriptors": """
         folder = os.open("out", os.O_RDONLY)
@@ -154,6 +160,9 @@ NUMPY_AND_TORCH = {
             torch.save({"x": torch.ones(2)}, file)
         seen = first, torch.load("out/last.pt")["x"].tolist(), torch.load("out/last.pt", mmap=True)["x"].tolist()
     """,
+    "a name beyond ASCII": """
+        torch.save([3], "gr\u00f6\u00dfe.pt"); seen = torch.load("gr\u00f6\u00dfe.pt"), os.path.exists("gr\u00f6\u00dfe.pt")
+    """,
     "torch.jit": """
         module = torch.jit.script(nn.Linear(2, 2)); torch.jit.save(module, "data"); module.save("out/last.pt")
         seen = type(torch.jit.load("data")).__name__, type(torch.jit.load("out/last.pt")).__name__
@@ -188,7 +197,7 @@ NUMPY_AND_TORCH = {
 }  # fmt: skip
 WAYS = {**PLAIN, **NUMPY_AND_TORCH}
 IMPORTS = """
-import bz2, csv, gzip, importlib.util, logging, multiprocessing, lzma, os, shelve, shutil, sqlite3, subprocess, sys, tarfile, tempfile, threading, zipfile
+import bz2, csv, gzip, importlib.util, io, logging, multiprocessing, lzma, os, shelve, shutil, sqlite3, subprocess, sys, tarfile, tempfile, threading, zipfile
 from pathlib import Path
 """
 IMPORTS_OF_TORCH = (

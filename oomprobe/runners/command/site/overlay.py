@@ -51,7 +51,7 @@ LIBRARIES = {
     "pyarrow": (("memory_map", 0, "path", "r"), ("OSFile", 0, "path", "mode")),
     "cv2": (("imwrite", 0, "filename", "w"),),
 }
-raw_open = io.open
+raw_open, raw_file = io.open, io.FileIO
 
 
 class Overlay:
@@ -303,6 +303,13 @@ class Door:
         return self.function(*args, **kwargs)
 
 
+class LikeFileIO(type):
+    """Lets what `open` returns be of the class that takes the place of `io.FileIO`."""
+
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, raw_file)
+
+
 class Entry:
     """An entry of a folder that has changed; see `os.DirEntry`."""
 
@@ -375,7 +382,14 @@ def redirect_process(folder, passing):
             kwargs["opener"] = lambda path, flags: descriptor(path, flags, 0o666)
         return raw_open(file, mode, *args, **kwargs)
 
+    class FileIO(io.FileIO, metaclass=LikeFileIO):  # by which torch.save writes names beyond ASCII
+        def __init__(self, file, mode="r", closefd=True, opener=None):
+            if opener is None:
+                opener = lambda path, flags: descriptor(path, flags, 0o666)  # noqa: E731
+            super().__init__(file, mode, closefd, opener)
+
     builtins.open = io.open = Door(open_file, raw_open, io)
+    io.FileIO = FileIO
     overlay.redirect(importlib)
     return overlay
 
