@@ -21,6 +21,9 @@ collect_ignore = ["bed/build.py"] if ON_BED else ["bed", "cuda"]
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell script started the tests in the background: without a handler the tests of Ctrl-C would wait for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    # nohup did, and a probe that inherits that goes on, as it should.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
