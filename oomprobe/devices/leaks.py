@@ -100,7 +100,8 @@ class Baseline:
     ) -> str | None:
         """Explain why the trial's leak would make the answer wrong; None if it would not.
 
-        `lives_on`: whether a pool does so in later trials. `emptying` is what to type for each cache that has grown, such as ``"mask.cache_clear()"``.
+        `emptying` is what to type for each cache that has grown, such as ``"mask.cache_clear()"``;
+        `lives_on` is whether later trials use the private pools of this one.
         """
         if self._available_bytes is None:
             return None

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -314,6 +315,15 @@ def test_writes_are_kept_on_request(tmp_path, monkeypatch):
         oomprobe.check_command(command, 8, keep_writes=True, device="sim:1GiB", **options)
 
 
+def test_a_users_number_stands_for_a_name_that_is_missing(monkeypatch):
+    """As in a container that runs as any user."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("getpass.getuser", Mock(side_effect=KeyError("uid not found")))
+    files = TrialFiles(["python"], on_card=False, keeps_writes=False)
+    _, variables_of_trial = files.redirected(["python"], Path("/own"))
+    assert variables_of_trial["TORCHINDUCTOR_CACHE_DIR"].endswith(f"torchinductor_{os.getuid()}")
+
+
 FAILURES = {
     "cp: cannot create regular file 'x': Permission denied": ("sim:1GiB", SimulationError, "not written: simulated card"),
     "OSError: [Errno 28] No space left on device": (None, oomprobe.UnreliableError, "set TMPDIR to a folder with more"),
@@ -356,3 +366,10 @@ def test_a_library_gets_the_place_that_its_mode_asks_for(tmp_path, monkeypatch, 
     assert str(files[0]) == str(expected[place])
     if place in ("whole", "empty"):
         assert copy.read_text() == {"whole": "kept", "empty": ""}[place]
+
+
+@HAS_LANDLOCK
+def test_a_bug_long_after_a_refusal_is_the_scripts_own():
+    script = "echo 'cache: Permission denied' >&2; seq 100; echo \"KeyError: 'x'\" >&2; exit 1"
+    with pytest.raises(oomprobe.StepFailedError, match="KeyError: 'x'"):
+        oomprobe.check_command(shell(script), 8, device="sim:1GiB", progress="off")

@@ -104,7 +104,7 @@ class TrialFiles:
         if refused.exists():
             why = refused.read_text().splitlines()[0]
             raise UnreliableError(TOO_LARGE.format(size=size, why=why))
-        if self._denied:
+        if self._denied and "Permission denied" in words:
             raise SimulationError(DENIED.format(error=self._denied))
         if "No space left on device" in words and not self._keeps_writes:
             raise UnreliableError(NO_ROOM.format(folder=folder, size=size))
@@ -136,7 +136,11 @@ def _files_below(root: Path) -> Iterator[Path]:
 
 def _inductor_cache() -> Path:
     """The folder that torch.compile uses: a trial has a folder of its own for temporary files."""
-    default = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        user = str(os.getuid())
+    default = Path(tempfile.gettempdir(), f"torchinductor_{user}")
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default))
 
 
