@@ -28,6 +28,7 @@ _NAMES = {
         *("find_max_batch", "find_max_batches", "find_savings", "probe_command", "probe_target"),
     ),
     "records.fit": ("LinearFit",),
+    "records.options": ("Step",),
     "records.plan": ("PlanEntry",),
     "records.trials": ("Phase", "Trial", "Verdict"),
     "results.result": ("ProbeResult",),
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from oomprobe.probe import probe_command as probe_command
     from oomprobe.probe import probe_target as probe_target
     from oomprobe.records.fit import LinearFit as LinearFit
+    from oomprobe.records.options import Step as Step
     from oomprobe.records.plan import PlanEntry as PlanEntry
     from oomprobe.records.trials import Phase as Phase
     from oomprobe.records.trials import Trial as Trial

@@ -26,6 +26,7 @@ CHAPTERS = {
         "check_target",
         "probe_command",
         "check_command",
+        "Step",
     ),
     "Results": ("ProbeResult", "ProbeTable", "Trial", "Phase", "Verdict", "LinearFit", "PlanEntry"),
     "Real runs": ("PeakMonitor", "explain", "Explanation"),

@@ -230,8 +230,8 @@ async def coroutine(model, batch_size):
     ids=["method", "defaults", "partial", "a batch", "a model", "any", "no signature"],
 )
 def test_anything_callable_with_a_model_and_a_size_is_a_step(step):
-    assert named_steps(step) == {"step": Step(run=step)}
-    assert named_steps({"train": step}) == {"train": Step(run=step)}
+    assert named_steps(step) == {"step": Step(step)}
+    assert named_steps({"train": step}) == {"train": Step(step)}
 
 
 @pytest.mark.parametrize(

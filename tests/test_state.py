@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 from zoo import training_step
 
+from oomprobe import Step
 from oomprobe.errors import InvalidArgumentError, UnreliableError
 from oomprobe.ground import linux
 from oomprobe.state import Snapshot, Tracker, snapshot
@@ -147,7 +148,7 @@ def test_objects_created_in_each_call_are_not_kept_alive():
         )
         model(torch.ones(1, 3))
 
-    probe(nn.Linear(3, 3), step)
+    probe(nn.Linear(3, 3), Step(step, is_loop=False))
     assert set(alive) == {0}
     assert copies[-1] <= copies[2]
 

@@ -3,7 +3,11 @@
 A function without arguments that returns ``(model, step)`` is a target too.
 """
 
+import ast
+import inspect
 import math
+import textwrap
+import types
 from pathlib import Path
 
 import torch
@@ -224,15 +228,48 @@ MODELS = {
 # --- fresh processes ---
 
 
+def run_loop(step, calls, model, batch_size, after=lambda: None):
+    """Run a training script: the body of the step in a ``for`` statement, and `after` at its end.
+
+    Nothing of how oomprobe keeps variables is used. A step without such a body is called: a lambda, or one that another counts.
+    """
+    method, owner = getattr(step, "__func__", step), getattr(step, "__self__", None)
+    if not inspect.isfunction(method) or method.__name__ in ("<lambda>", "counted"):
+        for _ in range(calls):
+            step(model, batch_size)
+            after()
+        return
+    function = ast.parse(textwrap.dedent(inspect.getsource(method))).body[0]
+    *body, last = function.body
+    if isinstance(last, ast.Return):
+        last = ast.Assign([ast.Name("returned", ast.Store())], last.value)
+    assert not any(isinstance(node, ast.Return) for one in [*body, last] for node in ast.walk(one))
+    declared = [one for one in body if isinstance(one, ast.Nonlocal | ast.Global)]
+    made = ast.parse("def make(): \n for call_ in range(calls_): after_()")
+    loop = made.body[0].body[0]
+    loop.body[:0] = [one for one in [*body, last] if one not in declared]
+    assert not function.decorator_list
+    function.body = [*declared, loop]
+    function.args.args[:0] = [ast.arg("calls_"), ast.arg("after_")]
+    made.body[0].body = [function]
+    made.body[0].args.args = [ast.arg(name) for name in method.__code__.co_freevars]
+    code = compile(ast.fix_missing_locations(made), inspect.getsourcefile(method), "exec")
+    for _ in range(2):
+        code = next(inner for inner in code.co_consts if isinstance(inner, types.CodeType))
+    cells = dict(zip(method.__code__.co_freevars, method.__closure__ or (), strict=True))
+    closure = tuple(cells[name] for name in code.co_freevars)
+    looped = types.FunctionType(code, method.__globals__, "loop", method.__defaults__, closure)
+    looped(calls, after, *([] if owner is None else [owner]), model, batch_size)
+
+
 def runs(build, batch_size, *, steps, cap_bytes=None):
-    """Whether this process, which has done nothing else, runs that many steps."""
+    """Whether this process, which has done nothing else, runs that many iterations of the loop."""
     model, step = build()
     if cap_bytes is not None:
         fraction = math.nextafter(cap_bytes / torch.cuda.mem_get_info()[1], 1.0)
         torch.cuda.set_per_process_memory_fraction(min(1.0, fraction))
     try:
-        for _ in range(steps):
-            step(model, batch_size)
+        run_loop(step, steps, model, batch_size)
         torch.cuda.synchronize()
     except torch.OutOfMemoryError:
         return False
@@ -243,9 +280,11 @@ def peaks(build, batch_size, calls):
     """Return the allocated and reserved peaks up to each call of a process that has done nothing else."""
     model, step = build()
     found = []
-    for _ in range(calls):
-        step(model, batch_size)
+
+    def note():
         found.append((torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+
+    run_loop(step, calls, model, batch_size, note)
     return found
 
 

@@ -94,11 +94,18 @@ def is_host(device: Device) -> bool:
 
 
 def model_device(model: torch.nn.Module) -> torch.device | None:
-    """Return the one device of all parameters and buffers, or None; refuse lazy, meta and divided models."""
+    """Return the one device of all parameters and buffers, or None; refuse lazy, meta and divided models.
+
+    Beside a card, a step may keep frozen parameters in host memory, and swap them in.
+    """
     places: dict[torch.device, str] = {}
+    frozen: dict[torch.device, str] = {}
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         refuse_lazy(name, tensor)
-        places.setdefault(tensor.device, name)
+        is_parked = tensor.device.type == "cpu" and not tensor.requires_grad
+        (frozen if is_parked else places).setdefault(tensor.device, name)
+    if not places:
+        places = frozen
     for place, name in places.items():
         if place.type == "meta":
             raise InvalidArgumentError(

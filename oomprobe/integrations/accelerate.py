@@ -149,7 +149,8 @@ def find_executable_batch_size(
             name, lambda batch_size: function(batch_size, *args, **kwargs), trial_steps
         )
         step = Step(
-            run=trials,
+            trials,
+            is_loop=False,
             starts_anew=True,
             max_calls=1,  # a call without an optimizer step ran to its end, and another would too
             caller=Caller(

@@ -319,7 +319,12 @@ class Fit:
         )
         return {
             "fit": Step(
-                run=self.run, caller=caller, starts_anew=True, is_timed=False, max_batch=count
+                self.run,
+                is_loop=False,
+                caller=caller,
+                starts_anew=True,
+                is_timed=False,
+                max_batch=count,
             )
         }
 

@@ -320,7 +320,12 @@ class _Loop:
         train = partial(self._train, accumulation or self.accumulation)
         steps = {
             "train": Step(
-                run=train, caller=caller, starts_anew=True, is_timed=False, max_batch=count
+                train,
+                is_loop=False,
+                caller=caller,
+                starts_anew=True,
+                is_timed=False,
+                max_batch=count,
             )
         }
         if self.evaluated:  # no optimizer to wait for
@@ -329,7 +334,12 @@ class _Loop:
                 alone=f"run trainer.evaluate() with per_device_eval_batch_size={size}", more=more
             )
             steps[EVAL] = Step(
-                run=self._evaluate, caller=caller, max_calls=1, starts_anew=True, is_timed=False
+                self._evaluate,
+                is_loop=False,
+                caller=caller,
+                max_calls=1,
+                starts_anew=True,
+                is_timed=False,
             )
         return steps
 

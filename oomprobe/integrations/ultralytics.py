@@ -197,7 +197,8 @@ class Training:
         count = self.dataset_size or None
         return {
             "step": Step(
-                run=self.run,
+                self.run,
+                is_loop=False,
                 caller=caller,
                 starts_anew=True,
                 is_timed=count is None,

@@ -241,7 +241,7 @@ def _forked(
     """
     from oomprobe.runners.workers.runner import WorkersRunner, forks
 
-    tracker = Tracker(model, [step.run for step in steps.values()], preserve, device)
+    tracker = Tracker(model, [step.function for step in steps.values()], preserve, device)
     resident = tracker.resident_tensors()
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
     try:
@@ -298,7 +298,7 @@ def _here(
     device: Device,
 ) -> Iterator[Session]:
     """Open a session whose trials run in this process. On every way out the state is restored and compared."""
-    functions = [step.run for step in steps.values()]
+    functions = [step.function for step in steps.values()]
     cached_bytes = device.cached_bytes()
     preload_dynamo()
     with _framed(order) as frame, garbage_frozen():

@@ -18,10 +18,17 @@ class NoteKind(StrEnum):
     WRITTEN = "written"  # a remark on files that trials wrote, of which the last one counts
     REMOVED = "removed"  # likewise, on files that trials removed
     CHANGED = "changed"  # likewise, on files that did change
+    HELD = "held"  # a remark on variables that live on between calls, of which the last one counts
     LARGEST_EXAMPLES = "largest examples"  # a remark: what else is not covered, these are
 
 
-_LAST_COUNTS = (NoteKind.NOT_COMPARED, NoteKind.WRITTEN, NoteKind.REMOVED, NoteKind.CHANGED)
+_LAST_COUNTS = (
+    NoteKind.NOT_COMPARED,
+    NoteKind.WRITTEN,
+    NoteKind.REMOVED,
+    NoteKind.CHANGED,
+    NoteKind.HELD,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

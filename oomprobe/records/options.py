@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
@@ -26,11 +26,28 @@ SIZE_NAMES = {"batch", "batch_size", "batchsize", "bs", "b", "n", "size"}  # of 
 MODEL_NAMES = {"model", "module", "net", "network"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Step:
-    """A step function and what is known about it; adapters to frameworks pass one instead of a function."""
+    """A step function, and how training calls it. Give it to a probe in place of the function.
 
-    run: StepFn
+    A step stands for the body of a training loop: between two calls its variables live on until
+    the next call binds them again, as they do in a loop.
+
+    Attributes:
+        function: ``function(model, batch_size)``, one full optimisation step.
+        is_loop: False where training calls it as a function, whose variables die when it returns.
+
+    Examples:
+        A trainer whose `fit` calls `training_step` once for each batch:
+
+        >>> step = Step(lambda model, batch_size: model(batch_size), is_loop=False)
+        >>> step.is_loop
+        False
+    """
+
+    function: StepFn
+    _: KW_ONLY
+    is_loop: bool = True
     max_calls: int = MAX_CALLS  # while waiting for an optimizer to step; 1 for a step that is a whole training run
     # Whether each call is a training run of its own, so that many calls show no more than a few do.
     starts_anew: bool = False
@@ -216,8 +233,8 @@ def named_steps(step_fn: object, axis: Axis = NO_AXIS) -> dict[str, Step]:
         if not isinstance(name, str):
             raise InvalidArgumentError(f"names of steps must be strings, not {name!r}")
         if not isinstance(step, Step):
-            step = Step(run=step)
-        _check_step(name, step.run, axis)
+            step = Step(step)
+        _check_step(name, step.function, axis)
         steps[name] = step
     return steps
 

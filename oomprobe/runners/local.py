@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -26,6 +27,7 @@ from oomprobe.errors import (
     step_failed,
 )
 from oomprobe.ground.frames import hide_frames, is_own_fault
+from oomprobe.ground.units import format_bytes
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.notes import Note, NoteKind, Notes, remark, take_told
@@ -51,6 +53,7 @@ from oomprobe.runners.hooks import (
     accumulating,
     outside_modes,
 )
+from oomprobe.runners.loop_variables import LoopVariables
 from oomprobe.runners.ranks_here import check_process_group
 from oomprobe.runners.savings import Savings
 from oomprobe.runners.signals import Interrupts
@@ -72,6 +75,12 @@ WENT_ON = (
     "trial went on from the last one, and the calls that replace them were not run at this size. Probe it as a target (oomprobe run "
     "train.py:build), whose trials run in fresh processes"
 )
+LIVES_ON = (
+    "between two calls, as between two iterations of a loop, these live on until the next one binds "
+    "them again: {shares}. If training calls the step as a function, whose variables die when it "
+    "returns, pass oomprobe.Step(step, is_loop=False)"
+)
+HELD_FRACTION = 0.01  # of the peak, which is worth a word
 
 
 FurtherCalls = Callable[[Request, Sequence[CallRecord]], Sequence[Call]]
@@ -130,6 +139,7 @@ class TrialCalls:
         in_steps_s: Time inside the step.
         breakdown: What held the memory in the recorded calls; of several steps, of the one with the highest peak.
         watch: Knows whether the last call ran out of memory, though the step may have caught that.
+        held_bytes: How much each variable of a loop held when the trial had passed.
     """
 
     def __init__(
@@ -155,18 +165,31 @@ class TrialCalls:
         self.in_steps_s = 0.0
         self.breakdown: Breakdown | None = None
         self.watch = OutOfMemoryWatch()
-        # What a step returned lives until its next call has returned, as in `out = step(...)`.
-        self._returned: dict[str, object] = {}
+        self._loops = {name: LoopVariables(step) for name, step in work.steps.items()}
+        self.held_bytes = dict[str, int]()
 
     def __enter__(self) -> TrialCalls:
         if self._settles:
             gc.callbacks.append(self._watch_collector)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._returned.clear()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._let_go(measures=kind is None and self._request.phase is Phase.CONFIRM)
         if self._settles:
             gc.callbacks.remove(self._watch_collector)
+
+    def _let_go(self, *, measures: bool) -> None:
+        """Drop what the loops of the steps keep, and measure it."""
+        for step, loop in self._loops.items():
+            for name in loop.names():
+                before_bytes = self._device.live_bytes() if measures else 0
+                loop.drop(name)
+                freed_bytes = before_bytes - self._device.live_bytes() if measures else 0
+                self.held_bytes[name if len(self._loops) == 1 else f"{step}: {name}"] = freed_bytes
+
+    def unseen(self) -> list[str]:
+        """Return why variables of the steps could not be kept."""
+        return [loop.unseen for loop in self._loops.values() if loop.unseen]
 
     def _watch_collector(self, phase: str, info: Mapping[str, Any]) -> None:
         now_bytes = self._device.live_bytes()
@@ -232,7 +255,7 @@ class TrialCalls:
 
     def _run(self, call: Call) -> float:
         """Run the step once, and return how long it took."""
-        work, step = self._work, self._work.steps[call.step]
+        work, step, loop = self._work, self._work.steps[call.step], self._loops[call.step]
         micro_batch: AbstractContextManager[None] = nullcontext()
         if call.accumulates:
             micro_batch = accumulating(self._tracker.optimizers, work.model)
@@ -250,7 +273,8 @@ class TrialCalls:
                 work.savings.on(work.model),
             ):
                 arguments = work.axis.arguments(call.row)
-                self._returned[call.step] = step.run(work.model, call.batch_size, **arguments)
+                with loop.keeping():
+                    loop.returned = step.function(work.model, call.batch_size, **arguments)
                 self._device.synchronize()
                 check_process_group(
                     max(work.ranks, self._device.world_size)
@@ -497,6 +521,7 @@ class LocalRunner:
                 verdict = Verdict.OOM
         else:
             verdict = self._verdict_after(verdict)
+        self._note_held(calls, usage)
         outcome = Outcome(
             trial=calls.trial(verdict, failure, usage),
             records=tuple(calls.records),
@@ -508,6 +533,18 @@ class LocalRunner:
         if failure is None and request.watches_growth and not self._work.ends_with_trial:
             return self._with_growth(outcome)
         return outcome
+
+    def _note_held(self, calls: TrialCalls, usage: Usage) -> None:
+        """Tell what the loops of the steps kept between two calls."""
+        least_bytes = HELD_FRACTION * (usage.peak_allocated_bytes or math.inf)
+        shares = []
+        for name, held_bytes in calls.held_bytes.items():
+            if held_bytes >= least_bytes:
+                shares.append(f"{name} ({format_bytes(held_bytes)})")
+        if shares:
+            text = LIVES_ON.format(shares=", ".join(shares))
+            self._notes.add(Note(text=text, kind=NoteKind.HELD))
+        self._notes.extend(map(remark, calls.unseen()))
 
     # --- cold ---
 

@@ -254,15 +254,22 @@ class Tracker:
         """Drop what trials have created, `release` its memory, and put back what they have changed or freed."""
         self.find_moves()
         unfinished = _put_back_alive(filter(self._goes_back, self._all_places()))
+        self._restore_replaced(on_host=True)  # what a step swaps in takes memory of the card
         release()  # no variable here may hold what is to be released
         _put_back(unfinished)
-        for copy in self.tensors:
-            if copy.has_bytes and copy.is_replaced and copy.find() is not None:
-                copy.restore()
+        self._restore_replaced(on_host=False)
         if not self._only_at_end:
             _put_back(self._restarted())
         self._let_go_again()
         self._switches.restore_flags()
+
+    def _restore_replaced(self, *, on_host: bool) -> None:
+        """Restore the tensors of the host, or all others, that became other tensors."""
+        for copy in self.tensors:
+            if not (copy.has_bytes and copy.is_replaced):
+                continue
+            if copy.find() is not None and (copy.device.type == "cpu") == on_host:
+                copy.restore()
 
     def _goes_back(self, place: Place) -> bool:
         """Return whether a place goes back before each trial."""

@@ -53,10 +53,48 @@ def gradients_per_sample():
     return model, step
 
 
+def keeps_its_batch():
+    """As newcomers write it: the last batch is alive while the next is made."""
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+    ).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        x = batch(batch_size)
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def swaps_blocks():
+    """Frozen blocks wait in host memory until they are needed, beside small ones that are trained."""
+    blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(6)]).requires_grad_(False)
+    model = nn.ModuleDict({"blocks": blocks, "trained": layers(6)})
+    optimizer = torch.optim.AdamW(model["trained"].parameters())
+
+    def step(model, batch_size):
+        x = batch(batch_size)
+        for block, trained in zip(model["blocks"], model["trained"], strict=True):
+            for p in block.parameters():
+                p.data = p.data.cuda()
+            x = x + block(x) + trained(x)
+        x.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in model["blocks"].parameters():
+            p.data = p.data.cpu()
+
+    return model, step
+
+
 def composed():
     """A loop with the habits that keep state; it replaces parameters and their averages by longer ones."""
     trainer = Trainer(width=WIDTH, device="cuda")
     return trainer.model, trainer.step
 
 
-LOOPS = [accumulates_64, gradients_per_sample, composed]
+LOOPS = [keeps_its_batch, swaps_blocks, accumulates_64, gradients_per_sample, composed]

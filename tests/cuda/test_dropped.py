@@ -14,7 +14,7 @@ from zoo import numbered, peaks
 
 import oomprobe
 
-from .loops import composed
+from .loops import composed, keeps_its_batch
 
 WIDTH, EPOCH = 512, 10
 
@@ -86,7 +86,9 @@ def passed_on():
     return model, passing
 
 
-@pytest.mark.parametrize("build", [keeps, held_elsewhere, passed_on, replaced_models, composed])
+@pytest.mark.parametrize(
+    "build", [keeps, keeps_its_batch, held_elsewhere, passed_on, replaced_models, composed]
+)
 def test_what_a_step_drops_is_freed_at_once(build):
     def check():
         trial = oomprobe.check(*build(), 2048, confirm_steps=25, progress="off").trials[-1]

@@ -255,7 +255,7 @@ def test_steady_answers_settle_and_run_on_for_half_the_work():
     for name in STEADY:
         answer, cap_bytes, settled_after, units = forked(work_of, MODELS[name])
         every[name] = sum(units.values())
-        assert settled_after <= 8, name
+        assert settled_after <= 16, name  # two batches of a loop are alive in turn
         assert forked(survives, name, answer, cap_bytes), name
     assert max(every.values()) <= 70, every
     assert statistics.median(every.values()) <= 38, every

@@ -3,6 +3,7 @@
 import pytest
 from bed import forked
 from strangers import STRANGERS
+from zoo import runs
 
 from oomprobe.ground.torch_versions import VERSION
 
@@ -27,8 +28,14 @@ def test_verdicts_and_peaks_near_the_limit_are_those_of_torchs_allocator(name):
 
 
 def test_an_answer_with_expandable_segments():
+    """It has holes, and a replay goes on for more calls than a trial makes: the answers lie apart, and the replayed one runs."""
     build = STRANGERS["llama"]
-    in_simulation = forked(windows.simulated_answer, build, MEMORY, windows.EXPANDABLE, limit_s=120)
-    assert in_simulation == forked(
-        windows.answer, build, windows.EXPANDABLE, memory=MEMORY, card=windows.A100
+    simulated, cap_bytes = forked(
+        windows.simulated_answer, build, MEMORY, windows.EXPANDABLE, limit_s=120
     )
+    on_bed = {"memory": MEMORY, "card": windows.A100}
+    searched, same_bytes = forked(windows.answer, build, windows.EXPANDABLE, **on_bed)
+    assert same_bytes == cap_bytes
+    assert searched <= simulated <= searched * (1 + 1 / 64)
+    prepared = {**on_bed, "PYTORCH_CUDA_ALLOC_CONF": windows.EXPANDABLE}
+    assert forked(lambda: runs(build, simulated, steps=50, cap_bytes=cap_bytes), **prepared)

@@ -1,5 +1,6 @@
 """Tables over an axis on torch's own CUDA allocator: each row against a probe of its own, and what learning together saves."""
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -72,7 +73,7 @@ def work_of(results):
 
 
 def with_value(step, axis, value):
-    return lambda model, batch_size: step(model, batch_size, **{axis: value})
+    return functools.partial(step, **{axis: value})
 
 
 @pytest.mark.parametrize(("make", "over", "memory", "share"), TABLES.values(), ids=TABLES)

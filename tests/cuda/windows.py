@@ -1,4 +1,4 @@
-"""Verdicts and peaks at sizes around a limit, on a simulated card and on torch's allocator: three calls in a fresh state."""
+"""Verdicts and peaks at sizes around a limit, on a simulated card and on torch's allocator: three iterations of a loop in a fresh state."""
 
 import os
 import warnings
@@ -6,8 +6,10 @@ import warnings
 import torch
 from bed import forked
 from sequences import A100, simulated
+from zoo import run_loop
 
 import oomprobe
+from oomprobe.runners.loop_variables import LoopVariables
 
 CALLS = 3
 EXPANDABLE = "expandable_segments:True"
@@ -48,11 +50,11 @@ def simulated_cell(build, size, cap_bytes, device):
     with device.building():
         model, step = build()
     device.start_trial()
-    fits = True
+    fits, loop = True, LoopVariables(oomprobe.Step(step))
     with device.cap(cap_bytes):
         try:
             for _ in range(CALLS):
-                with device.session():
+                with device.session(), loop.keeping():
                     step(model, size)
         except torch.OutOfMemoryError:
             fits = False
@@ -77,8 +79,7 @@ def cell(build, size, cap_bytes, settings=""):
     torch.cuda.reset_peak_memory_stats()
     fits = True
     try:
-        for _ in range(CALLS):
-            step(model, size)
+        run_loop(step, CALLS, model, size)
     except torch.OutOfMemoryError:
         fits = False
     return fits, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -55,7 +55,7 @@ def _runner_of(task: Task, further: FurtherCalls) -> tuple[Runner, Device | None
     if ranks > 1 and home is not None and home.type == "cpu":
         refuse_host(home)
     device = choose_device(pickle.loads(bytes.fromhex(task.device)), model)
-    tracker = Tracker(model, [step.run for step in steps.values()], device=device)
+    tracker = Tracker(model, [step.function for step in steps.values()], device=device)
     if not is_host(device):
         preload_dynamo()
         if ranks == 1:
