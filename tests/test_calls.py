@@ -100,6 +100,15 @@ def test_trials_are_longer_after_a_late_failure(name):
     )
 
 
+def test_trials_that_were_replayed_made_no_calls():
+    session = Loop(large_call=30).session()
+    run(session, 4, Phase.GROW)
+    session.program._decided = 0  # as a replay leaves it
+    run(session, LATE_LIMIT + 1, Phase.CONFIRM)
+    [note] = texts(session.notes)
+    assert "failed its confirmation after 29 calls, and the trials before it were replayed:" in note
+
+
 def test_a_failure_that_is_not_late_lengthens_no_trial():
     session = Loop(large_call=51).session()
     session.find()

@@ -28,6 +28,7 @@ from oomprobe.simulation.allocator import (
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.catalogue import card_of
+from oomprobe.simulation.fakes import SEEN
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import building, simulated
 from oomprobe.simulation.prediction import Predictor
@@ -88,6 +89,7 @@ class SimulatedDevice(Device):
         world_size: int = 1,
     ) -> None:
         self.card = card_of(card)
+        SEEN.forget()
         self.world_size, self.half = world_size, half_of(self.card.compute_capability)
         self.torch_device = torch.device("cpu")  # where the model stays
         self.name = f"simulated {self.card.full_name}"

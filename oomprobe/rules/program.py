@@ -43,7 +43,7 @@ LONG_CALLS = (
     "step_fn make the largest batch it can meet"
 )
 FAILED_LATE = (
-    "batch {size} failed its confirmation after {made}, and each trial had made {before}: those that followed made {calls}. A later "
+    "batch {size} failed its confirmation after {made}, and {before}: those that followed made {calls}. A later "
     "call can still need more. To be sure, let step_fn make the largest batch it can meet"
 )
 
@@ -387,11 +387,12 @@ def _shows_full_steps(outcome: Outcome) -> bool:
 
 
 def _failed_late(trial: Trial, *, before: int, calls: int) -> Note:
-    made, earlier = count(trial.steps, "call", "calls"), count(before, "call", "calls")
-    return remark(
-        FAILED_LATE.format(size=trial.batch_size, made=made, before=earlier, calls=calls),
-        trial.batch_size,
-    )
+    made = count(trial.steps, "call", "calls")
+    earlier = f"each trial had made {count(before, 'call', 'calls')}"
+    if not before:
+        earlier = "the trials before it were replayed"
+    text = FAILED_LATE.format(size=trial.batch_size, made=made, before=earlier, calls=calls)
+    return remark(text, trial.batch_size)
 
 
 def _expected_s(call_s: Mapping[int, float], size: int, *, grows: bool) -> float:

@@ -48,18 +48,20 @@ OTHER_CARD = (
 
 
 class SeenCard:
-    """The device that the card is called."""
+    """The device that the card is called, once the user's code has named its index."""
 
     def __init__(self) -> None:
-        self.device = torch.device("cuda", 0)
-        # Whether a program has named its index; None: in a step, each index names the card.
-        self.is_claimed: bool | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let the next index that is named be that of the card."""
+        self.device, self._is_claimed = torch.device("cuda", 0), False
 
     def claim(self, index: int) -> None:
-        """Take the first index that a program names; refuse others."""
-        if self.is_claimed is False:
-            self.device, self.is_claimed = torch.device("cuda", index), True
-        elif self.is_claimed and index != self.device.index:
+        """Take the first index; refuse others."""
+        if not self._is_claimed:
+            self.device, self._is_claimed = torch.device("cuda", index), True
+        elif index != self.device.index:
             raise SimulationError(
                 OTHER_CARD.format(line=user_line(), other=index, index=self.device.index)
             )

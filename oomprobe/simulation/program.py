@@ -67,7 +67,6 @@ def enter(name: str, variables: dict[str, str]) -> Program | None:
         torch.cuda.device_count = lambda: 1
         return None
     program = Program(CardMemory(card_of(name), AllocatorSettings.from_environment()))
-    SEEN.is_claimed = False
     if variables.get("LOCAL_RANK", "").isdigit():
         SEEN.claim(int(variables["LOCAL_RANK"]))
     program.enter()

@@ -174,7 +174,7 @@ class TensorCopy(Saved):
         )
 
     def _looks_the_same(self, tensor: torch.Tensor) -> bool:
-        if not _is_strided(tensor) or tensor.dtype != self._dtype or tensor.device != self.device:
+        if tensor.dtype != self._dtype or tensor.device != self.device or not _is_strided(tensor):
             return False
         return (tensor.storage_offset(), tensor.size(), tensor.stride()) == self._geometry
 

@@ -630,3 +630,42 @@ def test_threads_are_refused_the_card(in_thread, is_refused):
         return
     with pytest.raises(SimulationError, match=r"test_device\.py:\d+ uses the card in another"):
         check(model, step, 8)
+
+
+# --- one card ---
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_refused"),
+    [("cuda:0", "cuda:1", True), ("cuda:1", "cuda:1", False), (0, "cuda:0", False)],
+)
+def test_a_second_card_is_not_the_first(first, second, is_refused):
+    model = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
+
+    def step(model, batch_size):
+        x = torch.randn(batch_size, 64, device=first)
+        assert x.device.index == int(str(first)[-1])
+        model[1](model[0](x).to(second)).sum().backward()
+
+    if not is_refused:
+        assert check(model, step, 8).batch_size == 8
+        return
+    with pytest.raises(SimulationError, match=r"test_device\.py:\d+ uses cuda:1, and this process"):
+        check(model, step, 8)
+
+
+def test_weights_that_a_step_swaps_go_back():
+    """As an average of weights that is swapped in for an evaluation, where a trial ends between."""
+    model = nn.Linear(64, 64)
+    average = [torch.zeros_like(p) for p in model.parameters()]
+
+    def step(model, batch_size):
+        model(torch.randn(batch_size, 64, device="cuda")).sum().backward()
+        for p, other in zip(model.parameters(), average, strict=True):
+            p.data = 0.9 * other + 0.1 * p.data
+        assert model(torch.randn(batch_size, 64, device="cuda")).is_cuda
+
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = probe(model, step)
+    assert result.state_verified
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
