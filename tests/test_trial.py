@@ -298,6 +298,17 @@ def halve(take, train):
     train()
 
 
+def try_again(take, train):
+    """For ever, as the halved part is not what does not fit."""
+    while True:
+        try:
+            take(1)
+        except torch.OutOfMemoryError:
+            continue
+        break
+    train()
+
+
 def fail_afterwards(take, train):
     try:
         take(1)
@@ -308,7 +319,9 @@ def fail_afterwards(take, train):
     train()
 
 
-@pytest.mark.parametrize("way", [skip, skip_a_part, skip_in_a_thread, halve, fail_afterwards])
+@pytest.mark.parametrize(
+    "way", [skip, skip_a_part, skip_in_a_thread, halve, try_again, fail_afterwards]
+)
 def test_an_out_of_memory_error_that_the_step_catches_ends_the_trial(way):
     device = LedgerDevice(50 * MIB)
     model, optimizer = linear()

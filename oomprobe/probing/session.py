@@ -40,7 +40,7 @@ from oomprobe.rules.search import STRIDE, Found, Reply
 
 UNSTEADY = (
     "the step varies: batch {size} ended differently in two trials of {calls} under the same cap ({how}), so something that it "
-    "depends on was not put back between trials (an iterator, a file, the time). Keep the margin"
+    "depends on was not put back between trials (an iterator, a file, a thread, the time). Keep the margin"
 )
 
 

@@ -26,6 +26,7 @@ from oomprobe.ground.words import count
 from oomprobe.records.notes import Note, remark, warning
 from oomprobe.records.options import MAX_CALLS, MAX_WAITING_CALLS, WAITING_S, Step
 from oomprobe.state.tracker import Tracker, gradients_of, parameters_of
+from oomprobe.verdicts.failure import clear_frames
 
 NO_BACKWARD = (
     "weak: no optimizer stepped in {calls} of {steps}, and no gradient was left: the result covers only what the step did, perhaps just a "
@@ -66,11 +67,18 @@ REPLAYS_GRAPH = (
 )
 
 
+class _WentOnError(BaseException):
+    """Ends a call that caught an out-of-memory error and met another.
+
+    Not an Exception, so that no step catches it.
+    """
+
+
 class OutOfMemoryWatch:
     """Notices the out-of-memory errors of a call, in any thread, though the step may catch them.
 
-    A step that skips a batch or halves it did not run the size. Errors made for Python count: the
-    allocator's own count has those that cuDNN handles, too.
+    A step that skips a batch or halves it did not run the size, and one that tries again may do so
+    for ever. Errors made for Python count: the allocator's own count has those that cuDNN handles.
 
     Attributes:
         error: The first one, in words; "" if there was none.
@@ -83,15 +91,22 @@ class OutOfMemoryWatch:
     def watching(self) -> Iterator[None]:
         """Watch the code inside, and raise the error if that has gone on."""
         make, self.error = torch.OutOfMemoryError.__init__, ""
+        thread = threading.get_ident()
 
         def notice(error: torch.OutOfMemoryError, *args: Any) -> None:
             make(error, *args)
-            # Inductor tries kernels, and handles what they raise.
-            if not self.error and TracingContext.try_get() is None:
+            if TracingContext.try_get() is not None:
+                return  # Inductor tries kernels, and handles what they raise.
+            if self.error and threading.get_ident() == thread:
+                raise _WentOnError
+            if not self.error:
                 self.error = CAUGHT.format(error=error, line=user_line())
 
-        with replaced([(torch.OutOfMemoryError, "__init__", notice)]):
-            yield
+        try:
+            with replaced([(torch.OutOfMemoryError, "__init__", notice)]):
+                yield
+        except _WentOnError as ended:
+            clear_frames(ended)
         if self.error:
             raise torch.OutOfMemoryError(self.error)
 
