@@ -231,10 +231,11 @@ MODELS = {
 def run_loop(step, calls, model, batch_size, after=lambda: None):
     """Run a training script: the body of the step in a ``for`` statement, and `after` at its end.
 
-    Nothing of how oomprobe keeps variables is used. A step without such a body is called: a lambda, or one that another counts.
+    Nothing of how oomprobe keeps variables is used. A step without such a body is called: a lambda, one that is decorated.
     """
     method, owner = getattr(step, "__func__", step), getattr(step, "__self__", None)
-    if not inspect.isfunction(method) or method.__name__ in ("<lambda>", "counted"):
+    is_called = method.__name__ in ("<lambda>", "counted") if inspect.isfunction(method) else True
+    if is_called or hasattr(method, "__wrapped__"):
         for _ in range(calls):
             step(model, batch_size)
             after()

@@ -9,6 +9,7 @@ it there.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,6 +82,12 @@ _RESIZING = {
 }
 
 
+class _Inside(threading.local):
+    """How deep each thread is inside torch's code."""
+
+    depth = 0
+
+
 class CardMode(TorchDispatchMode):
     """Dispatch mode that runs operators on fakes and records the storages they create."""
 
@@ -94,7 +101,7 @@ class CardMode(TorchDispatchMode):
         self.fake_mode._allow_unsafe_data_ptr_access = (
             False  # a custom kernel would crash on address 0
         )
-        self.depth = 0  # above 0 inside torch's code, which must see the fakes' own devices
+        self.threads, self._inside = memory.threads, _Inside()
         self.poll: Callable[[], None] = lambda: None
         self.notes, self.not_covered = dict[str, None](), dict[str, None]()
         self._processors = memory.card.processors
@@ -103,7 +110,6 @@ class CardMode(TorchDispatchMode):
         self._results = Results(self.fake_mode, views)
         self._known_bools: KnownBools = weakref.WeakKeyDictionary()
         self._formulas, self.device_thread = Formulas(), DeviceThread()
-        self.refused_thread = ""  # why another thread was refused the card
         # Whether a size has depended on values; whether the last operator was on the card.
         self.counts_values = self._was_on_card = False
         self.is_building = self.whole_program = self.is_rank = False  # is_rank: one of several
@@ -118,13 +124,18 @@ class CardMode(TorchDispatchMode):
 
     def start_trial(self) -> None:
         """Begin as a fresh process does, with the values that real tensors have now."""
-        self.device_thread, self.refused_thread = DeviceThread(), ""
+        self.device_thread = DeviceThread()
         self.fakes.values.start_trial()
 
     def start_call(self) -> None:
         """Reset what a failed call may have left."""
-        self.depth = 0
+        self._inside.depth = 0
         self.fake_mode.in_kernel_invocation = False
+
+    @property
+    def depth(self) -> int:
+        """Above 0 where this thread is inside torch's code, which must see the fakes' devices."""
+        return self._inside.depth
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -148,11 +159,12 @@ class CardMode(TorchDispatchMode):
             return HOST  # autograd checks gradients against their real parameters
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor that wraps others makes its own operators of theirs
-        if not self.depth:
-            self.poll()
-        kwargs = kwargs or {}
-        self.depth += 1
+        self.threads.lock.acquire()
+        kwargs, inside = kwargs or {}, self._inside
+        inside.depth += 1
         try:
+            if inside.depth == 1:
+                self.threads.in_main(self.poll)
             if self.is_building:
                 return self._build(func, args, kwargs)
             return self._run(func, args, kwargs)
@@ -167,7 +179,8 @@ class CardMode(TorchDispatchMode):
                 refuse_missing_kernel(func, error)
             raise
         finally:
-            self.depth -= 1
+            inside.depth -= 1
+            self.threads.lock.release()
 
     def put_on_card(self, tensor: torch.Tensor) -> None:
         """Put a tensor on the card, unless it is there."""
@@ -228,6 +241,8 @@ class CardMode(TorchDispatchMode):
         if self.host_is_card and getattr(kwargs.get("dtype"), "is_floating_point", False):
             kwargs = {**kwargs, "device": CARD}
         self._was_on_card = operands.on_card
+        if operands.on_card or kwargs.get("device") == CARD:
+            self.threads.use_card()
         if not operands.are_simulated:
             if kwargs.get("device", HOST) in (None, HOST, _META):
                 return self._run_on_host(func, args, kwargs, operands)
@@ -336,7 +351,11 @@ class CardMode(TorchDispatchMode):
         is_lt = func in _ADDMM and torch_versions.uses_lt(
             args[0], args[1], args[2], kwargs.get("beta", 1)
         )
-        return functools.partial(self.memory.use_workspace, is_lt=is_lt, in_backward=in_backward())
+        return functools.partial(
+            self.memory.use_workspace,
+            is_lt=is_lt,
+            handle=-1 if in_backward() else self.threads.handle(),
+        )
 
     def _result(
         self, func: Any, args: Any, kwargs: dict[str, Any], *, known: bool, to_card: bool

@@ -17,6 +17,7 @@ from oomprobe.simulation.kernels.compared import Uncompared
 from oomprobe.simulation.kernels.steps import Kernel, Launch, afterwards, parts_of
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.tape import LiveBlocks, RecordedCall, Tape, replay_call, state_of
+from oomprobe.simulation.threads import Threads
 
 _Storage = Any  # torch.UntypedStorage, on the host or the meta device
 
@@ -89,8 +90,9 @@ class CardMemory:
         self._allocations: dict[int, _Allocation] = {}
         self._policy = workspaces()
         self._cublas_bytes = card.cublas_workspace_bytes
-        # Those kept, of cuBLAS and of cuBLASLt, each by the main thread and by the backward thread, and for each stream.
-        self._workspaces: dict[tuple[bool, bool, int], int] = {}
+        # Those kept, of cuBLASLt or cuBLAS, for each stream and handle (-1: the backward thread's).
+        self._workspaces: dict[tuple[bool, int, int], int] = {}
+        self.threads = Threads()
         self.stream_numbers = StreamNumbers()
 
     def start_trial(self) -> None:
@@ -206,21 +208,21 @@ class CardMemory:
             self.allocator.free(old.block)
             self.tape.freed(old.name)
 
-    def use_workspace(self, *, is_lt: bool, in_backward: bool) -> None:
+    def use_workspace(self, *, is_lt: bool, handle: int) -> None:
         """Provide the workspace of a matrix product, of cuBLASLt (`is_lt`) or cuBLAS, as this version of torch does."""
         policy = self._policy
         if policy.kept:
-            self._keep_workspace(False, in_backward)
+            self._keep_workspace(False, handle)
         if is_lt and policy.lt is LtWorkspace.KEPT:
-            self._keep_workspace(True, in_backward)
+            self._keep_workspace(True, handle)
         elif is_lt and policy.lt is LtWorkspace.EACH_CALL:
             self._borrow(LT_BYTES)
         elif not policy.kept:
             self._borrow(self._cublas_bytes)
 
-    def _keep_workspace(self, is_lt: bool, in_backward: bool) -> None:
+    def _keep_workspace(self, is_lt: bool, handle: int) -> None:
         nbytes = self._workspace_bytes(is_lt)
-        key = is_lt, in_backward, self.allocator.stream
+        key = is_lt, handle, self.allocator.stream
         if nbytes and key not in self._workspaces:
             self._workspaces[key] = self.allocator.malloc(nbytes)
             self.tape.allocated(nbytes)
@@ -365,7 +367,8 @@ class CardMemory:
         return died
 
     def _free(self, key: int) -> None:
-        allocation = self._allocations.pop(key, None)
-        if allocation is not None:
-            self.allocator.free(allocation.block)
-            self.tape.freed(allocation.name)
+        with self.threads.lock:
+            allocation = self._allocations.pop(key, None)
+            if allocation is not None:
+                self.allocator.free(allocation.block)
+                self.tape.freed(allocation.name)

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -30,7 +29,6 @@ from oomprobe.simulation.cuda_kernels import CudaKernels
 from oomprobe.simulation.device_mode import BuildingMode, DeviceMode
 from oomprobe.simulation.fakes import CARD, HOST, SEEN
 from oomprobe.simulation.memory import CardMemory
-from oomprobe.simulation.threads import refusing
 
 SKIPPED_SAVE = "{line} saves to a file: nothing was written, since tensors of a simulated card have no values and the file may be a checkpoint"
 HELD = "memory for which record_stream was called was held until the end of the step: a card may give it back earlier"
@@ -60,11 +58,25 @@ def without_values(card_mode: CardMode) -> Iterator[None]:
     of_mode: list[Patch] = [
         (FakeTensor, "tolist", lambda tensor: device_mode.to_list(tensor)),
         (torch._C._autograd, push.__name__, lambda *hooks: push(*map(device_mode, hooks))),
-        refusing(card_mode),
+        *card_mode.threads.starting(lambda: _on_card(card_mode)),
     ]
     on_cuda = _on_cuda(card_mode, device_mode)
     with on_cuda, replaced(of_mode), card_mode.fake_mode, card_mode, device_mode:
         yield
+
+
+@contextmanager
+def _on_card(card_mode: CardMode) -> Iterator[None]:
+    """Run a thread's code inside on the card."""
+    modes, lock = ExitStack(), card_mode.threads.lock
+    with lock:  # they note what they find in one place for all threads
+        for mode in (card_mode.fake_mode, card_mode, DeviceMode(card_mode)):
+            modes.enter_context(mode)
+    try:
+        yield
+    finally:
+        with lock:
+            modes.close()
 
 
 @contextmanager
@@ -79,11 +91,11 @@ def building(card_mode: CardMode) -> Iterator[None]:
 @contextmanager
 def _on_cuda(card_mode: CardMode, device_mode: DeviceMode) -> Iterator[None]:
     """Let code inside take CUDA's paths, in this thread."""
-    thread = threading.get_ident()
+    threads = card_mode.threads
     with ExitStack() as stack:
-        kernels = CudaKernels(
-            lambda: threading.get_ident() == thread, card_mode.memory.card.compute_capability
-        )
+        threads.enter()
+        stack.callback(threads.leave)
+        kernels = CudaKernels(threads.are_simulated_here, card_mode.memory.card.compute_capability)
         stack.enter_context(kernels)
         stack.enter_context(replaced(_patches(card_mode, device_mode, kernels)))
         # Inference mode would pass operators such as einsum to the mode whole, with what they allocate out of sight.

@@ -19,7 +19,7 @@ from oomprobe.ground.torch_versions import VERSION
 from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.settings import AllocatorSettings
 
-from . import windows
+from . import habits, windows
 
 MIB = 2**20
 
@@ -204,6 +204,14 @@ def test_peaks_match_torchs_allocator(make, size, card):
     *_, (allocated, reserved) = forked(peaks, make, size, windows.CALLS, memory="40GiB", card=card)
     found = forked(lambda: windows.simulated_cell(make, size, None, simulated(card, "40GiB")))
     assert found == (True, pytest.approx(allocated, rel=0.001), pytest.approx(reserved, rel=0.01))
+
+
+def test_threads_take_what_they_take_of_torch():
+    """A thread that evaluates has a workspace of cuBLAS of its own."""
+    build = habits.in_thread
+    limit, cap_bytes = forked(windows.simulated_answer, build, "1GiB", limit_s=120)
+    _, simulated, on_torchs = windows.window(build, limit, cap_bytes, each_side=1, memory="1GiB")
+    assert simulated == on_torchs
 
 
 @pytest.mark.parametrize("make", [lambda: mlp(amp=torch.bfloat16), language_model])

@@ -14,6 +14,7 @@ import oomprobe
 from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.errors import InvalidArgumentError, NothingFitsError, SimulationError
 from oomprobe.records.patience import Patience
+from oomprobe.simulation.catalogue import card_of
 from oomprobe.simulation.settings import AllocatorSettings
 from simulation.bench import Blocks
 
@@ -587,35 +588,30 @@ def test_what_building_leaves_in_host_memory_stays_there():
 # --- threads ---
 
 
-def evaluate(model, x):
-    """In a thread, which is joined."""
-    thread = threading.Thread(target=lambda: model(x.cpu() if x.is_cuda else x))
+def run_in_thread(function):
+    thread = threading.Thread(target=function)
     thread.start()
     thread.join()
 
 
+def evaluate(model, x):
+    with torch.no_grad():
+        model(torch.randn(4 * len(x), 64, device="cuda"))
+
+
 def prefetch(model, x):
-    """The step would wait for ever for a thread that has died."""
     batches = queue.Queue()
-    threading.Thread(target=lambda: batches.put(torch.zeros(len(x), 64, device="cuda"))).start()
+    threading.Thread(target=lambda: batches.put(torch.zeros(4 * len(x), 64).cuda())).start()
     model(batches.get())
 
 
 def count(model, x):
-    """Without the card."""
     numbers = []
-    thread = threading.Thread(target=lambda: numbers.append(torch.ones(4).sum().item()))
-    thread.start()
-    thread.join()
+    run_in_thread(lambda: numbers.append(torch.ones(4).sum().item()))
     assert numbers == [4]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize(
-    ("in_thread", "is_refused"), [(evaluate, True), (prefetch, True), (count, False)]
-)
-def test_threads_are_refused_the_card(in_thread, is_refused):
-    """On a simulated card what a thread does there is neither lost nor waited for."""
+def threaded(in_thread):
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -625,11 +621,66 @@ def test_threads_are_refused_the_card(in_thread, is_refused):
         in_thread(model, x)
         optimizer.step()
 
-    if not is_refused:
-        assert check(model, step, 8).batch_size == 8
-        return
-    with pytest.raises(SimulationError, match=r"test_device\.py:\d+ uses the card in another"):
-        check(model, step, 8)
+    return model, step
+
+
+@pytest.mark.parametrize(
+    ("in_thread", "here"),
+    [
+        (lambda *given: run_in_thread(lambda: evaluate(*given)), evaluate),
+        (prefetch, lambda model, x: model(torch.zeros(4 * len(x), 64, device="cuda"))),
+        (count, lambda *given: None),
+    ],
+    ids=["evaluate", "prefetch", "count"],
+)
+def test_threads_are_on_the_card(in_thread, here):
+    """A thread has a handle of cuBLAS, and so a workspace, of its own where torch keeps them."""
+    peaks = []
+    for function in (in_thread, here):
+        trial = check(*threaded(function), 2**12).trials[-1]
+        peaks.append(trial.peak_allocated_bytes)
+    kept_bytes = card_of("1GiB").cublas_workspace_bytes
+    assert 0 <= peaks[0] - peaks[1] <= kept_bytes
+
+
+def raise_in_thread(model, x):
+    run_in_thread(lambda: model(x[:, :3]))
+
+
+def wait_for_ever(model, x):
+    batches = queue.Queue()
+    threading.Thread(target=lambda: batches.put(model(x[:, :3]))).start()
+    batches.get()
+
+
+def run_out_in_thread(model, x):
+    run_in_thread(lambda: torch.zeros(2**31, device="cuda"))
+
+
+def go_on(model, x):
+    batches = queue.Queue(1)
+
+    def produce():
+        while True:
+            batches.put(torch.zeros(len(x), device="cuda"))
+
+    threading.Thread(target=produce, daemon=True).start()
+    batches.get()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("in_thread", "error", "said"),
+    [
+        (raise_in_thread, oomprobe.StepFailedError, "must have same reduction dim"),
+        (wait_for_ever, oomprobe.StepFailedError, "must have same reduction dim"),
+        (run_out_in_thread, NothingFitsError, "Tried to allocate 8.00 GiB"),
+        (go_on, SimulationError, r"test_device\.py:\d+ uses the card in a thread that goes on"),
+    ],
+)
+def test_what_a_thread_raises_ends_the_trial(in_thread, error, said):
+    with pytest.raises(error, match=said):
+        check(*threaded(in_thread), 8)
 
 
 # --- one card ---
