@@ -241,8 +241,6 @@ class CardMode(TorchDispatchMode):
         if self.host_is_card and getattr(kwargs.get("dtype"), "is_floating_point", False):
             kwargs = {**kwargs, "device": CARD}
         self._was_on_card = operands.on_card
-        if operands.on_card or kwargs.get("device") == CARD:
-            self.threads.use_card()
         if not operands.are_simulated:
             if kwargs.get("device", HOST) in (None, HOST, _META):
                 return self._run_on_host(func, args, kwargs, operands)
@@ -320,6 +318,7 @@ class CardMode(TorchDispatchMode):
         kwargs = {name: self._faked(value) for name, value in kwargs.items()}
         launch = None
         if on_card or kwargs.get("device") == CARD:
+            self.threads.use_card()
             launch = table.find_launch(self._processors, func, args, kwargs)
         use_workspace = no_workspace
         if to_card and func in _LINEAR_ALGEBRA:
