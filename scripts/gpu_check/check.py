@@ -339,12 +339,14 @@ def train(model_name, batch_size, steps, cap_bytes):
     import torch
 
     from gpu_check.models import MODELS
-    from gpu_check.recording import peaks_of
+    from gpu_check.recording import loop_of, peaks_of
 
     hold_to(cap_bytes)
     model, step = MODELS[model_name]()
+    loop = loop_of(step)
     for _ in range(steps):
-        step(model, batch_size)
+        with loop.keeping():
+            step(model, batch_size)
     torch.cuda.synchronize()
     return peaks_of(torch.cuda)
 

@@ -22,8 +22,10 @@ def record(name, batch_size):
 
     torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, context=None)
     model, step = MODELS[name]()
+    loop = loop_of(step)
     for _ in range(CALLS):
-        step(model, batch_size)
+        with loop.keeping():
+            step(model, batch_size)
     torch.cuda.synchronize()
     [trace, *_] = torch.cuda.memory._snapshot()["device_traces"]
     torch.cuda.memory._record_memory_history(enabled=None)
@@ -48,6 +50,14 @@ def peaks_of(memory):
         "peak_allocated_bytes": memory.max_memory_allocated(),
         "peak_reserved_bytes": memory.max_memory_reserved(),
     }
+
+
+def loop_of(step):
+    """Return what keeps the variables of a step between its calls, as the loop of a script does."""
+    import oomprobe
+    from oomprobe.runners.loop_variables import LoopVariables
+
+    return LoopVariables(oomprobe.Step(step))
 
 
 def this_card():
@@ -77,8 +87,9 @@ def simulate(name, batch_size, calls=CALLS):
             model, step = MODELS[name]()
         card.place([*model.parameters(), *model.buffers()])
         card.start_trial()
+        loop = loop_of(step)
         for _ in range(calls):
-            with card.session():
+            with card.session(), loop.keeping():
                 step(model, batch_size)
     usage = card.usage()
     peaks = {

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import oomprobe
+from gpu_check.recording import loop_of
 
 LENGTHS, WIDTH, STEPS = (128, 256, 512, 1024, 2048), 512, 100
 
@@ -54,9 +55,11 @@ def in_buckets(hold, sizes, seed):
     """Return how training in random buckets ended in this process, which has done nothing else."""
     hold()
     model, step = model_and_step()
+    loop = loop_of(step)
     for number, length in enumerate(random.Random(seed).choices([*sizes], k=STEPS), 1):
         try:
-            step(model, sizes[length], length)
+            with loop.keeping():
+                step(model, sizes[length], length)
         except torch.OutOfMemoryError:
             return {"ended": f"out of memory at step {number}, length {length}"}
     torch.cuda.synchronize()
