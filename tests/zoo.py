@@ -244,7 +244,8 @@ def run_loop(step, calls, model, batch_size, after=lambda: None):
     *body, last = function.body
     if isinstance(last, ast.Return):
         last = ast.Assign([ast.Name("returned", ast.Store())], last.value)
-    assert not any(isinstance(node, ast.Return) for one in [*body, last] for node in ast.walk(one))
+    own = [one for one in [*body, last] if not isinstance(one, ast.FunctionDef)]
+    assert not any(isinstance(node, ast.Return) for one in own for node in ast.walk(one))
     declared = [one for one in body if isinstance(one, ast.Nonlocal | ast.Global)]
     made = ast.parse("def make(): \n for call_ in range(calls_): after_()")
     loop = made.body[0].body[0]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -201,19 +200,15 @@ class TrialCalls:
         """Make the requested calls, and then the calls that `further` adds from what these have shown."""
         calls: Sequence[Call] = self._request.calls
         while calls:
-            for (step, is_recorded), of_a_kind in groupby(
-                calls, key=lambda call: (call.step, call.is_recorded)
-            ):
-                with self._recording(step) if is_recorded else nullcontext():
-                    for call in of_a_kind:
-                        if not self.records or call.step != self.call.step:
-                            self._start_turn(call)
-                        self.call = call
-                        if self._may_repeat(call) and self._device.repeat(call):
-                            self._keep(call, None, self._stepping.repeat_call())
-                        else:
-                            seconds = self._run(call)
-                            self._keep(call, seconds, self._stepping.end_call())
+            for call in calls:
+                if not self.records or call.step != self.call.step:
+                    self._start_turn(call)
+                self.call = call
+                if self._may_repeat(call) and self._device.repeat(call):
+                    self._keep(call, None, self._stepping.repeat_call())
+                else:
+                    seconds = self._run(call)
+                    self._keep(call, seconds, self._stepping.end_call())
             self._check_counters()
             calls = self._work.further(self._request, self.records)
         self._stepping.end_turn()
@@ -256,9 +251,11 @@ class TrialCalls:
     def _run(self, call: Call) -> float:
         """Run the step once, and return how long it took."""
         work, step, loop = self._work, self._work.steps[call.step], self._loops[call.step]
-        micro_batch: AbstractContextManager[None] = nullcontext()
+        around: AbstractContextManager[None] = nullcontext()
         if call.accumulates:
-            micro_batch = accumulating(self._tracker.optimizers, work.model)
+            around = accumulating(self._tracker.optimizers, work.model)
+        elif call.is_recorded:
+            around = self._recording(call.step)
         delivered = work.interrupts.delivered_until(
             self._request.deadline_s, polled=self._device.replays
         )
@@ -266,7 +263,7 @@ class TrialCalls:
         started_s = time.perf_counter()
         try:
             with (
-                micro_batch,
+                around,
                 self.watch.watching(),
                 self._device.session(),
                 delivered,
@@ -327,7 +324,7 @@ class TrialCalls:
 
     @contextmanager
     def _recording(self, name: str) -> Iterator[None]:
-        """Record the allocations of a full step, if the device can."""
+        """Record the allocations of a call, if the device can."""
         history = self._device.history()
         if history is None:
             yield
