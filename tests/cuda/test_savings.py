@@ -48,7 +48,11 @@ def by_hand(loop, saving):
         [to_expand({}, torch.__version__).split("=")] if saving == "expandable_segments" else []
     )
     return forked(
-        lambda: peaks(lambda: build(saving), size, 4), memory="40GiB", card=CARD, **settings
+        lambda: peaks(lambda: build(saving), size, 4),
+        memory="40GiB",
+        card=CARD,
+        CUDASTUB_ASSERT=0,  # no kernel writes the tokens
+        **settings,
     )[-1]
 
 
