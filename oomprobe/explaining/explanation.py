@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.explaining.encodings import unpacked
 from oomprobe.explaining.history import Contradiction, History, Moment
-from oomprobe.explaining.log import ALMOST_FULL, OomText, read_log
+from oomprobe.explaining.log import ALMOST_FULL, LogStory, OomText, read_log
+from oomprobe.explaining.remedies import (
+    HAVE_RECORDING,
+    SAVINGS,
+    SHAPES,
+    UNCAP,
+    WATCH,
+    remedies_for,
+)
 from oomprobe.explaining.replay import NotSimulated, Replay, replayed
 from oomprobe.explaining.snapshot import MOST_FILE_BYTES, Event, Snapshot, is_pickle, read_snapshot
 from oomprobe.explaining.stacks import UNKNOWN, Modules, Stacks, total_by
@@ -26,36 +35,49 @@ RECORD_LESS = "record less, with _record_memory_history(max_entries=1_000_000)"
 TOO_LONG = "a log may have {limit}: pass its end, tail -c 50M train.log | oomprobe explain -"
 MOST_ROWS = 12
 NAME_WIDTH = 70  # columns of a table
+MOST_QUOTED = 600  # characters of an error
 TITLES = {
     "live": "live tensors fill the memory",
     "fragmentation": "fragmentation: enough memory is free, but in pieces that are too small",
     "cap": "a cap: the device has memory, and this process may not use it",
     "others": "other processes hold the memory",
+    "request": "one request is larger than the device, whatever else it holds",
+    "host": "the host's memory ran out, not the device's",
+    "pinned": "pinned memory of the host ran out, not the device's memory",
     "unknown": "it does not say what held the memory",
     None: "no request was refused",
 }
-RECORD = (
-    "torch.cuda.memory._record_memory_history(max_entries=1_000_000)  # before the model is made",
-    'torch.cuda.memory._dump_snapshot("snapshot.pickle")  # in "except torch.OutOfMemoryError"',
-)
+BESIDE = "other allocations on the device, outside of torch's allocator"  # Metal's
+BESIDE_TITLE = "allocations outside of torch's allocator hold the memory"
+ENGINE_NAMES = {
+    "jax": "JAX",
+    "tensorflow": "TensorFlow",
+    "llama.cpp": "llama.cpp",
+    "vllm": "vLLM",
+    "cupy": "CuPy",
+}
+OF_ANOTHER_ENGINE = "{name}, not torch, ran out of the device's memory"
 EXPANDABLE = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 ADVICE: Mapping[str | None, tuple[str, ...]] = {
-    "live": (
-        "oomprobe run train.py:build --savings all  # what would make this batch fit, and what it costs",
-    ),
-    "fragmentation": (
-        "oomprobe run train.py:build --over length=512,1024,2048  # sizes for steps whose shapes vary",
-    ),
-    "cap": (
-        "torch.cuda.set_per_process_memory_fraction(1.0)  # or raise the limit that set the cap",
-    ),
-    "others": (
-        "nvidia-smi  # which processes hold the memory",
-        "CUDA_VISIBLE_DEVICES=1 python train.py  # another device",
-    ),
+    "live": (SAVINGS,),
+    "fragmentation": (SHAPES,),
+    "cap": (UNCAP,),
     "unknown": (),
     None: (),
 }
+CAUGHT = "The run went on after this error: it was caught, and is not how the run ended."
+WHY_PINNED = (
+    "torch rounds each pinned request up to a power of two, so that it takes up to twice what was "
+    "asked for; the error names the device, whose memory may be half empty."
+)
+BARELY = (
+    "With expandable segments this request would have run, but they save less than 2 %: a slightly "
+    "larger step runs out all the same."
+)
+UNSEEN = (
+    "The driver did not see what this process holds, so that memory outside of torch's allocator "
+    "may be its own or that of other processes."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +86,14 @@ class Explanation:
 
     Attributes:
         source: The file.
-        cause: ``"live"``, ``"fragmentation"``, ``"cap"``, ``"others"`` or ``"unknown"``; None: nothing was refused.
+        cause: ``"live"``, ``"fragmentation"``, ``"cap"``, ``"others"``, ``"request"`` (it alone is
+            larger than the device), ``"host"``, ``"pinned"`` (memory of the host that is pinned) or
+            ``"unknown"``; None: nothing was refused.
+        engine: Whose memory it is: ``"torch"``, ``"host"``, ``"jax"``, ``"tensorflow"``,
+            ``"llama.cpp"``, ``"vllm"`` or ``"cupy"``.
+        went_on: Whether the run went on after the error of a log; None: unknown.
+        ended_with: The exception that ended the run then.
+        ranks: Of a log: the cause of the last error of each rank or GPU, in the order of these.
         requested_bytes: The request that was refused, the last one if there were several.
         where: The line that asked for it, such as ``"model.py:7 in forward"``.
         live_bytes: Held by tensors then, or at the peak; each block counts as a multiple of 512 bytes, as torch rounds it.
@@ -94,6 +123,10 @@ class Explanation:
 
     source: str
     cause: str | None = None
+    engine: str = "torch"
+    went_on: bool | None = None
+    ended_with: str = ""
+    ranks: Mapping[str, str] = field(default_factory=dict)
     requested_bytes: int | None = None
     where: str = ""
     live_bytes: int | None = None
@@ -134,8 +167,12 @@ class Explanation:
             f"{calls.where}: {calls.count} x {format_bytes(calls.held_bytes / calls.count)}"
             for calls in self.modules
         ]
+        ranks = [f"{rank}: {TITLES[cause]}" for rank, cause in self.ranks.items()]
+        if len(ranks) < 2:
+            ranks = []
         blocks = (
             Block("memory", {label: about for label, about in facts.items() if about}),
+            Block("ranks, in the order of their errors", ranks[:MOST_ROWS]),
             _shares("what was live", self.held),
             _shares("by kind", self.kinds),
             Block("calls of equal modules", calls[:MOST_ROWS]),
@@ -143,7 +180,23 @@ class Explanation:
             Block("what to type", self.advice),
             Block("notes:", self.notes),
         )
-        return Report(verdict=TITLES[self.cause], blocks=blocks)
+        warning = ""
+        if self.went_on:
+            warning = CAUGHT
+            if self.ended_with:
+                warning += f" It ended with {self.ended_with}"
+        return Report(verdict=self._title(), warning=warning, blocks=blocks)
+
+    def _title(self) -> str:
+        title = TITLES[self.cause]
+        if self.cause == "others" and BESIDE in self.held:
+            return BESIDE_TITLE
+        if self.engine not in ENGINE_NAMES:
+            return title
+        of_engine = OF_ANOTHER_ENGINE.format(name=ENGINE_NAMES[self.engine])
+        if self.cause == "unknown":
+            return of_engine
+        return f"{of_engine}: {title}"
 
     def _least(self) -> list[str]:
         if self.least_bytes is None or self.least_bytes_expandable is None:
@@ -187,7 +240,7 @@ def explain(path: str | Path, *, device: int | None = None) -> Explanation:
     try:
         data = _contents(path)
         if not is_pickle(data):
-            return _of_log(str(path), read_log(data.decode("utf-8", errors="replace")))
+            return _of_log(str(path), read_log(data))
         snapshots = read_snapshot(data)
         return _of_snapshot(str(path), snapshots, _chosen(snapshots, device))
     except (OSError, InvalidArgumentError) as error:
@@ -199,6 +252,7 @@ def _contents(path: str | Path) -> bytes:
         data = sys.stdin.buffer.read(MOST_FILE_BYTES)
     else:
         data = read_file(path, MOST_FILE_BYTES, RECORD_LESS)
+    data = unpacked(data, MOST_LOG_BYTES)
     if len(data) > MOST_LOG_BYTES and not is_pickle(data):
         raise InvalidArgumentError(TOO_LONG.format(limit=format_bytes(MOST_LOG_BYTES)))
     return data
@@ -207,14 +261,35 @@ def _contents(path: str | Path) -> bytes:
 # --- of a log ---
 
 
-def _of_log(source: str, text: OomText) -> Explanation:
-    cause = text.cause()
+def _of_log(source: str, story: LogStory) -> Explanation:
+    error = story.error
+    return Explanation(
+        source=source,
+        cause=error.cause(),
+        engine=error.engine,
+        went_on=story.went_on,
+        ended_with=story.ended_with,
+        ranks=story.ranks,
+        requested_bytes=error.requested,
+        live_bytes=error.live,
+        reserved_bytes=error.reserved,
+        free_bytes=error.free,
+        held=_held_in(error),
+        advice=remedies_for(error),
+        notes=tuple(_notes_on_log(story)),
+    )
+
+
+def _held_in(error: OomText) -> dict[str, int]:
+    """Return what a log tells apart, largest first."""
     live, reserved, own, others = (
-        nbytes or 0 for nbytes in (text.live, text.reserved, text.own, text.others)
+        nbytes or 0 for nbytes in (error.live, error.reserved, error.own, error.others)
     )
     elsewhere = "other processes"
     if not own:
         elsewhere = "outside of torch's allocator, of this process and others"
+    if error.vendor == "apple":
+        elsewhere = BESIDE
     held_bytes = {
         "tensors of this process": live,
         "reserved by torch's allocator, but not allocated": reserved - live,
@@ -222,33 +297,42 @@ def _of_log(source: str, text: OomText) -> Explanation:
         elsewhere: others,
     }
     largest_first = sorted(held_bytes.items(), key=lambda item: -item[1])
-    notes = [
-        f"Likely, not certain: the text does not say how free memory lies. It is: {shortened(text.line)}"
-    ]
-    advice = [*ADVICE[cause], *RECORD]
-    match cause:
-        case "unknown":
-            notes.append(
-                "Other processes may hold the memory, or libraries outside of torch's allocator: watch nvidia-smi while it runs."
-            )
-        case "fragmentation":
-            advice.insert(0, EXPANDABLE)
-    if text.count > 1:
-        notes.append(f"The log has {text.count} such errors; this is about the last.")
-    notes.append(
-        "A snapshot would say which lines hold the memory: record one the next time with the last two lines above."
-    )
-    return Explanation(
-        source=source,
-        cause=cause,
-        requested_bytes=text.requested,
-        live_bytes=text.live,
-        reserved_bytes=text.reserved,
-        free_bytes=text.free,
-        held={name: nbytes for name, nbytes in largest_first if nbytes > 0},
-        advice=tuple(advice),
-        notes=tuple(notes),
-    )
+    return {name: nbytes for name, nbytes in largest_first if nbytes > 0}
+
+
+def _notes_on_log(story: LogStory) -> Iterator[str]:
+    error = story.error
+    quoted = f"It is: {clip(shortened(error.line), MOST_QUOTED)}"
+    by_figures = error.engine == "torch" and error.stated is None
+    if by_figures and error.cause() != "request":
+        quoted = f"Likely, not certain: the text does not say how free memory lies. {quoted}"
+    yield quoted
+    cause = error.cause()
+    if cause == "pinned":
+        yield WHY_PINNED
+    if error.is_unseen:
+        yield UNSEEN
+    if error.engine in ENGINE_NAMES:
+        name = ENGINE_NAMES[error.engine]
+        yield f"It is an error of {name}: all that it states is above."
+    elif cause == "unknown":
+        tool = WATCH[error.vendor]
+        yield (
+            "Other processes may hold the memory, or libraries outside of torch's allocator: "
+            f"watch {tool} while it runs."
+        )
+    if story.count > 1:
+        which = "the last"
+        if len(story.ranks) > 1:
+            which = f"that of {error.rank}"
+        least = "" if story.is_whole else "at least "
+        yield f"The log has {least}{story.count} such errors; this is about {which}."
+    has_recording = error.vendor in HAVE_RECORDING and error.engine == "torch"
+    if has_recording and cause != "pinned":
+        yield (
+            "A snapshot would say which lines hold the memory: record one the next time with the "
+            "last two lines above."
+        )
 
 
 # --- of a snapshot ---
@@ -286,6 +370,10 @@ def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot)
         known |= {"cause": cause, "available_bytes": available_bytes, "advice": ADVICE[cause]}
         if cause == "fragmentation" and not history.is_expandable:
             known["advice"] = (EXPANDABLE, *ADVICE[cause])
+        runs_expandable = replay is not None and replay.least_bytes_expandable <= available_bytes
+        if runs_expandable and not history.is_expandable and cause != "fragmentation":
+            known["advice"] = (*ADVICE[cause], EXPANDABLE)
+            notes.append(BARELY)
     kinds = total_by(stacks.kind_of, moment.live)
     notes += _notes_on_others(snapshots, snapshot, kinds)
     return Explanation(
@@ -339,7 +427,9 @@ def _cause(
         available_bytes += refused.address
     is_fragmented = moment.live_bytes + refused.size <= ALMOST_FULL * available_bytes
     if replay is not None and not history.is_expandable:
-        is_fragmented = replay.least_bytes_expandable <= available_bytes
+        # A setting that saves next to nothing lets this step run, and not a later one.
+        saves = replay.least_bytes_expandable <= ALMOST_FULL * replay.least_bytes
+        is_fragmented = saves and replay.least_bytes_expandable <= available_bytes
     if is_fragmented:
         return "fragmentation", available_bytes
     return "cap" if is_capped else "live", available_bytes

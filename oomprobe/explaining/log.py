@@ -1,47 +1,77 @@
-"""What the text of an out-of-memory error says, in numbers."""
+"""What a log says about memory that ran out: its errors in order, and whether the run went on.
+
+Everything is looked for by fixed words in the bytes, and only what stands around them is read.
+"""
 
 from __future__ import annotations
 
 import re
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.explaining.encodings import plain_lines, said_in
+from oomprobe.explaining.messages import ENGINES, KINDS, MessageKind, tensor_bytes
 from oomprobe.ground.units import parse_bytes
 from oomprobe.records.trials import Verdict
 from oomprobe.simulation.allocator import LARGE_SEGMENT
-from oomprobe.verdicts.texts import ERROR_TEXTS, OOM_WORDS
+from oomprobe.verdicts.texts import ERROR_TEXTS, OOM_WORDS, ErrorText
 
 ALMOST_FULL = 0.98  # of the memory that there is: that so little is in pieces is no reason
-_SIZE = r"([0-9]{1,20}(?:\.[0-9]{1,9})? (?:[KkMGT]i?B|bytes))"
-_BEFORE, _AFTER = 300, 2000  # characters of a message around what was asked for
+MOST_JUDGED = 4000  # places, from the end: what was before does not matter
+_BEFORE, _AFTER = 300, 2000  # bytes of a message around its word
+_LONGEST_JSON = 100_000  # bytes of a line that is read as an object
+_NEAR = 20_000  # bytes between two reports of one error
+_SAMPLED = 2**16  # bytes after an error, and from the end, that tell whether the run went on
 _CONTEXT_BYTES = (
     2**30
 )  # at most, of a process outside of torch's allocator, with kernels and libraries
 _ROUNDING_BYTES = 2**26  # of five figures in GiB with two decimals
 _NAMED_SHARE = 0.05  # of a card: others that hold less are not why it is full
-_ASKED = re.compile(rf"Tried to allocate {_SIZE}|Requested {{1,40}}: {_SIZE}")
-_BEGINS = re.compile(r"(?:CUDA|HIP|XPU|MPS backend)\s+out\s+of\s+memory|Allocation\s+on\s+device")
-_HINT = re.compile("|".join(map(re.escape, OOM_WORDS)))
-MOST_JUDGED = 20_000  # lines, from the end: what was before does not matter
-_PROCESS = re.compile(rf"Process \d+ has {_SIZE} memory in use")
-# Of new torch, of old torch, of cudaMallocAsync, of Metal. Sources: c10/cuda/CUDACachingAllocator.cpp and CUDAMallocAsyncAllocator.cpp,
-# aten/src/ATen/mps/MPSAllocator.mm of PyTorch.
-_FIELDS = {
-    "total": re.compile(
-        rf"total capaci?ty of {_SIZE}|{_SIZE} total capacity|Device limit +: {_SIZE}"
-    ),
-    "free": re.compile(
-        rf"of which {_SIZE} is free|; {_SIZE} free|Free \(according to CUDA\) *: {_SIZE}"
-    ),
-    "own": re.compile(rf"this process has {_SIZE} memory in use"),
-    "allowed": re.compile(rf"{_SIZE} allowed;"),
-    "live": re.compile(
-        rf"memory {_SIZE} is allocated|{_SIZE} already allocated|MPS allocated: {_SIZE}|Currently allocated +: {_SIZE}"
-    ),
-    "unused": re.compile(rf"and {_SIZE} is reserved by PyTorch but unallocated"),
-    "reserved": re.compile(rf"{_SIZE} reserved in total"),
+_PROCESS = re.compile(
+    r"Process \d+ has ([0-9]{1,20}(?:\.[0-9]{1,9})? (?:[KMGT]iB|bytes)) memory in use"
+)
+_SIZED = re.compile(r"([0-9.]+) ?([kmgtp]?)", re.IGNORECASE)
+_HOST_WORDS = ("bad_alloc", "memoryerror", "[errno 12]", "cannot allocate memory", "host_memory")
+_HINTS = tuple(word.encode() for word in (*OOM_WORDS, *_HOST_WORDS))
+_VENDORS = {
+    "amd": re.compile(r"\bHIP\b|PYTORCH_HIP|hipError|HIP_ERROR|\bmiopen|\brocm", re.IGNORECASE),
+    "intel": re.compile(r"\bXPU\b|UR_RESULT|ZE_RESULT"),
+    "apple": re.compile(r"\bMPS\b|kIOGPU|\bMetal\b"),
+    "huawei": re.compile(r"\bNPU\b"),
 }
+_OLD_FORM = re.compile(r"total capacity;.{0,200}B (cached|reserved)")
+_SETTINGS = re.compile(r"PYTORCH_(?:\w{2,6}_)?ALLOC_CONF")
+_RANK = re.compile(r"\b(?:rank|default)['\"]?[ =:_]{0,2}(\d{1,5})\b|^(\d{1,4}): ", re.IGNORECASE)
+_CARD = re.compile(r"\bGPU (\d{1,4})[ ;]")
+_ROOT_CAUSE = re.compile(rb"Root Cause[^\0]{0,400}?\n\s{0,20}rank\s{0,20}: (\d{1,5})")
+_ANEW = re.compile(r"out of memory|^Traceback|During handling|: error: ")  # another message begins
+# Lines that speak of such errors, and are none: advice, a program's text in a traceback.
+_NO_ERROR = re.compile(
+    r"\b(?:tips?|hints?)\s?:|\bif (?:you|it|your)\b|\b(?:to|can|could|may|might|would|will) "
+    r"(?:avoid|prevent|cause|lead|result|run|go|help|get)\b|\bin case of\b"
+    r"|^\W{0,3}(?:except|if|elif|raise|assert|return|print|log(?:ger)?\.\w+|#)[ (]",
+    re.IGNORECASE,
+)
+_CAUGHT = re.compile(
+    r"\bskip(?:ped|ping|s)?\b|\bretry|\bretri|\bdecreas|(?<!try )\breduc(?:ing|ed)\b|\brecover"
+    r"|\bcaught\b|\bhalv|\bfall(?:ing|s)? back\b|\btrying again\b|\battempting\b",
+    re.IGNORECASE,
+)
+_PROGRESS = re.compile(
+    r"\b(?:epoch|step|iter(?:ation)?|batch|train\w{0,6}|eval\w{0,8}|val\w{0,8})['\"\])]?"
+    r"[\s:=#\[]{0,4}\d|\bloss['\"]?[\s:=]{1,4}-?\d|\d ?(?:it/s|s/it)\b"
+    r"|\b(?:training|run|job|epoch|evaluation) (?:is )?(?:done|finished|completed?)\b"
+    r"|\bsav(?:ed|ing) (?:the )?(?:model|checkpoint)",
+    re.IGNORECASE,
+)
+_NO_PROGRESS = re.compile(
+    r"wandb:|torch/distributed|elastic|^srun|^slurm|File \"|exitcode|Error\b|Traceback", re.I
+)
+_BAR = re.compile(r"\d%\|")
+_PINNED = re.compile(rb"pin_memory|cudaHost(?:Alloc|Register)|HostAllocator|host alloc|\bpinned\b")
+_RAISED = re.compile(r"^\W{0,3}(?P<name>(?:\w+\.)*\w+(?:Error|Exception|Interrupt))(?::|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +80,13 @@ class OomText:
 
     Attributes:
         line: The first line of the error.
-        count: How many such errors the log has; this is the last.
+        engine: Whose it is: "torch", "host", "jax", ...
+        vendor: Of the device: "nvidia", "amd", "intel", "apple" or "huawei".
+        settings: The variable of the allocator's settings that the text names.
+        stated: The cause that the kind of message itself says.
+        rank: The rank or the device, such as "rank 2" or "GPU 0"; empty if the text names none.
+        place: Where in the log it begins.
+        end: Where what is known to be its text ends.
         requested: Bytes that were asked for.
         total: The device's memory.
         free: What was free on the device.
@@ -58,11 +94,19 @@ class OomText:
         live: What tensors held.
         reserved: What torch's allocator held.
         own: What this process held, with what torch does not count.
-        others: What other processes held; where `own` is not known, all that torch's allocator did not.
+        others: What other processes held; without `own`, all that torch's allocator did not.
+        is_unseen: Whether the driver did not see this process, so that `others` may be its own.
+        old_form: How a torch before 2.1 names what it holds: "cached" before 1.4, "reserved".
     """
 
     line: str
-    count: int = 1
+    engine: str = "torch"
+    vendor: str = "nvidia"
+    settings: str = ""
+    stated: str | None = None
+    rank: str = ""
+    place: int = 0
+    end: int = 0
     requested: int | None = None
     total: int | None = None
     free: int | None = None
@@ -71,15 +115,19 @@ class OomText:
     reserved: int | None = None
     own: int | None = None
     others: int | None = None
+    is_unseen: bool = False
+    old_form: str = ""
 
     def cause(self) -> str:
-        """Return the likely cause: "live", "fragmentation", "cap", "others" or "unknown"."""
-        if (
-            self.requested is None
-            or self.live is None
-            or self.reserved is None
-            or self.free is None
-        ):
+        """Return the likely cause, as `Explanation.cause` names it."""
+        if self.stated is not None:
+            return self.stated
+        if self.requested is None:
+            return "unknown"
+        device_bytes = self.total or self.allowed
+        if device_bytes is not None and self.requested > device_bytes:
+            return "request"
+        if self.live is None or self.reserved is None or self.free is None:
             return "unknown"
         available, needed = self.reserved + self.free, self.live + self.requested
         allowed = self.allowed or available
@@ -92,76 +140,329 @@ class OomText:
             return "fragmentation"
         if is_capped:
             return "cap"
+        return self._full(available, needed, device_bytes or 0)
+
+    def _full(self, available: int, needed: int, device_bytes: int) -> str:
+        """Return who fills a device that has no room for what is needed."""
         others = self.others or 0
         if self.own is None:
             others -= _CONTEXT_BYTES
-        is_much = others > max(_ROUNDING_BYTES, _NAMED_SHARE * (self.total or 0))
-        if is_much and needed <= available + others:
-            return "others"
-        return "live"
+        is_much = others > max(_ROUNDING_BYTES, _NAMED_SHARE * device_bytes)
+        if not is_much or needed > available + others:
+            return "live"
+        return "unknown" if self.is_unseen else "others"
 
 
-def read_log(text: str) -> OomText:
-    """Return the last out-of-memory error of a log.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogStory:
+    """The out-of-memory errors of a log.
+
+    Attributes:
+        error: The one that matters: the last, or of ranks that ran out together the first.
+        count: How many errors there are.
+        is_whole: Whether all of the log was searched; otherwise only its end.
+        went_on: Whether the run went on after it; None if the log does not tell.
+        ended_with: The exception that ended the run then, if it was another.
+        ranks: The cause of each rank's or device's last error, in the order of these.
+    """
+
+    error: OomText
+    count: int = 1
+    is_whole: bool = True
+    went_on: bool | None = None
+    ended_with: str = ""
+    ranks: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_log(data: bytes) -> LogStory:
+    """Return what a log says about memory that ran out.
 
     Raises:
-        InvalidArgumentError: it has none.
+        InvalidArgumentError: it has no such error.
     """
-    messages = list(_ASKED.finditer(text))
-    if not messages:
-        return _without_numbers(text)
-    asked = messages[-1]
-    begins = asked.start()  # figures of the message before would be taken for its own
-    for begin in _BEGINS.finditer(text, max(0, begins - _BEFORE), begins):
-        begins = begin.start()
-    message = " ".join(text[begins : asked.end() + _AFTER].split())  # terminals wrap lines
-    sizes = {"requested": _stated(asked)}
-    for name, pattern in _FIELDS.items():
+    data = plain_lines(data)
+    errors: list[OomText] = []
+    end = 0
+    places = _places(data.lower())
+    for place, word in places:
+        if place < end:
+            continue
+        error = _read_at(data, place, word, end)
+        if error is None:  # nor is any other word of what was searched
+            line_end = data.find(b"\n", place, place + _AFTER - _BEFORE)
+            end = line_end if line_end > 0 else place + _AFTER - _BEFORE
+            continue
+        end = error.end
+        if errors and (whole := _as_one(data, errors[-1], error)):
+            errors[-1] = whole
+        else:
+            errors.append(error)
+    if not errors:
+        raise InvalidArgumentError("it holds no out-of-memory error of a device or of the host")
+    together = _ranks_together(data, errors)
+    error = _first_cause(data, together)
+    went_on, ended_with = _after(data, error)
+    return LogStory(
+        error=error,
+        count=len(errors),
+        is_whole=len(places) < MOST_JUDGED,
+        went_on=went_on,
+        ended_with=ended_with,
+        ranks={rank: error.cause() for rank, error in together.items() if rank},
+    )
+
+
+def _places(lowered: bytes) -> list[tuple[int, bytes]]:
+    """Return where words of such errors stand, with the words, in order."""
+    places: dict[int, bytes] = {}
+    words = [word for kind in KINDS for word in kind.words]
+    for word in dict.fromkeys([*words, *_HINTS]):
+        place = len(lowered)
+        for _ in range(MOST_JUDGED):
+            place = lowered.rfind(word, 0, place)
+            if place < 0:
+                break
+            places.setdefault(place, word)
+    return sorted(places.items())[-MOST_JUDGED:]
+
+
+def _read_at(data: bytes, place: int, word: bytes, after: int) -> OomText | None:
+    """Return the error whose text has a word at a place; None if it is no error."""
+    line, message, end = _message_at(data, place, word, after)
+    if _NO_ERROR.search(line[: max(0, line.lower().find(word.decode()))]):
+        return None
+    start = data.rfind(b"\n", max(0, place - _LONGEST_JSON), place) + 1
+    head = data[max(start, place - _LONGEST_JSON) : place][:60].decode(errors="replace")
+    rank = ""
+    if match := _RANK.search(head):
+        rank = f"rank {match[1] or match[2]}"
+    elif match := _CARD.search(message):
+        rank = f"GPU {match[1]}"
+    context = data[max(0, place - 3000) : end + _BEFORE]
+    vendors = (name for name, pattern in _VENDORS.items() if pattern.search(message))
+    error = OomText(line=line, rank=rank, place=place, end=end, vendor=next(vendors, "nvidia"))
+    for kind in KINDS:
+        text = message if kind.engine == "torch" else line  # terminals wrap torch's long line
+        if kind.pattern.search(text):
+            return _with_figures(error, kind, message)
+    row = _row_of(line)
+    if row is None:
+        return None
+    if row.of_host:
+        return replace(error, engine="host", stated="host")
+    engines = (name for name, pattern in ENGINES.items() if pattern.search(line))
+    context = context[max(0, context.rfind(b"Traceback", 0, -_BEFORE)) :]
+    stated = "pinned" if _PINNED.search(context) else None
+    return replace(error, engine=next(engines, "torch"), stated=stated)
+
+
+def _message_at(data: bytes, place: int, word: bytes, after: int) -> tuple[str, str, int]:
+    """Return the line with the word, the message from there on, and where the line ends."""
+    json_start = data.rfind(b"\n", max(0, place - _LONGEST_JSON), place) + 1
+    end = data.find(b"\n", place + len(word), place + _LONGEST_JSON)
+    if end < 0:
+        end = min(len(data), place + _AFTER)
+    if data[json_start : json_start + 1] == b"{" and json_start >= after:
+        start = json_start
+    else:
+        start = max(after, json_start, place - _BEFORE)
+        end = min(end, place + _AFTER)
+    texts = [said_in(data[start:end].decode(errors="replace"))]
+    for line in data[end : place + _AFTER].decode(errors="replace").split("\n")[1:]:
+        said = said_in(line)
+        if not said or _ANEW.search(said) or ("Tried to" in said and "Tried to" in " ".join(texts)):
+            break
+        texts.append(said)
+    whole = "\n".join(texts)
+    offset = max(0, whole.lower().find(word.decode()))
+    line_start = whole.rfind("\n", 0, offset) + 1
+    line = whole[max(line_start, offset - _BEFORE) : offset + _AFTER].partition("\n")[0]
+    message = " ".join(whole[max(0, offset - _BEFORE) : offset + _AFTER].split())
+    return line.strip(), message, end
+
+
+def _row_of(line: str) -> ErrorText | None:
+    """Return the row of an error text without figures, if it is about memory."""
+    lowered = line.lower()
+    row = next((row for row in ERROR_TEXTS if row.pattern.search(lowered)), None)
+    if row is None or row.verdict is not Verdict.OOM:
+        return None
+    if row.of_host and row.ambiguous:
+        return None
+    return row
+
+
+def _with_figures(error: OomText, kind: MessageKind, message: str) -> OomText:
+    """Return an error with what its message states."""
+    sizes: dict[str, Any] = {}
+    for name, pattern in kind.figures.items():
         if match := pattern.search(message):
-            sizes[name] = _stated(match)
+            size = _bytes_of(next(filter(None, match.groups())), kind.unit, name)
+            if size is not None:
+                sizes[name] = size
+    if kind.engine == "tensorflow" and (nbytes := tensor_bytes(message)):
+        sizes.setdefault("requested", nbytes)
+    old_form = _OLD_FORM.search(message)
+    settings = _SETTINGS.search(message)
+    error = replace(
+        error,
+        engine=kind.engine,
+        stated=kind.cause,
+        old_form=old_form[1] if old_form else "",
+        settings=settings[0] if settings else "",
+        line=_quoted(error.line, message),
+    )
+    if kind.engine != "torch":
+        return replace(error, **sizes)
+    processes = [_bytes_of(size, "B", "process") or 0 for size in _PROCESS.findall(message)]
+    return _balanced(error, sizes, sorted(processes))
+
+
+def _quoted(line: str, message: str) -> str:
+    """Return what to show of a message: old texts end with a bracket, and no full stop."""
+    start = message.find("Tried to allocate")
+    if start < 0:
+        return line
+    quoted, bracket, _ = message[start:].partition(")")
+    if "total capacity;" in quoted:
+        return quoted + bracket
+    return message[start:]
+
+
+def _balanced(error: OomText, sizes: dict[str, Any], processes: list[int]) -> OomText:
+    """Return an error of torch with the sizes that follow from those that it states."""
+    unused, beside = sizes.pop("unused", 0), sizes.pop("beside", None)
     if "live" in sizes:
-        sizes.setdefault("reserved", sizes["live"] + sizes.pop("unused", 0))
-    processes = sorted(map(_bytes_of, _PROCESS.findall(message)))
+        sizes.setdefault("reserved", sizes["live"] + unused)
+    reserved = sizes.get("reserved", 0)
+    if beside is not None and {"allowed", "live"} <= sizes.keys():  # Metal's
+        free = max(0, sizes["allowed"] - sizes["live"] - beside)
+        return replace(error, **(sizes | {"own": reserved, "others": beside, "free": free}))
+    is_unseen = "own" in sizes and sizes["own"] + _ROUNDING_BYTES < reserved
+    if is_unseen:
+        del sizes["own"]
     if processes and "own" not in sizes:
-        # In a container, torch does not know its own number: the first process that is large enough.
-        sizes["own"] = next(
-            (nbytes for nbytes in processes if nbytes >= sizes.get("reserved", 0)), processes[-1]
-        )
+        # In a container, torch does not know its own number: the first that is large enough.
+        sizes["own"] = next((size for size in processes if size >= reserved), processes[-1])
         processes.remove(sizes["own"])
-    if {"total", "reserved"} <= sizes.keys():
-        sizes.setdefault("free", max(0, sizes["total"] - sizes["reserved"]))
-        sizes["others"] = max(
-            0, sizes["total"] - sizes["free"] - sizes.get("own", sizes["reserved"])
-        )
+        is_unseen = False
+    if {"total", "reserved", "free"} <= sizes.keys():
+        beyond = sizes["total"] - sizes["free"] - sizes.get("own", reserved)
+        sizes["others"] = beyond if beyond > _ROUNDING_BYTES else 0
     if processes:
         sizes["others"] = sum(processes)
-    sizes.pop("unused", None)
-    return OomText(line=message[message.find(asked[0]) :], count=len(messages), **sizes)
+    return replace(error, is_unseen=is_unseen, **sizes)
 
 
-def _without_numbers(text: str) -> OomText:
-    """Return an error of a kind that gives no numbers, such as "CUDA error: out of memory"."""
-    judged = deque[str](maxlen=MOST_JUDGED)
-    for line in text.splitlines():
-        if hint := _HINT.search(line.lower()):
-            judged.append(line[max(0, hint.start() - _BEFORE) : hint.end() + _AFTER].strip())
-    lines = []
-    for line in judged:
-        lowered = line.lower()
-        row = next((row for row in ERROR_TEXTS if row.pattern.search(lowered)), None)
-        if row is not None and row.verdict is Verdict.OOM and not row.of_host:
-            lines.append(line)
-    if not lines:
-        raise InvalidArgumentError("it holds no out-of-memory error of a device")
-    return OomText(line=lines[-1], count=len(lines))
-
-
-def _stated(match: re.Match[str]) -> int:
-    return _bytes_of(next(filter(None, match.groups())))
-
-
-def _bytes_of(size: str) -> int:
-    number, unit = size.split()
+def _bytes_of(size: str, unit: str, name: str) -> int | None:
+    """Return a stated size, in units of 1024 as these programs count; None: it is no limit."""
+    match = _SIZED.match(size)
+    assert match is not None
+    number, letter = match.groups()
+    if not re.search("[A-Za-z]", size):
+        letter = unit.removesuffix("iB").removesuffix("B")
     if float(number) == 0:
         return 0
-    return parse_bytes(number if unit == "bytes" else size)
+    try:
+        return parse_bytes(f"{number} {letter}iB" if letter else number)
+    except InvalidArgumentError:
+        if name == "requested":
+            raise
+        return None
+
+
+# --- several errors ---
+
+
+def _as_one(data: bytes, first: OomText, second: OomText) -> OomText | None:
+    """Return two reports of one error as one; None if they are two errors."""
+    if second.place - first.end > _NEAR or (first.engine, first.rank) != (
+        second.engine,
+        second.rank or first.rank,
+    ):
+        return None
+    between = data[first.end : second.place]
+    if _progressed(between):
+        return None
+    figures = (second.requested, second.live, second.reserved, second.free)
+    is_repeated = (first.requested, first.live, first.reserved, first.free) == figures
+    has_no_figures = second.requested is None and b"Traceback" not in between
+    if first.engine == "torch" and not is_repeated and not has_no_figures:
+        return None
+    known = first
+    if first.requested is None and second.requested is not None:
+        known = second
+    return replace(known, end=second.end)
+
+
+def _ranks_together(data: bytes, errors: Sequence[OomText]) -> dict[str, OomText]:
+    """Return the last error of each rank, of those after which no rank went on, in their order."""
+    start = len(errors) - 1
+    while start > 0:
+        between = data[errors[start - 1].end : errors[start].place]
+        if len(between) > _NEAR or _progressed(between) or _is_caught(data, errors[start - 1]):
+            break
+        start -= 1
+    last: dict[str, OomText] = {}
+    for error in errors[start:]:
+        last.pop(error.rank, None)
+        last[error.rank] = error
+    return last
+
+
+def _first_cause(data: bytes, together: Mapping[str, OomText]) -> OomText:
+    """Return the error that ended the run: the rank's that torchrun names, or the first."""
+    *_, last = together.values()
+    named = [error for rank, error in together.items() if rank]
+    if len(named) < 2:
+        return last
+    root = _ROOT_CAUSE.search(data, last.end)
+    if root is None:
+        return named[0]
+    return together.get(f"rank {int(root[1])}", named[0])
+
+
+# --- how the run went on ---
+
+
+def _after(data: bytes, error: OomText) -> tuple[bool | None, str]:
+    """Return whether the run went on after an error, and the exception that ended it then."""
+    rest = data[error.end :]
+    tail = rest[-_SAMPLED:]
+    sample = rest
+    if len(rest) > 2 * _SAMPLED:
+        sample = rest[:_SAMPLED] + b"\n" + tail
+    ended_with = ""
+    for line in tail.decode(errors="replace").split("\n"):
+        said = said_in(line)
+        if (raised := _RAISED.match(said)) and "OutOfMemory" not in raised["name"]:
+            ended_with = said
+    least = 5 if error.rank.startswith("rank") else 1  # other ranks may go on for a moment
+    if _progressed(sample, least) or (_is_caught(data, error) and rest.strip()):
+        return True, ended_with
+    before = data[max(0, error.place - 3000) : error.place]
+    if b"Traceback" in before or _RAISED.match(error.line):
+        return False, ""
+    return None, ""
+
+
+def _is_caught(data: bytes, error: OomText) -> bool:
+    """Return whether the line of an error, or one of the next two, says that it was caught."""
+    start = data.rfind(b"\n", max(0, error.place - _BEFORE), error.place) + 1
+    lead = data[max(start, error.place - _BEFORE) : error.place].decode(errors="replace")
+    following = data[error.end : error.end + 1000].decode(errors="replace").split("\n")[:3]
+    return any(_CAUGHT.search(line) for line in (lead, *following))
+
+
+def _progressed(data: bytes, least: int = 1) -> bool:
+    """Return whether a run goes on: lines with steps or losses, more than one progress bar."""
+    lines = bars = 0
+    for line in data.decode(errors="replace").split("\n"):
+        said = said_in(line[:_AFTER])
+        if _NO_PROGRESS.search(said):
+            continue
+        if _BAR.search(said):
+            bars += 1
+        elif _PROGRESS.search(said):
+            lines += 1
+    return lines >= least or bars > least

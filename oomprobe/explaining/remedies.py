@@ -1,0 +1,128 @@
+"""What to type after an out-of-memory error in a log: of the right vendor, engine and version."""
+
+from __future__ import annotations
+
+import re
+
+from oomprobe.explaining.log import OomText
+
+RECORD = (
+    "torch.cuda.memory._record_memory_history(max_entries=1_000_000)  # before the model is made",
+    'torch.cuda.memory._dump_snapshot("snapshot.pickle")  # in "except torch.OutOfMemoryError"',
+)
+HAVE_RECORDING = {"nvidia", "amd"}  # vendors for whose devices torch records its memory's history
+LARGEST = "oomprobe run train.py:build  # the largest batch size that fits this device"
+SAVINGS = (
+    "oomprobe run train.py:build --savings all  # what would make this batch fit, and what it costs"
+)
+SHAPES = (
+    "oomprobe run train.py:build --over length=512,1024,2048  # sizes for steps whose shapes vary"
+)
+UNCAP = "torch.cuda.set_per_process_memory_fraction(1.0)  # or raise the limit that set the cap"
+# Which processes hold the memory, and how to choose another device.
+NEIGHBOURS = {
+    "nvidia": (
+        "nvidia-smi  # which processes hold the memory",
+        "CUDA_VISIBLE_DEVICES=1 python train.py  # another device",
+    ),
+    "amd": (
+        "rocm-smi --showpids  # which processes hold the memory; with new drivers: amd-smi process",
+        "HIP_VISIBLE_DEVICES=1 python train.py  # another device",
+    ),
+    "intel": (
+        "xpu-smi ps  # which processes hold the memory",
+        "ZE_AFFINITY_MASK=1 python train.py  # another device",
+    ),
+    "huawei": (
+        "npu-smi info  # which processes hold the memory",
+        "ASCEND_RT_VISIBLE_DEVICES=1 python train.py  # another device",
+    ),
+    "apple": (),
+}
+WATCH = {
+    "nvidia": "nvidia-smi",
+    "amd": "rocm-smi or amd-smi",
+    "intel": "xpu-smi",
+    "huawei": "npu-smi",
+    "apple": "Activity Monitor",
+}
+# By the form of the text, which tells the version of torch.
+OF_OLD_TORCH = {
+    "cached": "pip install --upgrade torch  # from torch 2.1 on, expandable_segments:True helps",
+    "reserved": (
+        "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128  # torch 1.10 to 2.0; "
+        "from torch 2.1 on, expandable_segments:True"
+    ),
+}
+PINNED = (
+    "export PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64  # torch 2.13 has it, "
+    "old versions refuse it",
+    "DataLoader(dataset, pin_memory=False)  # or pin fewer and smaller tensors",
+    "free -g; ulimit -l  # how much memory the host has, and how much of it may be pinned",
+)
+# By what the message says, the first that fits.
+OF_HOST = (
+    (
+        r"Bus error",
+        "docker run --shm-size=8g ...  # a data loader hands batches over in /dev/shm",
+    ),
+    (
+        r"DataLoader worker",
+        "DataLoader(dataset, num_workers=2)  # each worker is a process with its own copies",
+    ),
+    (
+        r"slurm|srun|OUT_OF_ME|memory limit",
+        "sacct -j JOB --format=JobID,State,ReqMem,MaxRSS  # then ask for more, sbatch --mem=64G",
+    ),
+    (
+        r"OOMKilled",
+        "kubectl describe pod POD  # its limit; then raise resources.limits.memory",
+    ),
+    (
+        r"oom-killer|Killed? process|oom-kill",
+        "dmesg -T | grep -i oom  # which process the kernel ended, and what it held",
+    ),
+    (r"", "free -g; ulimit -v  # how much memory the host has, and this process may have"),
+)
+OF_ENGINES = {
+    "jax": 'jax.profiler.save_device_memory_profile("memory.prof")  # which arrays hold the memory',
+    "tensorflow": 'tf.config.experimental.get_memory_info("GPU:0")  # current and peak bytes',
+    "llama.cpp": "llama-cli -m MODEL --n-gpu-layers 20 --ctx-size 4096  # less on the device",
+    "vllm": "vllm serve MODEL --max-model-len 8192  # less memory for the KV cache",
+    "cupy": "cupy.get_default_memory_pool().used_bytes()  # what its pool holds",
+}
+
+
+def remedies_for(error: OomText) -> tuple[str, ...]:
+    """Return what to type after an error of a log, the likeliest help first."""
+    cause = error.cause()
+    if cause == "host":
+        return (next(line for word, line in OF_HOST if re.search(word, error.line, re.IGNORECASE)),)
+    if cause == "pinned":
+        return PINNED
+    if error.engine != "torch":
+        own = OF_ENGINES[error.engine]
+        return (*NEIGHBOURS[error.vendor], own) if cause == "others" else (own,)
+    lines = {
+        "live": (SAVINGS,),
+        "request": (LARGEST,),
+        "fragmentation": (*_setting_for(error), SHAPES),
+        "cap": (UNCAP,),
+        "others": NEIGHBOURS[error.vendor],
+    }.get(cause, ())
+    if error.vendor in HAVE_RECORDING:
+        lines = (*lines, *RECORD)
+    return lines
+
+
+def _setting_for(error: OomText) -> tuple[str, ...]:
+    """Return the setting against fragmentation that this version of torch knows, if any."""
+    if error.vendor not in HAVE_RECORDING:
+        return ()
+    if error.old_form:
+        return (OF_OLD_TORCH[error.old_form],)
+    variable = error.settings or "PYTORCH_CUDA_ALLOC_CONF"
+    remark = ""
+    if variable == "PYTORCH_ALLOC_CONF":
+        remark = "  # torch 2.9 reads only PYTORCH_CUDA_ALLOC_CONF"
+    return (f"export {variable}=expandable_segments:True{remark}",)
