@@ -252,7 +252,35 @@ def test_a_line_that_only_quotes_an_error_is_none(line, explained):
     assert explained(f"{line}\n{RAISED}{IN_PIECES}").cause == "fragmentation"
 
 
+def test_a_step_that_failed_is_no_advice(explained):
+    """Words that stand in advice stand before real errors, too."""
+    for lead in ("failed to run step 3: ", "unable to get a batch: "):
+        assert explained(f"ERROR {lead}{IN_PIECES}").cause == "fragmentation"
+
+
+def test_room_that_nobody_used_is_told(explained):
+    room = new("2.00 GiB", "23.64 GiB", "11.00 GiB", own("12.60 GiB"), "11.90 GiB", "0.05 GiB")
+    report = " ".join(str(explained(RAISED + room)).split())
+    assert "More was free than was asked for" in report
+    assert "Other processes may hold" not in report
+    capped = room.replace("Of the allocated", "12.00 GiB allowed; Of the allocated")
+    assert "More was free" not in " ".join(str(explained(RAISED + capped)).split())
+
+
+def test_what_a_launcher_or_a_caught_error_says_is_no_end(explained):
+    caught = f"{SKIPPED}{TRACE}KeyError: 'ids'\nepoch 5 loss 0.1\n"
+    assert explained(caught).ended_with == ""
+    launched = f"{SKIPPED}epoch 5 loss 0.1\n{TRACE}ValueError: nan\nChildFailedError: \n"
+    assert explained(launched).ended_with == "ValueError: nan"
+
+
 # --- long logs ---
+
+
+def test_an_error_is_read_among_many_hints(explained, monkeypatch):
+    monkeypatch.setattr(log, "MOST_JUDGED", 50)
+    hints = "http_status_code 200, fft_size 512\n" * 200
+    assert explained(f"{RAISED}{IN_PIECES}{hints}").cause == "fragmentation"
 
 
 @pytest.mark.parametrize(

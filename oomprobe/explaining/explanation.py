@@ -70,6 +70,10 @@ WHY_PINNED = (
     "torch rounds each pinned request up to a power of two, so that it takes up to twice what was "
     "asked for; the error names the device, whose memory may be half empty."
 )
+ROOM = (
+    "More was free than was asked for: another process may have freed it since, or a limit that "
+    "torch does not know holds it back, such as that of a virtual machine or of the driver."
+)
 BARELY = (
     "With expandable segments this request would have run, but they save less than 2 %: a slightly "
     "larger step runs out all the same."
@@ -302,6 +306,22 @@ def _held_in(error: OomText) -> dict[str, int]:
 
 def _notes_on_log(story: LogStory) -> Iterator[str]:
     error = story.error
+    yield from _notes_on_error(error)
+    if story.count > 1:
+        which = "the last"
+        if len(story.ranks) > 1:
+            which = f"that of {error.rank}"
+        least = "" if story.is_whole else "at least "
+        yield f"The log has {least}{story.count} such errors; this is about {which}."
+    has_recording = error.vendor in HAVE_RECORDING and error.engine == "torch"
+    if has_recording and error.cause() != "pinned":
+        yield (
+            "A snapshot would say which lines hold the memory: record one the next time with the "
+            "last two lines above."
+        )
+
+
+def _notes_on_error(error: OomText) -> Iterator[str]:
     quoted = f"It is: {clip(shortened(error.line), MOST_QUOTED)}"
     by_figures = error.engine == "torch" and error.stated is None
     if by_figures and error.cause() != "request":
@@ -315,23 +335,13 @@ def _notes_on_log(story: LogStory) -> Iterator[str]:
     if error.engine in ENGINE_NAMES:
         name = ENGINE_NAMES[error.engine]
         yield f"It is an error of {name}: all that it states is above."
+    elif cause == "unknown" and error.has_room():
+        yield ROOM
     elif cause == "unknown":
         tool = WATCH[error.vendor]
         yield (
             "Other processes may hold the memory, or libraries outside of torch's allocator: "
             f"watch {tool} while it runs."
-        )
-    if story.count > 1:
-        which = "the last"
-        if len(story.ranks) > 1:
-            which = f"that of {error.rank}"
-        least = "" if story.is_whole else "at least "
-        yield f"The log has {least}{story.count} such errors; this is about {which}."
-    has_recording = error.vendor in HAVE_RECORDING and error.engine == "torch"
-    if has_recording and cause != "pinned":
-        yield (
-            "A snapshot would say which lines hold the memory: record one the next time with the "
-            "last two lines above."
         )
 
 

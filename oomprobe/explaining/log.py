@@ -49,18 +49,18 @@ _ROOT_CAUSE = re.compile(rb"Root Cause[^\0]{0,400}?\n\s{0,20}rank\s{0,20}: (\d{1
 _ANEW = re.compile(r"out of memory|^Traceback|During handling|: error: ")  # another message begins
 # Lines that speak of such errors, and are none: advice, a program's text in a traceback.
 _NO_ERROR = re.compile(
-    r"\b(?:tips?|hints?)\s?:|\bif (?:you|it|your)\b|\b(?:to|can|could|may|might|would|will) "
-    r"(?:avoid|prevent|cause|lead|result|run|go|help|get)\b|\bin case of\b"
+    r"\b(?:tips?|hints?)\s?:|\bif (?:you|it|your)\b|\bto (?:avoid|prevent)\b|\bin case of\b"
+    r"|\b(?:can|could|may|might|would|will) (?:cause|lead|result|run|go|get)\b"
     r"|^\W{0,3}(?:except|if|elif|raise|assert|return|print|log(?:ger)?\.\w+|#)[ (]",
     re.IGNORECASE,
 )
 _CAUGHT = re.compile(
     r"\bskip(?:ped|ping|s)?\b|\bretry|\bretri|\bdecreas|(?<!try )\breduc(?:ing|ed)\b|\brecover"
-    r"|\bcaught\b|\bhalv|\bfall(?:ing|s)? back\b|\btrying again\b|\battempting\b",
+    r"|\bcaught\b|\bhalv|\bfall(?:ing|s)? back\b|\btrying again\b",
     re.IGNORECASE,
 )
 _PROGRESS = re.compile(
-    r"\b(?:epoch|step|iter(?:ation)?|batch|train\w{0,6}|eval\w{0,8}|val\w{0,8})['\"\])]?"
+    r"\b(?:epoch|step|iter(?:ation)?|batch|train\w{0,6}|eval\w{0,8}|val(?:idation)?)['\"\])]?"
     r"[\s:=#\[]{0,4}\d|\bloss['\"]?[\s:=]{1,4}-?\d|\d ?(?:it/s|s/it)\b"
     r"|\b(?:training|run|job|epoch|evaluation) (?:is )?(?:done|finished|completed?)\b"
     r"|\bsav(?:ed|ing) (?:the )?(?:model|checkpoint)",
@@ -69,6 +69,8 @@ _PROGRESS = re.compile(
 _NO_PROGRESS = re.compile(
     r"wandb:|torch/distributed|elastic|^srun|^slurm|File \"|exitcode|Error\b|Traceback", re.I
 )
+# What launchers raise of processes that they started.
+_NO_END = re.compile(r"OutOfMemory|ChildFailed|CalledProcess|ProcessExited|ProcessRaised")
 _BAR = re.compile(r"\d%\|")
 _PINNED = re.compile(rb"pin_memory|cudaHost(?:Alloc|Register)|HostAllocator|host alloc|\bpinned\b")
 _RAISED = re.compile(r"^\W{0,3}(?P<name>(?:\w+\.)*\w+(?:Error|Exception|Interrupt))(?::|$)")
@@ -96,6 +98,7 @@ class OomText:
         own: What this process held, with what torch does not count.
         others: What other processes held; without `own`, all that torch's allocator did not.
         is_unseen: Whether the driver did not see this process, so that `others` may be its own.
+        is_raised: Whether the line begins with the name of an exception.
         old_form: How a torch before 2.1 names what it holds: "cached" before 1.4, "reserved".
     """
 
@@ -116,6 +119,7 @@ class OomText:
     own: int | None = None
     others: int | None = None
     is_unseen: bool = False
+    is_raised: bool = False
     old_form: str = ""
 
     def cause(self) -> str:
@@ -134,13 +138,19 @@ class OomText:
         is_capped = allowed < available
         if is_capped:
             available = allowed
-        elif self.free >= self.requested + LARGE_SEGMENT:
-            return "unknown"  # there was room, and no cap that torch knows of
+        elif self.has_room():
+            return "unknown"
         if needed <= ALMOST_FULL * available:
             return "fragmentation"
         if is_capped:
             return "cap"
         return self._full(available, needed, device_bytes or 0)
+
+    def has_room(self) -> bool:
+        """Return whether the device had room, and no cap that torch knows of held it back."""
+        if self.requested is None or self.free is None:
+            return False
+        return self.free >= self.requested + LARGE_SEGMENT
 
     def _full(self, available: int, needed: int, device_bytes: int) -> str:
         """Return who fills a device that has no room for what is needed."""
@@ -214,16 +224,19 @@ def read_log(data: bytes) -> LogStory:
 
 def _places(lowered: bytes) -> list[tuple[int, bytes]]:
     """Return where words of such errors stand, with the words, in order."""
-    places: dict[int, bytes] = {}
-    words = [word for kind in KINDS for word in kind.words]
-    for word in dict.fromkeys([*words, *_HINTS]):
-        place = len(lowered)
-        for _ in range(MOST_JUDGED):
-            place = lowered.rfind(word, 0, place)
-            if place < 0:
-                break
-            places.setdefault(place, word)
-    return sorted(places.items())[-MOST_JUDGED:]
+    kept: dict[int, bytes] = {}
+    strong = [word for kind in KINDS for word in kind.words]
+    for words in (strong, _HINTS):  # apart, as hints may stand in each line of a log
+        places: dict[int, bytes] = {}
+        for word in words:
+            place = len(lowered)
+            for _ in range(MOST_JUDGED):
+                place = lowered.rfind(word, 0, place)
+                if place < 0:
+                    break
+                places[place] = word
+        kept = dict(sorted(places.items())[-MOST_JUDGED:]) | kept
+    return sorted(kept.items())
 
 
 def _read_at(data: bytes, place: int, word: bytes, after: int) -> OomText | None:
@@ -240,7 +253,14 @@ def _read_at(data: bytes, place: int, word: bytes, after: int) -> OomText | None
         rank = f"GPU {match[1]}"
     context = data[max(0, place - 3000) : end + _BEFORE]
     vendors = (name for name, pattern in _VENDORS.items() if pattern.search(message))
-    error = OomText(line=line, rank=rank, place=place, end=end, vendor=next(vendors, "nvidia"))
+    error = OomText(
+        line=line,
+        rank=rank,
+        place=place,
+        end=end,
+        vendor=next(vendors, "nvidia"),
+        is_raised=_RAISED.match(line) is not None,
+    )
     for kind in KINDS:
         text = message if kind.engine == "torch" else line  # terminals wrap torch's long line
         if kind.pattern.search(text):
@@ -435,13 +455,15 @@ def _after(data: bytes, error: OomText) -> tuple[bool | None, str]:
     ended_with = ""
     for line in tail.decode(errors="replace").split("\n"):
         said = said_in(line)
-        if (raised := _RAISED.match(said)) and "OutOfMemory" not in raised["name"]:
+        if (raised := _RAISED.match(said)) and not _NO_END.search(raised["name"]):
             ended_with = said
+        elif _PROGRESS.search(said) and not _NO_PROGRESS.search(said):
+            ended_with = ""  # that one was caught as well
     least = 5 if error.rank.startswith("rank") else 1  # other ranks may go on for a moment
     if _progressed(sample, least) or (_is_caught(data, error) and rest.strip()):
         return True, ended_with
     before = data[max(0, error.place - 3000) : error.place]
-    if b"Traceback" in before or _RAISED.match(error.line):
+    if error.is_raised or b"Traceback" in before:
         return False, ""
     return None, ""
 

@@ -94,7 +94,10 @@ KINDS: tuple[MessageKind, ...] = (
     ),
     MessageKind(
         engine="torch",
-        words=(b"tried to allocate", b"tried to\nallocate", b"would exceed allowed memory"),
+        words=(
+            *(b"tried to allocate", b"tried to\nallocate", b"would exceed allowed memory"),
+            *(b"out of memory", b"outofmemory"),
+        ),
         pattern=re.compile(rf"Tried to\s+allocate {SIZE}|would exceed allowed memory"),
         figures=_OF_TORCH,
     ),

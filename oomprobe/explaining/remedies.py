@@ -50,7 +50,7 @@ WATCH = {
 OF_OLD_TORCH = {
     "cached": "pip install --upgrade torch  # from torch 2.1 on, expandable_segments:True helps",
     "reserved": (
-        "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128  # torch 1.10 to 2.0; "
+        "export {variable}=max_split_size_mb:128  # torch 1.10 to 2.0; "
         "from torch 2.1 on, expandable_segments:True"
     ),
 }
@@ -119,9 +119,9 @@ def _setting_for(error: OomText) -> tuple[str, ...]:
     """Return the setting against fragmentation that this version of torch knows, if any."""
     if error.vendor not in HAVE_RECORDING:
         return ()
-    if error.old_form:
-        return (OF_OLD_TORCH[error.old_form],)
     variable = error.settings or "PYTORCH_CUDA_ALLOC_CONF"
+    if error.old_form:
+        return (OF_OLD_TORCH[error.old_form].format(variable=variable),)
     remark = ""
     if variable == "PYTORCH_ALLOC_CONF":
         remark = "  # torch 2.9 reads only PYTORCH_CUDA_ALLOC_CONF"
