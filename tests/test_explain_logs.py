@@ -92,6 +92,9 @@ CASES = {
     "JAX": ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4731502592 bytes.", "unknown", "jax", 4731502592, "JAX, not torch", "torch.cuda"),
     "TensorFlow": ("tensorflow.python.framework.errors_impl.ResourceExhaustedError: OOM when allocating tensor with shape[256,112,112,64] and type float on /job:localhost/device:GPU:0 by allocator GPU_0_bfc", "unknown", "tensorflow", 822083584, "TensorFlow, not torch", "torch.cuda"),
     "llama.cpp": ("ggml_backend_cuda_buffer_type_alloc_buffer: allocating 5000.00 MiB on device 0: cudaMalloc failed: out of memory\nalloc_tensor_range: failed to allocate CUDA0 buffer of size 5242880000\n", "unknown", "llama.cpp", 5000 * MIB, "llama.cpp, not torch", "such errors"),
+    "TensorFlow on the host": ("ResourceExhaustedError: OOM when allocating tensor with shape[100000,100000] and type half on /job:localhost/device:CPU:0 by allocator cpu", "host", "tensorflow", 20_000_000_000, "free -g", "the device's memory:"),
+    "llama.cpp's pool": ("CUDA error: out of memory\n  current device: 0, in function alloc at ggml-cuda.cu:291\n", "unknown", "llama.cpp", None, "llama.cpp, not torch", "torch.cuda"),
+    "CuPy": ("cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 2,000,000,000 bytes (allocated so far: 512 bytes).", "unknown", "cupy", 2_000_000_000, "CuPy, not torch", "torch.cuda"),
     "vLLM at its start": ("ValueError: Free memory on device (6.51/23.64 GiB) on startup is less than desired GPU memory utilization (0.9, 21.28 GiB).", "others", "vllm", int(21.28 * GIB), "nvidia-smi", "torch.cuda"),
     "vLLM's cache": ("ValueError: To serve at least one request with the models's max seq len (131072), (16.00 GiB KV cache is needed, which is larger than the available KV cache memory (7.69 GiB).", "unknown", "vllm", 16 * GIB, "--max-model-len", "torch.cuda"),
 }  # fmt: skip
@@ -197,6 +200,7 @@ NCCL = (
         (f"{IN_PIECES}{FULL}", "live", 2, None, ""),
         (f"{RAISED}{IN_PIECES}{RAISED}{GROWN}", "fragmentation", 2, False, ""),
         (f"!!! Exception !!! {ASYNC}{TRACE}torch.OutOfMemoryError: {ASYNC}", "live", 1, None, ""),
+        ("CUDA out of memory with batch=16. Reducing to batch=8 and retrying.\n1/100 7.1G\n", "unknown", 1, True, ""),
         (NCCL, "unknown", 1, False, ""),
         (f"{DIED}Search for `cudaErrorMemoryAllocation' in the docs\n", "unknown", 1, False, ""),
     ],

@@ -195,7 +195,7 @@ class Explanation:
         title = TITLES[self.cause]
         if self.cause == "others" and BESIDE in self.held:
             return BESIDE_TITLE
-        if self.engine not in ENGINE_NAMES:
+        if self.engine not in ENGINE_NAMES or self.cause == "host":
             return title
         of_engine = OF_ANOTHER_ENGINE.format(name=ENGINE_NAMES[self.engine])
         if self.cause == "unknown":

@@ -270,7 +270,7 @@ def _read_at(data: bytes, place: int, word: bytes, after: int) -> OomText | None
         return None
     if row.of_host:
         return replace(error, engine="host", stated="host")
-    engines = (name for name, pattern in ENGINES.items() if pattern.search(line))
+    engines = (name for name, pattern in ENGINES.items() if pattern.search(message))
     context = context[max(0, context.rfind(b"Traceback", 0, -_BEFORE)) :]
     stated = "pinned" if _PINNED.search(context) else None
     return replace(error, engine=next(engines, "torch"), stated=stated)
@@ -376,7 +376,7 @@ def _balanced(error: OomText, sizes: dict[str, Any], processes: list[int]) -> Oo
 
 def _bytes_of(size: str, unit: str, name: str) -> int | None:
     """Return a stated size, in units of 1024 as these programs count; None: it is no limit."""
-    match = _SIZED.match(size)
+    match = _SIZED.match(size.replace(",", ""))
     assert match is not None
     number, letter = match.groups()
     if not re.search("[A-Za-z]", size):
@@ -471,9 +471,10 @@ def _after(data: bytes, error: OomText) -> tuple[bool | None, str]:
 def _is_caught(data: bytes, error: OomText) -> bool:
     """Return whether the line of an error, or one of the next two, says that it was caught."""
     start = data.rfind(b"\n", max(0, error.place - _BEFORE), error.place) + 1
-    lead = data[max(start, error.place - _BEFORE) : error.place].decode(errors="replace")
-    following = data[error.end : error.end + 1000].decode(errors="replace").split("\n")[:3]
-    return any(_CAUGHT.search(line) for line in (lead, *following))
+    own_line = data[max(start, error.place - _BEFORE) : error.end]
+    following = data[error.end : error.end + 1000].split(b"\n")[:3]
+    lines = (line.decode(errors="replace") for line in (own_line, *following))
+    return any(map(_CAUGHT.search, lines))
 
 
 def _progressed(data: bytes, least: int = 1) -> bool:

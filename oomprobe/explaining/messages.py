@@ -159,6 +159,15 @@ KINDS: tuple[MessageKind, ...] = (
         pattern=re.compile(r"_bfc\) ran out of memory"),
         figures={"requested": _ASKED_ELSEWHERE},
     ),
+    MessageKind(  # cupy/cuda/memory.pyx
+        engine="cupy",
+        words=(b"out of memory allocating",),
+        pattern=re.compile(r"Out of memory allocating [0-9,]{1,30} bytes \(allocated so far"),
+        figures={
+            "requested": re.compile(r"allocating ([0-9,]{1,30} bytes)"),
+            "live": re.compile(r"allocated so far: ([0-9,]{1,30} bytes)"),
+        },
+    ),
     MessageKind(
         engine="llama.cpp",
         words=(b"failed to allocate cpu buffer",),
