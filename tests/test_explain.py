@@ -16,7 +16,7 @@ from recordings import NAMES, Recording, segment_of, snapshot_of
 
 import oomprobe
 from oomprobe.cli import main
-from oomprobe.explaining import explanation, log, snapshot
+from oomprobe.explaining import explanation, log, replay, snapshot
 from oomprobe.verdicts.texts import ERROR_TEXTS
 
 GIB, MIB = 2**30, 2**20
@@ -113,6 +113,28 @@ def test_a_request_that_was_refused_and_then_done_without(explained):
     explanation = explained(snapshot)
     assert explanation.notes[1] == "2 requests were refused; this is about the last."
     assert replace(explanation, notes=alone.notes, source=alone.source) == alone
+
+
+@pytest.mark.parametrize(
+    ("expandable", "cause", "place"), [(0.9, "fragmentation", 0), (0.996, "cap", -1)]
+)
+def test_a_setting_that_saves_next_to_nothing_comes_last(
+    expandable, cause, place, explained, monkeypatch
+):
+    def barely(history):
+        # The card had a thousandth less than the requests need as recorded.
+        available = history.moment().reserved_bytes  # a limit held back what was free
+        return replace(
+            replay.replayed(history),
+            least_bytes=int(available * 1.001),
+            least_bytes_expandable=int(available * 1.001 * expandable),
+        )
+
+    monkeypatch.setattr(explanation, "replayed", barely)
+    explained_now = explained(snapshot_of(Recording.named("h100-ragged")))
+    assert explained_now.cause == cause
+    assert "expandable_segments" in explained_now.advice[place]
+    assert ("save less than 2 %" in str(explained_now.notes)) is (cause == "cap")
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ def test_no_advice_empties_the_cache(explained):
 
 LINES = f"step 12\n{RAISED}{IN_PIECES}"
 COLOURED = LINES.replace("2.00", "\x1b[1;36m2.00\x1b[0m").replace("GPU 0", "GPU \x1b[1m0\x1b[0m")
+WRAPPED = LINES.replace(" is ", "\nis ").replace("of memory. ", "of memory.\n")
 FILES = {
     "colours": COLOURED.encode(),
     "a mark": b"\xef\xbb\xbf" + LINES.encode(),
@@ -143,7 +144,9 @@ FILES = {
     "gzip": gzip.compress(LINES.encode()),
     "Windows' lines": LINES.replace("\n", "\r\n").encode(),
     "a progress bar": f"  1%| | 1/9\r  2%| | 2/9\r{LINES}".encode(),
-    "wrapped": LINES.replace(" is ", "\nis ").replace("of memory. ", "of memory.\n").encode(),
+    "wrapped": WRAPPED.encode(),
+    "wrapped in an object": json.dumps({"message": WRAPPED}).encode(),
+    "wrapped by srun": b"".join(f"0: {line}\n".encode() for line in WRAPPED.split("\n")),
     "framed": "\n".join(f"\u2502 {line} \u2502" for line in LINES.split("\n")).encode(),
     "a logger of objects": json.dumps({"level": "error", "message": LINES}).encode(),
     "a container": b"".join(
@@ -194,6 +197,7 @@ NCCL = (
         (f"{SKIPPED}epoch 3: loss 0.4\n{TRACE}KeyError: 'ids'\n", "fragmentation", 1, True, "KeyError: 'ids'"),
         (f"{LINES}Decreasing batch size to: 32.\nepoch 1 loss 0.2\n", "fragmentation", 1, True, ""),
         (f"{LINES}  1%| | 12/1170 [00:51<1:20:40]\n", "fragmentation", 1, False, ""),
+        (f"[rank0]: torch.OutOfMemoryError: {IN_PIECES}[rank1]: step 7 loss 0.2\n", "fragmentation", 1, False, ""),
         (f"{LINES}wandb: Run summary: train/loss 0.3\n", "fragmentation", 1, False, ""),
         (f"{SKIPPED}epoch 4 done\n{DIED}", "unknown", 2, False, ""),
         (f"{LINES}epoch 4 done\n{RAISED}{FULL}", "live", 2, False, ""),
