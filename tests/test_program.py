@@ -65,17 +65,6 @@ def steps_of(request):
         ({"needed": 7}, 7, 50),
         ({"call_s": 0.5, "trial_time_limit_s": 8.0}, 3, 8),  # half of the time that a trial has
         ({"call_s": 0.5, "time_limit_s": 8.9}, 3, 8),  # half of the time that is left
-        (
-            {"replays": True},
-            6,
-            50,
-        ),  # calls are repeated, which takes no time: every trial makes the most
-        ({"replays": True, "names": NAMES}, 12, 24),
-        (
-            {"replays": True, "names": NAMES, "steps": 1},
-            12,
-            24,
-        ),  # the last two full steps are compared
         ({"steps": 1, "confirm_steps": 1, "call_s": 9.0}, 2, 2),
     ],
 )
@@ -337,15 +326,9 @@ def test_ranks_settle_together():
     assert have_settled(merged([early, early]), 1)
 
 
-def test_the_defaults_make_short_trials_and_confirm_by_what_a_look_has_shown():
+def test_the_defaults_make_short_trials():
     made = program(steps=Options().steps, confirm_steps=None)
     assert len(made.growing(8).calls) == len(made.bisecting(8, Phase.BISECT).calls) == 2
-    unseen = [call.decides for call in made.confirming(8).calls].count(True)
-    shown = [CallRecord(step="step", stepped=1)] * 50
-    looked = Trial(batch_size=8, verdict=Verdict.FITS, phase=Phase.GROW, steps=50)
-    assert [*made.learn(made.looking(8, 50), Outcome(trial=looked, records=tuple(shown)))] == []
-    seen = [call.decides for call in made.confirming(8).calls].count(True)
-    assert (unseen, seen + 1) == (6, 4)  # `further` adds the call that may repeat another
 
 
 def test_a_look_makes_more_calls_than_a_trial_or_none():
@@ -353,4 +336,3 @@ def test_a_look_makes_more_calls_than_a_trial_or_none():
     for affordable, made in ((3, 0), (4, 4)):
         trials.affordable = lambda size, affordable=affordable, **_: affordable
         assert trials.for_look(8) == made
-    assert program(replays=True).for_look(8) == 0

@@ -79,23 +79,21 @@ def test_a_check_runs_again_what_failed_and_what_no_longer_fits_the_budget(runne
 
 
 @pytest.mark.parametrize(
-    ("phase", "known", "predicts", "calls", "fresh", "exact"),
+    ("phase", "known", "calls", "fresh", "exact"),
     [
-        (Phase.GROW, False, True, 2, False, False),
-        (Phase.GROW, False, False, 2, False, True),
-        (Phase.GROW, True, True, 5, False, False),
-        (Phase.BISECT, False, True, 5, False, False),
-        (Phase.RECHECK, False, True, 5, True, False),
-        (Phase.CONFIRM, False, True, 6, True, True),
-        (Phase.CONFIRM, True, True, 6, True, True),
+        (Phase.GROW, False, 2, False, False),
+        (Phase.GROW, True, 5, False, False),
+        (Phase.BISECT, False, 5, False, False),
+        (Phase.RECHECK, False, 5, True, False),
+        (Phase.CONFIRM, False, 6, True, True),
+        (Phase.CONFIRM, True, 6, True, True),
     ],
 )
-def test_a_request_of_the_search_depends_on_its_phase(phase, known, predicts, calls, fresh, exact):
+def test_a_request_of_the_search_depends_on_its_phase(phase, known, calls, fresh, exact):
     runner = Told(PASSED, failure_cost_s=1.0, starts_anew=True)
     session = runner.session()
     session.program.affordable = lambda size, **_: 5
     session.run(session.program.growing(4))
-    session.predicts = predicts
     if known:
         session._known = Reply(passed=True)
     request = session.requested(8, phase, 7)
@@ -164,25 +162,12 @@ def test_beside_others_that_kept_memory_nothing_varies():
 LONGER = {"records": records(50, served=[1000 * number for number in range(50)])}
 
 
-@pytest.mark.parametrize(
-    ("end", "replays", "predicts"),
-    [
-        (PASSED, True, True),
-        (LONGER, True, False),
-        (FAILED, True, False),
-        (LONGER, False, True),
-        (FAILED, False, True),
-    ],
-)
-def test_a_look_that_varies_or_fails_ends_predictions(end, replays, predicts):
-    session = Told({"counts": True}, end, device={"replays": replays}).session()
+@pytest.mark.parametrize("end", [PASSED, LONGER, FAILED])
+def test_a_look_tells_whether_later_calls_need_more(end):
+    session = Told(PASSED, end).session()
     session.run(session.requested(2, Phase.GROW, None))
     reply = session.look(1)
-    assert (reply.passed, reply.varies, session.predicts) == (
-        end is not FAILED,
-        end is LONGER,
-        predicts,
-    )
+    assert (reply.passed, reply.varies) == (end is not FAILED, end is LONGER)
 
 
 def test_without_time_nothing_is_looked_at():
@@ -206,8 +191,14 @@ def grow(runner, most, **options):
 def test_the_same_memory_at_every_size_is_no_answer():
     with pytest.raises(UnreliableError, match="batch 1024 needs no more memory than batch 1,"):
         grow(Told(SAME), 11)
-    with pytest.raises(ContradictedError):  # the trials it was predicted from may have differed
-        grow(Told(SAME | {"replayed": True}), 11)
+    # The trials from which it was predicted may have differed, so it runs.
+    replayed, ran = SAME | {"replayed": True}, Told(*[SAME | {"replayed": True}] * 11, SAME)
+    with pytest.raises(UnreliableError, match="batch 1024 needs no more memory than batch 1,"):
+        grow(ran, 11)
+    assert (len(ran.requests), ran.requests[-1].exact) == (12, True)
+    contradicts = replayed | {"replayed": False, "contradicts_replay": True}
+    with pytest.raises(ContradictedError):
+        grow(Told(*[replayed] * 11, contradicts), 11)
 
 
 @pytest.mark.parametrize(("options", "splits"), [({}, True), ({"max_batch": 64}, False)])
@@ -231,8 +222,7 @@ def test_a_refusal_of_the_runner_ends_the_probe():
 
 
 def test_a_contradiction_drops_what_was_predicted():
-    session, _ = grow(Told(PASSED, {"contradicts_replay": True}), 2)
-    assert not session.predicts
+    grow(Told(PASSED, {"contradicts_replay": True}), 2)
     with pytest.raises(ContradictedError):
         grow(Told({"replayed": True}, {"contradicts_replay": True}), 2)
 

@@ -147,7 +147,6 @@ SCENARIOS = {
         "device": SIMULATED,
     },
     "unpredicted": {"device": SIMULATED, "told": {"outcome": UNPREDICTED, "in_steps_s": 12.0}},
-    "unpredicted, no longer tried": {"device": SIMULATED, "told": {"outcome": UNPREDICTED, "predicts": False}},
     "left behind": {"trials": [trial(2, leaked_bytes=MIB), trial(4, leaked_bytes=3 * MIB), trial(8, leaked_bytes=2 * MIB)]},
     "kept by each step": {
         "trials": [trial(8, leaked_bytes=9 * MIB, step_leaked_bytes=MIB)], "told": {"held_by_step": ". The code held a list"},

@@ -19,7 +19,7 @@ from oomprobe.errors import (
     unmeasured,
 )
 from oomprobe.ground.units import format_bytes
-from oomprobe.records.trials import Call, DeviceInfo, Outcome, Request, Trial
+from oomprobe.records.trials import DeviceInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,27 +200,6 @@ class Device(ABC):
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count tensors that exist before the first step."""
         return
-
-    @property
-    def unpredicted(self) -> str:
-        """Why trials cannot be predicted, although two sizes ran; "" if they can, or fewer ran."""
-        return ""
-
-    def predict_trial(self, request: Request) -> Trial | None:
-        """Return the trial as it would end, or None if it cannot be predicted or must run."""
-        return None
-
-    def repeat(self, call: Call) -> bool:
-        """Repeat the last call without running it; return False if the step must run, as it may not be steady."""
-        return False
-
-    def end_trial(self) -> None:
-        """Exclude later calls from the trial."""
-        return
-
-    def learn(self, request: Request, outcome: Outcome) -> bool:
-        """Learn from a trial that ran; return True if it contradicts earlier predictions."""
-        return False
 
 
 def describe(device: Device) -> DeviceInfo:

@@ -7,9 +7,9 @@ cuDNN workspaces, is not guessed.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -18,7 +18,7 @@ from oomprobe.devices.base import Counters, Device, History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.ground.torch_versions import half_of
 from oomprobe.ground.units import format_bytes
-from oomprobe.records.trials import UNSIMULATED, Call, Outcome, Request, Trial, Verdict
+from oomprobe.records.trials import UNSIMULATED
 from oomprobe.simulation.allocator import (
     SMALL_SEGMENT,
     AllocatorOutOfMemory,
@@ -31,11 +31,10 @@ from oomprobe.simulation.catalogue import card_of
 from oomprobe.simulation.fakes import SEEN
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import building, simulated
-from oomprobe.simulation.prediction import Predictor
 from oomprobe.simulation.ranks import first_of, with_nccl
 from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.sharding import Sharding
-from oomprobe.simulation.tape import LiveBlocks, RecordedCall, read_calls, replay_trial
+from oomprobe.simulation.tape import LiveBlocks, RecordedCall, replay_trial
 from oomprobe.simulation.unknown import refuse_address, wants_data
 
 TOO_LARGE = (
@@ -43,7 +42,6 @@ TOO_LARGE = (
     "{size} for the allocator: {missing} too little, even before the first step. Use a larger card or a smaller dtype, or shard "
     "the model"
 )
-COUNTS_VALUES = "what it allocates depends on values of the batch"
 REFUSED = (
     "building the model ran out of memory at {line}, although what it leaves fits: {card} has {size} for the allocator. Build "
     "in host memory, in the dtype that you train in, and move the result to the card"
@@ -105,11 +103,11 @@ class SimulatedDevice(Device):
         self._full = False  # whether the cap is below what is already on the card
         self._card_mode = CardMode(self._memory)
         self._card_mode.is_rank = world_size > 1
-        self._sharding, self._predictor = Sharding(), Predictor()
+        self._sharding = Sharding()
         self._cold: tuple[CachingAllocator, LiveBlocks] | None = (
             None  # state before the trial's first call
         )
-        self._calls, self._trial_calls = list[RecordedCall](), list[RecordedCall]()
+        self._calls = list[RecordedCall]()
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -157,7 +155,6 @@ class SimulatedDevice(Device):
     def begin_probe(self, poll: Callable[[], None]) -> None:
         self._card_mode.poll, self._card_mode.notes, self._card_mode.counts_values = poll, {}, False
         self._card_mode.not_covered.clear()
-        self._predictor = Predictor()
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:
         """Put parameters, buffers, gradients and optimizer state on the card.
@@ -207,7 +204,7 @@ class SimulatedDevice(Device):
         self._card_mode.start_trial()
         self._sharding.start_trial()
         self._cold = None
-        self._calls, self._trial_calls = [], []
+        self._calls = []
 
     def usage(self) -> Usage:
         memory = self._memory
@@ -278,109 +275,76 @@ class SimulatedDevice(Device):
         finally:
             allocator.log = None
 
-    # --- repeating and predicting calls ---
-
-    def repeat(self, call: Call) -> bool:
-        """Repeat the last call on the allocator without running it; return False if it may not be steady.
-
-        A trial that confirms an answer repeats calls only if its calls were predicted; `learn` checks that they came true.
-
-        Raises:
-            torch.OutOfMemoryError: the card has no room for it.
-        """
-        if call.decides and self._predictor.lines is None:
-            return False
-        steady = self._predictor.next_call(call.batch_size, call.step, self._calls)
-        if steady is None:
-            return False
-        try:
-            self._memory.repeat(steady)
-        except AllocatorOutOfMemory as refusal:
-            raise torch.OutOfMemoryError(str(refusal)) from None
-        self._calls.append(steady)
-        return True
-
-    def end_trial(self) -> None:
-        self._trial_calls, self._calls = self._calls, []
-
-    def learn(self, request: Request, outcome: Outcome) -> bool:
-        """Learn the step's allocations from a trial that ran; return True if they contradict earlier predictions."""
-        trial = outcome.trial
-        if trial.accumulation_steps > 1:
-            return False
-        if not trial.passed:
-            return request.confirms
-        self._predictor.workspace_bytes[trial.batch_size] = self._memory.largest_workspace_bytes
-        if self._card_mode.counts_values:
-            return not self._predictor.give_up(COUNTS_VALUES)
-        names = [record.step for record in outcome.records]
-        return not self._predictor.learn(trial.batch_size, names, self._trial_calls[: len(names)])
-
-    def learn_recorded(
-        self, batch_size: int, step: str, recorded: Path, workspace_bytes: int
-    ) -> bool:
-        """Learn what calls of a step did in another process, which began on such a card; return as `learn` does."""
-        if self._cold is None:
-            self._cold = self._memory.allocator.copy(), {}
-        calls = read_calls(recorded)
-        self._predictor.workspace_bytes[batch_size] = workspace_bytes
-        return not self._predictor.learn(batch_size, [step] * len(calls), calls)
+    # --- what trials asked of the allocator, and replays of it ---
 
     @property
-    def unpredicted(self) -> str:
-        return self._predictor.reason
+    def calls(self) -> Sequence[RecordedCall]:
+        """What each call of the last trial asked for."""
+        return self._calls
 
-    def predict_trial(self, request: Request) -> Trial | None:
-        """Replay a cold trial on a copy of the allocator; None if it cannot be predicted or must run."""
-        if request.exact or self._cold is None:
-            return None
-        cold, live = self._cold
-        names = [call.step for call in request.calls]
-        calls = self._predictor.calls(request.batch_size, names)
-        allowed_bytes = self._memory.allowed(request.cap_bytes)
-        if calls is None or cold.reserved_bytes > allowed_bytes:
-            return None
-        workspace_bytes = self._predictor.workspace_at(request.batch_size)
-        allocator = cold.copy()
-        allocator.limit_bytes = self._memory.allocator_limit(request.cap_bytes)
-        refusal, limiting = replay_trial(allocator, calls, live)
-        verdict, error, step_name = Verdict.FITS, None, None
-        if refusal is not None:
-            verdict, error = Verdict.OOM, f"OutOfMemoryError: {refusal}"
-        if len({*names}) > 1:
-            step_name = names[limiting]
-        return Trial.of(
-            request,
-            verdict,
-            peak_allocated_bytes=allocator.peak_allocated_bytes,
-            peak_reserved_bytes=allocator.peak_reserved_bytes,
-            peak_upper_bytes=_with_workspace(
-                allocator.peak_reserved_bytes, workspace_bytes, allowed_bytes
-            ),
-            alloc_retries=allocator.alloc_retries,
-            error=error,
-            step_name=step_name,
-            replayed=True,
-        )
+    @property
+    def counts_values(self) -> bool:
+        """Whether a size has depended on values of tensors."""
+        return self._card_mode.counts_values
 
-    def follow(self, card: SimulatedDevice) -> bool:
-        """Predict trials as another card of the same compute capability does, from what it held and what the step did there.
+    @property
+    def workspace_bytes(self) -> int:
+        """The largest workspace that a convolution of the last trial may want."""
+        return self._memory.largest_workspace_bytes
 
-        Return False if it predicts nothing, or held more before a trial than fits here.
-        """
-        predictor = card._predictor.on(self.card.processors)
-        if predictor is None or card._cold is None:
+    def begin_with(self, calls: Sequence[RecordedCall], workspace_bytes: int) -> None:
+        """Take over what another process recorded, which began on such a card."""
+        if self._cold is None:
+            self._cold = self._memory.allocator.copy(), {}
+        self._calls, self._memory.largest_workspace_bytes = [*calls], workspace_bytes
+
+    def begin_as(self, card: SimulatedDevice) -> bool:
+        """Begin each trial with what another card held; return False if that is more than fits here."""
+        if card._cold is None:
             return False
         cold, live = card._cold
         if cold.reserved_bytes > self.available_bytes():
             return False
         allocator = cold.copy()
-        allocator.capacity_bytes, allocator.total_bytes = (
-            self.card.available_bytes,
-            self.card.total_bytes,
-        )
-        self._cold, self._predictor = (allocator, live), predictor
+        allocator.capacity_bytes = self.card.available_bytes
+        allocator.total_bytes = self.card.total_bytes
+        self._cold = allocator, live
         return True
+
+    def replay(
+        self, calls: Sequence[RecordedCall], cap_bytes: int | None, workspace_bytes: int
+    ) -> ReplayedTrial | None:
+        """Replay a cold trial on a copy of the allocator; None if no trial has shown how one begins."""
+        if self._cold is None:
+            return None
+        cold, live = self._cold
+        allowed_bytes = self._memory.allowed(cap_bytes)
+        if cold.reserved_bytes > allowed_bytes:
+            return None
+        allocator = cold.copy()
+        allocator.limit_bytes = self._memory.allocator_limit(cap_bytes)
+        refusal, limiting = replay_trial(allocator, calls, live)
+        reserved_bytes = allocator.peak_reserved_bytes
+        return ReplayedTrial(
+            error=None if refusal is None else f"OutOfMemoryError: {refusal}",
+            limiting=limiting,
+            peak_allocated_bytes=allocator.peak_allocated_bytes,
+            peak_reserved_bytes=reserved_bytes,
+            peak_upper_bytes=_with_workspace(reserved_bytes, workspace_bytes, allowed_bytes),
+            alloc_retries=allocator.alloc_retries,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedTrial:
+    """How a replayed trial ended: `error` if it ran out of memory, in the call numbered `limiting`."""
+
+    error: str | None
+    limiting: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_upper_bytes: int
+    alloc_retries: int
 
 
 def _in_host_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

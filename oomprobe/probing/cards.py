@@ -28,10 +28,11 @@ from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
 from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.patience import Clock
-from oomprobe.records.trials import CallRecord, Measured, Outcome, Request, RunnerInfo
+from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo
 from oomprobe.report.progress import reporter
 from oomprobe.results.table import ProbeTable
 from oomprobe.rules.search import Found
+from oomprobe.runners.predicting import Predicting
 from oomprobe.simulation.catalogue import each_name
 
 if TYPE_CHECKING:
@@ -119,9 +120,8 @@ class _Search:
                     if largest.batch_size is None:  # `finish` raises
                         break
                     try:
-                        replayed[next_name] = _replayed(
-                            session, card, self._cards[next_name], self._order
-                        )
+                        card = self._cards[next_name]
+                        replayed[next_name] = _search_by_replays(session, card, self._order)
                     except _CannotReplayError:
                         left.append(next_name)
                     except NothingFitsError as error:
@@ -156,32 +156,23 @@ class _CannotReplayError(Exception):
     """A trial cannot be replayed: the card needs a search of its own."""
 
 
-class _Replays:
-    """Replays the trials of another card of the kind; see `oomprobe.records.trials.Runner`."""
+class _Nothing:
+    """Runs no trial: each must be replayed; see `oomprobe.records.trials.Runner`."""
 
-    def __init__(self, facts: RunnerInfo, card: SimulatedDevice, first: int) -> None:
-        self.facts, self._card, self._first = facts, card, first
+    def __init__(self, facts: RunnerInfo, card: SimulatedDevice) -> None:
+        self.facts, self._card = facts, card
 
     def measure(self) -> Measured:
         """Return the memory of the card."""
         return Measured(available_bytes=self._card.available_bytes(), outside_bytes=None)
 
     def run(self, request: Request) -> Outcome:
-        """Replay a trial."""
-        if request.exact and not request.confirms:
-            raise _CannotReplayError
-        trial = self._card.predict_trial(replace(request, exact=False))
-        if trial is None:
-            raise _CannotReplayError
-        records = tuple(CallRecord(step=call.step, stepped=self._first) for call in request.calls)
-        outcome = Outcome(trial=trial, records=records)
-        if trial.passed:
-            outcome = replace(outcome, measured=self.measure())
-        return outcome
+        """Raise _CannotReplayError."""
+        raise _CannotReplayError
 
 
-def _replayed(
-    session: Session, card: SimulatedDevice, smaller: SimulatedDevice, order: Order
+def _search_by_replays(
+    session: Session, smaller: SimulatedDevice, order: Order
 ) -> tuple[Session, Found]:
     """Search on another card of the kind by replaying what the step did on this one.
 
@@ -189,11 +180,12 @@ def _replayed(
         _CannotReplayError: the step's calls differ, or memory was not as predicted.
         NothingFitsError: not even the smallest size fits.
     """
-    if not session.predicts or not smaller.follow(card):
+    nothing = _Nothing(replace(session.runner.facts, device=describe(smaller)), smaller)
+    runner = None
+    if isinstance(session.runner, Predicting):
+        runner = session.runner.on(smaller, nothing)
+    if runner is None:
         raise _CannotReplayError
     options = replace(order.options, global_batch=None, breakdown=False)  # these run the step
-    runner = _Replays(
-        replace(session.runner.facts, device=describe(smaller)), smaller, session.program.first
-    )
     replays = Session(runner, options, reporter("off"), Clock(options, patience=order.patience), [])
     return replays, finish(replays, replays.find())

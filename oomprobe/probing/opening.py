@@ -43,7 +43,8 @@ from oomprobe.report.progress import Reporter, reporter
 from oomprobe.report.trials import trials_table
 from oomprobe.results.log import LOGGER
 from oomprobe.runners.hooks import OptimizerWatch, outside_modes, preload_dynamo
-from oomprobe.runners.local import LocalRunner, Workload
+from oomprobe.runners.local import Workload
+from oomprobe.runners.predicting import open_local, open_predicting
 from oomprobe.runners.ranks_here import check_process_group, ranks_to_start, refuse_in_a_rank
 from oomprobe.runners.savings import Savings
 from oomprobe.runners.signals import Interrupts
@@ -283,7 +284,7 @@ def open_command(
             card,
             keep_writes,
         )
-        yield frame.session(runner, shlex.join(words))
+        yield frame.session(open_predicting(runner), shlex.join(words))
 
 
 # --- in this process ---
@@ -319,7 +320,7 @@ def _here(
                 device=device, model=model, steps=steps, tracker=snapshot.tracker, watch=watch, interrupts=frame.interrupts,
                 snapshot=snapshot, axis=order.axis, savings=Savings(order.savings, device),
             )  # fmt: skip
-            runner = LocalRunner(work)
+            local, runner = open_local(work)
             session = frame.session(runner, device.name, state_verified=False)
             if cached_bytes > CACHED_BYTES:
                 cached, emptying = format_bytes(cached_bytes), session.device.emptying
@@ -333,7 +334,7 @@ def _here(
                         raise of_device from error
                     raise
                 finally:
-                    runner.compiled.drop()  # training compiles as if there had been no probe
+                    local.compiled.drop()  # training compiles as if there had been no probe
                     session.notes.extend(map(remark, snapshot.notes))
 
 

@@ -100,7 +100,6 @@ class Session:
         self.gradients_hold_graphs = False  # as in `Outcome`
         self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
         self._asked_calls = 0  # of the last trial
-        self.predicts = True  # of a device that replays: whether it may
         self.calls: dict[int, Calls] = {}  # by batch size
         self._ends: dict[tuple[int, int | None, int], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
@@ -118,7 +117,7 @@ class Session:
         """Begin with what another row's session has learned of the step; the limit is expected this near to `start_batch`."""
         self.budget.expect(last.budget)
         self.program.follow(last.program)
-        self._learned, self.predicts = last._learned, last.predicts
+        self._learned = last._learned
         self._near = near
         tolerance = bracket_tolerance(self.program.needed)
         self._known = Reply(passed=True, varies=last.program.varies, tolerance=tolerance)
@@ -162,7 +161,7 @@ class Session:
         size = self.trials[-1].batch_size
         self.notes.add(remark(DROPPED.format(size=size), size))
         grown = {trial.batch_size for trial in self.trials if trial.phase is Phase.GROW}
-        self._stop_predicting()
+        self.trials[:] = [trial for trial in self.trials if not trial.replayed]
         self._ran = {(trial.batch_size, trial.cap_bytes): trial for trial in self.trials}
         last = self.trials[-1].batch_size  # the nearest to the limit of those that ran
         return max((size for size in grown if size <= last), default=last)
@@ -179,8 +178,6 @@ class Session:
                 of_twice = 2 * len(self.program.growing(size).calls) + self.program.to_confirm
                 self.has_time_to_grow = self._has_time_for(size, calls=of_twice)
         lengthens = phase is Phase.CONFIRM and self.program.needed > needed
-        if lengthens and self.device.replays:
-            self._stop_predicting()
         return Reply(
             passed=trial.passed,
             within_cap=self.budget.holds(trial),
@@ -205,7 +202,7 @@ class Session:
             request = self.program.growing(size)
         else:
             request = self.program.bisecting(size, phase)
-        exact = phase is Phase.CONFIRM or not self.predicts
+        exact = phase is Phase.CONFIRM
         return replace(request, cap_bytes=cap_bytes, fresh=phase in SECOND_OPINIONS, exact=exact)
 
     def look(self, size: int) -> Reply:
@@ -217,8 +214,6 @@ class Session:
             replace(self.program.looking(size, calls), cap_bytes=self.budget.grow_cap())
         )
         varies = trial.passed and self.program.varies
-        if self.device.replays and (varies or not trial.passed):
-            self._stop_predicting()
         return Reply(
             passed=trial.passed,
             within_cap=self.budget.holds(trial),
@@ -337,15 +332,8 @@ class Session:
         self.deaths.stop_if_final(outcome.trial)
         if outcome.refusal is not None:
             raise UnreliableError(outcome.refusal)
-        if outcome.contradicts_replay:
-            if any(trial.replayed for trial in self.trials):
-                raise ContradictedError
-            self._stop_predicting()
-
-    def _stop_predicting(self) -> None:
-        """Forget predicted trials and run every size from here on."""
-        self.predicts = False
-        self.trials[:] = [trial for trial in self.trials if not trial.replayed]
+        if outcome.contradicts_replay and any(trial.replayed for trial in self.trials):
+            raise ContradictedError
 
     # --- what trials say about the step ---
 
@@ -359,12 +347,14 @@ class Session:
 
     def _judge_growth(self, now: Trial) -> None:
         """Raise if the step takes the same memory at every size, and find out whether it splits its batch itself."""
-        smaller = diagnosis.same_memory_smaller(
-            self.trials, self.calls, on_host=self.device.on_host
-        )
+        smaller = self._same_memory_smaller()
+        if smaller is not None and now.replayed:
+            # The sizes from which it follows may have had different lengths: it runs.
+            self.trials.remove(now)
+            asked = self.requested(now.batch_size, now.phase, now.cap_bytes)
+            self.run(replace(asked, exact=True))
+            smaller = self._same_memory_smaller()
         if smaller is not None:
-            if now.replayed:
-                raise ContradictedError  # the two sizes it was predicted from may have had different lengths
             raise UnreliableError(
                 diagnosis.FLAT.format(size=now.batch_size, smaller=smaller.batch_size)
             )
@@ -375,6 +365,9 @@ class Session:
         if first is not None:
             sizes = first.batch_size, now.batch_size
             self.notes.add(remark(diagnosis.SPLITS.format(smaller=sizes[0], size=sizes[1]), *sizes))
+
+    def _same_memory_smaller(self) -> Trial | None:
+        return diagnosis.same_memory_smaller(self.trials, self.calls, on_host=self.device.on_host)
 
     def _varies(self, trial: Trial) -> bool:
         """Return whether the size ended differently before, after the same calls under the same cap, and note that."""

@@ -365,7 +365,7 @@ def _simulation_note(session: Session, answer: Trial) -> Note:
 
 def _of_prediction(session: Session) -> Iterator[Note]:
     """Yield a note if every size ran, although two sizes mostly predict the others."""
-    if session.predicts and session.outcome is not None and session.outcome.unpredicted:
+    if session.outcome is not None and session.outcome.unpredicted:
         trials, seconds = len(session.trials), session.in_steps_s
         yield remark(
             UNPREDICTED.format(why=session.outcome.unpredicted, trials=trials, seconds=seconds)

@@ -272,7 +272,6 @@ class Call:
     accumulates: bool = (
         False  # whether gradients only accumulate, as in a micro-batch: no optimizer steps
     )
-    decides: bool = False  # whether the answer rests on it: a device that replays may repeat it only if it was predicted
     is_extra: bool = False  # whether the trial has passed by then, so that a bug only ends it
     is_recorded: bool = False  # whether to record its allocations, for a breakdown
 
@@ -309,7 +308,6 @@ class Request:
     exact: bool = (
         True  # whether a device that replays must run the step instead of predicting the trial
     )
-    repeats: bool = False  # whether a device that replays may repeat calls that would be the same
     deadline_s: float | None = (
         None  # on this machine's monotonic clock, at the time of the request; None: no limit
     )
@@ -386,6 +384,7 @@ class CallRecord:
     mark: int | None = (
         None  # for what it did on the device and left there; None if that cannot be seen
     )
+    counts: bool = False  # whether what the user's code holds has changed since the last call; False if not watched
     counted: int | None = (
         None  # the same as at the last check if nothing has changed that the user's code counts with; None: not checked
     )
@@ -398,7 +397,6 @@ class Outcome:
     trial: Trial
     records: tuple[CallRecord, ...] = ()  # of several ranks, what all of them showed together
     starts_alike: bool = True  # whether every trial starts at the same call
-    counts: bool = False  # whether the user's own code may know which call it is
     ended_early: str | None = None  # the bug of an extra call that ended the trial
     measured: Measured | None = None
     outside_before_bytes: int | None = None  # `Measured.outside_bytes` before the trial
@@ -449,8 +447,8 @@ class Runner(Protocol):
       trials that grow have no cap.
     - `Outcome.measured` is sampled after the first pass, when the step has loaded its kernels, and on host memory after each
       trial. `outside_before_bytes` and `outside_after_bytes` are sampled around each trial, where known.
-    - The request carries what one process must know from another: which optimizers step (`Request.learned`). `exact` and `repeats`
-      concern only devices that replay.
+    - The request carries what one process must know from another: which optimizers step (`Request.learned`). `exact`
+      concerns only runners that replay.
     """
 
     @property

@@ -98,13 +98,14 @@ def same_memory_smaller(
     grown = _grown(trials)
     now = grown[-1]
     served_bytes = {size: of_size.served_bytes for size, of_size in allocated.items()}
-    doublings = DOUBLINGS if served_bytes.get(now.batch_size) else UNCOUNTED_DOUBLINGS
+    is_counted = now.replayed or served_bytes.get(now.batch_size)
+    doublings = DOUBLINGS if is_counted else UNCOUNTED_DOUBLINGS
     noise_bytes = HOST_NOISE_BYTES if on_host else 0
     if len(grown) > doublings:
         then = grown[-1 - doublings]
         same_peak = _peak(now) <= _peak(then) + noise_bytes
         same_requests = served_bytes.get(now.batch_size) == served_bytes.get(then.batch_size)
-        if (same_peak and same_requests) or now.batch_size >= ENDLESS_BATCH:
+        if (same_peak and (same_requests or now.replayed)) or now.batch_size >= ENDLESS_BATCH:
             return then
     return grown[0] if now.batch_size >= ENDLESS_BATCH else None
 

@@ -30,7 +30,6 @@ ROW_CALLS = 25
 # take turns. Ten loops with a large call at large sizes only took 3675 calls in all; with twice 3739, with all that the confirmation was
 # to make 4118, and 4541 by confirming ever smaller sizes (20 confirmations instead of 140).
 AHEAD = 4
-PREDICTS_FROM = 2  # full steps after the first, of which a simulated card compares the last two
 EARLY = 6  # full steps after the first
 ENDED_EARLY = "call {number} of batch {size} failed with {error}, which is not about memory: later calls were not seen"
 VARYING = (
@@ -74,7 +73,6 @@ class Program:
             patience.look_calls
         )  # the first: fewer if a late call failed with a bug
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
-        self._counts = False  # whether the user's code may know which call it is
         self._decided = 0  # calls of the last trial that passed and was no confirmation
         self._period = 0  # calls after which those of this row's own look repeated; 0: they did not
         self.varies = False  # whether a look found that later calls need more than earlier ones
@@ -82,12 +80,7 @@ class Program:
 
     def follow(self, last: Program) -> None:
         """Begin with what another row of the table has shown of the step; its look and its confirmation count for all rows."""
-        self.first, self._full, self._most, self._counts = (
-            last.first,
-            last._full,
-            last._most,
-            last._counts,
-        )
+        self.first, self._full, self._most = last.first, last._full, last._most
         self.needed, self.looked, self.varies = last.needed, last.looked, last.varies
         self._most_to_confirm = ROW_CALLS
 
@@ -119,9 +112,7 @@ class Program:
         would repeat.
         """
         calls = at_most = self._calls_of(self._confirm_steps)
-        # A simulated card repeats the calls of a single step in no time, but runs each of several.
-        is_slow = self.may_repeat and len(self._names) > 1
-        if not self._facts.starts_anew and not is_slow:
+        if not self._facts.starts_anew:
             at_most = min(self._most_to_confirm, self.affordable(size))
         return self._request(
             Phase.CONFIRM, size, calls, at_most=at_most, extra_from=self._passed_after
@@ -130,7 +121,7 @@ class Program:
     def looking(self, size: int, calls: int) -> Request:
         """Return the look: many calls of a small size, which tell how many calls each later trial needs."""
         request = self._request(Phase.GROW, size, calls, extra_from=self._passed_after)
-        return replace(request, looks=True, exact=True, repeats=False)
+        return replace(request, looks=True, exact=False)
 
     def accumulating(self, size: int, micro_batches: int) -> Request:
         """Return the trial of an accumulation plan: one full step, which creates optimizer state, and then the micro-batches."""
@@ -139,7 +130,7 @@ class Program:
             call = Call(step=name, batch_size=size, row=self._row)
             calls += [call] * max(1, self.first)
             calls += [replace(call, accumulates=True)] * micro_batches
-        return Request(phase=Phase.CONFIRM, calls=tuple(calls), repeats=False)
+        return Request(phase=Phase.CONFIRM, calls=tuple(calls))
 
     def recording(self, size: int) -> Request:
         """Return the trial of a breakdown: an ordinary one, and one more full step of each, whose allocations are recorded."""
@@ -174,18 +165,13 @@ class Program:
             # Its list ends a period before it may end, if need be after one call: `further` adds the calls that would repeat others.
             until = Until(period=self._period, most_calls=total)
             total = max(1, calls - self._period)
-        run_at_least = 0
-        if phase is Phase.CONFIRM:
-            run_at_least = self._ordinary(self._steps(self._confirm_steps))
-        listed = self._in_turns(size, total, extra_from=extra_from, run_at_least=run_at_least)
-        return Request(phase=phase, calls=listed, until=until, repeats=not self._counts)
+        listed = self._in_turns(size, total, extra_from=extra_from)
+        return Request(phase=phase, calls=listed, until=until)
 
-    def _in_turns(
-        self, size: int, calls: int, *, extra_from: int | None, run_at_least: int
-    ) -> tuple[Call, ...]:
+    def _in_turns(self, size: int, calls: int, *, extra_from: int | None) -> tuple[Call, ...]:
         """Return this many calls of each step, half of them in each of its turns if there are several steps.
 
-        Those from the one numbered `extra_from` on are extra. A device that replays must run the first `run_at_least`.
+        Those from the one numbered `extra_from` on are extra.
         """
         listed = []
         each_turn = -(-calls // self._turns)
@@ -197,7 +183,6 @@ class Program:
                         step=name,
                         batch_size=size,
                         row=self._row,
-                        decides=share < run_at_least,
                         is_extra=extra_from is not None and share >= extra_from,
                     )
                     listed.append(call)
@@ -206,14 +191,12 @@ class Program:
     def _to_learn(self, phase: Phase, size: int) -> Request:
         """Return a trial that goes on until it has made its full steps, since nobody knows yet how many calls these take."""
         confirms = phase is Phase.CONFIRM
-        full_steps = 1 + self._steps(self._confirm_steps if confirms else self._options.steps)
+        full_steps = 1 + (self._confirm_steps if confirms else self._options.steps)
         until = Until(turns=self._names * self._turns, full_steps=full_steps)
         if confirms and not self._facts.starts_anew:
             until = replace(until, most_calls=self._patience.look_calls, within_s=self._look_s)
-        first = Call(step=self._names[0], batch_size=size, row=self._row, decides=confirms)
-        return Request(
-            phase=phase, calls=(first,) * full_steps, until=until, repeats=not self._counts
-        )
+        first = Call(step=self._names[0], batch_size=size, row=self._row)
+        return Request(phase=phase, calls=(first,) * full_steps, until=until)
 
     # --- how many calls ---
 
@@ -221,11 +204,6 @@ class Program:
     def is_steady(self) -> bool:
         """Whether a call asks for the same memory each time, as this row's own look has shown."""
         return self._period > 0 and not self.is_long and self._facts.world_size == 1
-
-    @property
-    def may_repeat(self) -> bool:
-        """Whether the device may repeat calls instead of running them, because each is like the last."""
-        return self._facts.device.replays and not self._counts
 
     @property
     def is_long(self) -> bool:
@@ -244,7 +222,7 @@ class Program:
 
     def _calls_of(self, steps: int) -> int:
         """Return the calls of a trial of so many full steps, or more if the one that needs the most memory comes later."""
-        return max(self._ordinary(self._steps(steps)), self.needed)
+        return max(self._ordinary(steps), self.needed)
 
     @property
     def _passed_after(self) -> int | None:
@@ -254,29 +232,14 @@ class Program:
         """
         return None if self._facts.starts_anew else self._ordinary(self._options.steps)
 
-    @property
-    def _takes_no_time(self) -> bool:
-        """Whether calls beyond the first few are repeated by the device."""
-        return self.may_repeat and len(self._names) == 1
-
     def _ordinary(self, steps: int) -> int:
         """Return the calls of the first full step and of this many more; of one that takes very many calls, only one more."""
         if self._full > MAX_CALLS:
             steps = min(steps, 1)
         return self._turns * (self.first + steps * self._full)
 
-    def _steps(self, steps: int) -> int:
-        """Return the full steps of a trial; where calls are repeated, which takes no time, every trial runs the most."""
-        if self._takes_no_time and self._full <= 1:
-            return max(self._options.steps, self._confirm_steps)
-        if self._facts.device.replays:
-            return max(PREDICTS_FROM, steps)
-        return steps
-
     def for_look(self, size: int) -> int:
         """Return the calls of a look; 0 if it would show nothing."""
-        if self.may_repeat:
-            return 0  # trials have repeated the call, which is like the last
         calls = self.affordable(size, share=LOOK_SHARE)
         return calls if calls > self._ordinary(self._options.steps) else 0
 
@@ -287,8 +250,6 @@ class Program:
 
         They take no longer than `limit_s`; by default, than the search has taken, or `Patience.look_s` if that is more.
         """
-        if self._takes_no_time:
-            return self._most
         if limit_s is None:
             limit_s = (
                 self._look_s
@@ -309,8 +270,6 @@ class Program:
         trial, records = outcome.trial, outcome.records
         is_plan = trial.accumulation_steps > 1
         is_varying = look.is_varying(records)
-        if self._facts.device.replays and self.looked is None and (outcome.counts or is_varying):
-            self._counts = True
         call_s = look.step_s(records)
         if call_s:
             self._call_s[trial.batch_size] = call_s
@@ -351,8 +310,6 @@ class Program:
         self.varies = needed > ordinary
         if self.varies:
             yield remark(LONG_CALLS.format(calls=self.needed))
-        else:
-            self._counts = False  # what the step counts does not decide about memory
 
     def _compare_calls(self, request: Request, trial: Trial) -> Iterator[Note]:
         """Make trials longer from now on if a confirmation failed in a later call than the trials before it made."""

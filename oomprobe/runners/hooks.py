@@ -221,10 +221,6 @@ class Stepping:
         self._last_call = set(self._watch.stepped)
         return self._count_call()
 
-    def repeat_call(self) -> int | None:
-        """End a call that a device has repeated: it steps what the last one stepped."""
-        return self._count_call()
-
     def end_turn(self) -> None:
         """Raise NotTrainedError if no full step was made in a turn that had as many calls as one takes."""
         is_known = self._name in self._expected
@@ -235,10 +231,6 @@ class Stepping:
             and not self._is_learning
         ):
             raise self._not_trained(self._turn_calls)
-
-    def did_all(self) -> bool:
-        """Return whether the last call stepped every optimizer of a step that is known, so that repeating it is a full step."""
-        return self._name in self._expected and self._last_call >= self._expected[self._name]
 
     def _count_call(self) -> int | None:
         self._calls += 1

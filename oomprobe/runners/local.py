@@ -133,7 +133,6 @@ class TrialCalls:
     Attributes:
         records: Of the calls that were completed.
         call: The call that is running, or ran last.
-        counts: On a device that replays, whether the user's own code may know which call it is.
         ended_early: The bug of an extra call that ended the trial.
         in_steps_s: Time inside the step.
         breakdown: What held the memory in the recorded calls; of several steps, of the one with the highest peak.
@@ -159,7 +158,6 @@ class TrialCalls:
         self._was_collected, self._before_collecting_bytes = False, 0
         self.records: list[CallRecord] = []
         self.call = request.calls[0]
-        self.counts = False
         self.ended_early: str | None = None
         self.in_steps_s = 0.0
         self.breakdown: Breakdown | None = None
@@ -204,16 +202,13 @@ class TrialCalls:
                 if not self.records or call.step != self.call.step:
                     self._start_turn(call)
                 self.call = call
-                if self._may_repeat(call) and self._device.repeat(call):
-                    self._keep(call, None, self._stepping.repeat_call())
-                else:
-                    seconds = self._run(call)
-                    self._keep(call, seconds, self._stepping.end_call())
+                seconds = self._run(call)
+                self._keep(call, seconds, self._stepping.end_call())
             self._check_counters()
             calls = self._work.further(self._request, self.records)
         self._stepping.end_turn()
 
-    def _keep(self, call: Call, seconds: float | None, stepped: int | None) -> None:
+    def _keep(self, call: Call, seconds: float, stepped: int | None) -> None:
         """Keep the record of a call."""
         before, now = self._before, self._device.counters()
         self._before = now
@@ -226,8 +221,16 @@ class TrialCalls:
             seconds=seconds,
             stepped=stepped,
             mark=self._mark() if self._settles else None,
+            counts=self._counts(),
         )
         self.records.append(record)
+
+    def _counts(self) -> bool:
+        """Return whether what the user's code holds has changed since the last call, on a device that replays."""
+        if not self._device.replays:
+            return False
+        before, self._values = self._values, self._tracker.plain_values()
+        return before is not None and self._values != before
 
     def _start_turn(self, call: Call) -> None:
         if self.records:
@@ -237,15 +240,6 @@ class TrialCalls:
         learns = until is not None and until.full_steps > 0
         self._stepping.start_turn(
             call.step, self._work.steps[call.step], self._request.batch_size, learns=learns
-        )
-
-    def _may_repeat(self, call: Call) -> bool:
-        is_like_the_last = not call.accumulates and not call.is_recorded
-        return (
-            self._request.repeats
-            and is_like_the_last
-            and len(self._work.steps) == 1
-            and self._stepping.did_all()
         )
 
     def _run(self, call: Call) -> float:
@@ -281,10 +275,6 @@ class TrialCalls:
             self.in_steps_s += seconds
         if work.snapshot is not None:
             work.snapshot.release_dead()
-        if self._device.replays and not self.counts:
-            values = self._tracker.plain_values()
-            self.counts = self._values is not None and values != self._values
-            self._values = values
         return seconds
 
     # --- whether calls repeat ---
@@ -423,12 +413,9 @@ class LocalRunner:
     # --- a trial ---
 
     def run(self, request: Request) -> Outcome:
-        """Run one trial, or predict it if the request allows that, and return the memory to its baseline."""
+        """Run one trial, and return the memory to its baseline."""
         if request.row != self._row:
             self._begin_row(request.row)
-        predicted = self._device.predict_trial(request)
-        if predicted is not None:
-            return Outcome(trial=predicted)
         take_told()  # what was told outside of a step
         self._number, self._in_steps_s = self._number + 1, 0.0
         self._stepping.learn(request.learned)
@@ -499,7 +486,6 @@ class LocalRunner:
         try:
             with self._device.cap(request.cap_bytes), calls:
                 calls.make()
-            self._device.end_trial()
         except TimeUp:
             verdict = Verdict.TIMED_OUT
         except (SimulationError, NotRunError, NotTrainedError, InvalidArgumentError):
@@ -523,7 +509,6 @@ class LocalRunner:
             trial=calls.trial(verdict, failure, usage),
             records=tuple(calls.records),
             starts_alike=self._tracker.is_exact,
-            counts=calls.counts,
             ended_early=calls.ended_early,
             breakdown=calls.breakdown,
         )
@@ -605,8 +590,6 @@ class LocalRunner:
             if measured is None
             else measured.outside_bytes,
             refusal=self._baseline.refusal(trial, emptying, lives_on=lives_on),
-            contradicts_replay=self._device.learn(request, outcome),
-            unpredicted=self._device.unpredicted,
         )
 
     # --- what it showed ---

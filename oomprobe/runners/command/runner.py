@@ -8,7 +8,6 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -50,6 +49,7 @@ from oomprobe.verdicts import Evidence
 
 if TYPE_CHECKING:
     from oomprobe.devices.simulated import SimulatedDevice
+    from oomprobe.simulation.tape import RecordedCall
 
 MORE = 1.25  # times what it takes to start the command and to make the steps of a trial: trials go on for so long
 TICK_S = 0.1  # between readings of the reports
@@ -162,7 +162,7 @@ class CommandRunner:
         self._files = TrialFiles(command, on_card=card is not None, keeps_writes=keep_writes)
         # The card that each process of the command is to be on; None: real devices.
         self._card = card
-        self._replays: SimulatedDevice | None = opened_if_simulated(
+        self.replays: SimulatedDevice | None = opened_if_simulated(
             card
         )  # the same card, which replays sizes that follow from others
         # Fraction of the memory, by UUID of the device; by the first run that passed.
@@ -209,10 +209,7 @@ class CommandRunner:
         return self._measured
 
     def run(self, request: Request) -> Outcome:
-        """Run the command, or replay a size that follows from others; run again if a port was in use or memory not yet free."""
-        predicted = self._predict(request)
-        if predicted is not None:
-            return Outcome(trial=predicted)
+        """Run the command; run again if a port was in use or memory not yet free."""
         outcome, ending = until(
             lambda result: not _is_not_its_fault(*result),
             lambda: self._run(request),
@@ -237,36 +234,32 @@ class CommandRunner:
                 words = "\n".join([ending.error, *run.output.tail()])
                 self._files.check(request.batch_size, run.folder, words)
             self._took_s.append(run.elapsed_s)
-            contradicts = self._learn(request, run, seen, passed=ending.verdict is Verdict.FITS)
+            self._record(run, seen, passed=ending.verdict is Verdict.FITS)
         measured = None
         if ending.verdict is Verdict.FITS:
             self._check_pass(request, seen, fractions)
             measured = self._measure(seen)
         self._describe(seen)
-        outcome = self._outcome(request, seen, ending, fractions, measured)
-        return replace(outcome, contradicts_replay=contradicts), ending
+        return self._outcome(request, seen, ending, fractions, measured), ending
 
-    def _predict(self, request: Request) -> Trial | None:
-        """Replay the calls of one process; None if they are unknown, or the request must run."""
-        if self._replays is None or not self._available:
-            return None
-        cap_bytes = int(min(self._fractions().values()) * self._device.total_bytes)
-        return self._replays.predict_trial(replace(request, cap_bytes=cap_bytes))
+    def _record(self, run: Run, seen: RunReports, *, passed: bool) -> None:
+        """Keep what the only process on the card asked of it."""
+        if self.replays is None:
+            return
+        from oomprobe.simulation.tape import read_calls  # takes a second to import
 
-    def _learn(self, request: Request, run: Run, seen: RunReports, *, passed: bool) -> bool:
-        """Learn from the calls of the only process on the card; return True if a run contradicts what was predicted."""
-        if self._replays is None:
-            return False
-        if not passed:
-            return request.confirms
         recorded = run.recorded()
-        if len(recorded) != 1 or len(seen.training) != 1:
-            return False
-        workspace_bytes = max(
-            (memory.workspace_bytes for memory in seen.training[0].devices), default=0
-        )
-        step = request.calls[0].step
-        return self._replays.learn_recorded(request.batch_size, step, recorded[0], workspace_bytes)
+        calls: list[RecordedCall] = []
+        workspace_bytes = 0
+        if passed and len(recorded) == 1 and len(seen.training) == 1:
+            calls = read_calls(recorded[0])
+            for memory in seen.training[0].devices:
+                workspace_bytes = max(workspace_bytes, memory.workspace_bytes)
+        self.replays.begin_with(calls, workspace_bytes)
+
+    def cap_bytes(self, request: Request) -> int:
+        """Return the cap of a run on its card."""
+        return int(min(self._fractions().values()) * self._device.total_bytes)
 
     def _fractions(self) -> dict[str, float]:
         """Return the caps as fractions of each device's memory; "" stands for devices that no run has reported yet."""

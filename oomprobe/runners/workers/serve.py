@@ -17,7 +17,8 @@ from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import Step
 from oomprobe.records.trials import Call, CallRecord, Request, Runner
 from oomprobe.runners.hooks import OptimizerWatch
-from oomprobe.runners.local import FurtherCalls, LocalRunner, Workload, further_here
+from oomprobe.runners.local import FurtherCalls, Workload, further_here
+from oomprobe.runners.predicting import open_local
 from oomprobe.runners.savings import Savings
 from oomprobe.runners.signals import Interrupts
 from oomprobe.runners.workers.messages import (
@@ -128,7 +129,7 @@ def local_runner(
     axis: Axis = NO_AXIS,
     further: FurtherCalls = further_here,
     savings: Sequence[str] = (),
-) -> LocalRunner:
+) -> Runner:
     """Make a runner of trials in this process, without a snapshot: the changed state ends with the process."""
     if is_host(device):
         torch.set_num_threads(1)  # the threads of the parent were not forked
@@ -138,14 +139,14 @@ def local_runner(
     gc.freeze()  # so that trials collect only what they created
     watch = OptimizerWatch(tracker.add, model)
     watch.__enter__()  # until this process ends
-    return LocalRunner(
-        Workload(
-            device=device, model=model, steps=steps, tracker=tracker, watch=watch, axis=axis, ranks=ranks, further=further,
-            savings=Savings(savings, device),
-            interrupts=Interrupts(),  # the parent ends a process that hangs
-            ends_with_trial=is_host(device),
-        )
+    work = Workload(
+        device=device, model=model, steps=steps, tracker=tracker, watch=watch, axis=axis, ranks=ranks, further=further,
+        savings=Savings(savings, device),
+        interrupts=Interrupts(),  # the parent ends a process that hangs
+        ends_with_trial=is_host(device),
     )  # fmt: skip
+    _, runner = open_local(work)
+    return runner
 
 
 def _compile_here() -> None:

@@ -134,7 +134,6 @@ def _without_doubles(notes: Iterable[Sequence[Note]]) -> tuple[Note, ...]:
 _OUTCOME_OF_ALL: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "records": lambda records: tuple(merged(records)),
     "starts_alike": all,
-    "counts": any,
     "ended_early": _first,
     "measured": measured_of,
     "outside_before_bytes": _most,
