@@ -224,9 +224,8 @@ class Output:
     """What a step returns."""
 
 
-def test_what_a_call_returns_lives_until_the_next_has_returned():
-    """As in `out = step(...)`; nothing of it is a leak."""
-    device = LedgerDevice(100 * MIB)
+def returning(device):
+    """Return a step that takes memory, and as much for what it returns."""
     model, optimizer = linear()
 
     def step(model, batch_size):
@@ -237,22 +236,20 @@ def test_what_a_call_returns_lives_until_the_next_has_returned():
         device.lend(batch_size * MIB, out)
         return out
 
-    result = probe(model, step, device=device, memory_fraction=1.0)
+    return model, step
+
+
+def test_what_a_call_returns_lives_until_the_next_has_returned():
+    """As in `out = step(...)`; nothing of it is a leak."""
+    device = LedgerDevice(100 * MIB)
+    result = probe(*returning(device), device=device, memory_fraction=1.0)
     assert (result.batch_size, result.first_failing_batch_size) == (50, 51)
     assert {trial.leaked_bytes for trial in result.trials} == {0}
 
 
 def test_what_named_steps_return_lives_until_their_own_next_call():
     device = LedgerDevice(100 * MIB)
-    model, optimizer = linear()
-
-    def train(model, batch_size):
-        model(torch.randn(batch_size, 4)).sum().backward()
-        optimizer.step()
-        device.take(batch_size * MIB)
-        out = Output()
-        device.lend(batch_size * MIB, out)
-        return out
+    model, train = returning(device)
 
     def evaluate(model, batch_size):
         device.take(batch_size * MIB)

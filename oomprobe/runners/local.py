@@ -138,6 +138,7 @@ class TrialCalls:
         breakdown: What held the memory in the recorded calls; of several steps, of the one with the highest peak.
         watch: Knows whether the last call ran out of memory, though the step may have caught that.
         held_bytes: How much each variable of a loop held when the trial had passed.
+        unseen: Why variables of the steps could not be kept.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class TrialCalls:
         self.breakdown: Breakdown | None = None
         self.watch = OutOfMemoryWatch()
         self._loops = {name: LoopVariables(step) for name, step in work.steps.items()}
-        self.held_bytes = dict[str, int]()
+        self.held_bytes, self.unseen = dict[str, int](), set[str]()
 
     def __enter__(self) -> TrialCalls:
         if self._settles:
@@ -171,22 +172,21 @@ class TrialCalls:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self._let_go(measures=kind is None and self._request.phase is Phase.CONFIRM)
+        if kind is None and self._request.phase is Phase.CONFIRM:
+            self._measure_held()
+        self.unseen = {loop.unseen for loop in self._loops.values()} - {""}
+        self._loops.clear()
         if self._settles:
             gc.callbacks.remove(self._watch_collector)
 
-    def _let_go(self, *, measures: bool) -> None:
-        """Drop what the loops of the steps keep, and measure it."""
+    def _measure_held(self) -> None:
+        """Drop what the loops of the steps keep, one by one, and measure each."""
         for step, loop in self._loops.items():
             for name in loop.names():
-                before_bytes = self._device.live_bytes() if measures else 0
+                before_bytes = self._device.live_bytes()
                 loop.drop(name)
-                freed_bytes = before_bytes - self._device.live_bytes() if measures else 0
-                self.held_bytes[name if len(self._loops) == 1 else f"{step}: {name}"] = freed_bytes
-
-    def unseen(self) -> list[str]:
-        """Return why variables of the steps could not be kept."""
-        return [loop.unseen for loop in self._loops.values() if loop.unseen]
+                label = name if len(self._loops) == 1 else f"{step}: {name}"
+                self.held_bytes[label] = before_bytes - self._device.live_bytes()
 
     def _watch_collector(self, phase: str, info: Mapping[str, Any]) -> None:
         now_bytes = self._device.live_bytes()
@@ -526,7 +526,7 @@ class LocalRunner:
         if shares:
             text = LIVES_ON.format(shares=", ".join(shares))
             self._notes.add(Note(text=text, kind=NoteKind.HELD))
-        self._notes.extend(map(remark, calls.unseen()))
+        self._notes.extend(map(remark, calls.unseen))
 
     # --- cold ---
 

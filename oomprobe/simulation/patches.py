@@ -58,7 +58,9 @@ def without_values(card_mode: CardMode) -> Iterator[None]:
     of_mode: list[Patch] = [
         (FakeTensor, "tolist", lambda tensor: device_mode.to_list(tensor)),
         (torch._C._autograd, push.__name__, lambda *hooks: push(*map(device_mode, hooks))),
-        *card_mode.threads.starting(lambda: _on_card(card_mode)),
+        *card_mode.threads.starting(
+            lambda: _on_card(card_mode), in_step=not card_mode.whole_program
+        ),
     ]
     on_cuda = _on_cuda(card_mode, device_mode)
     with on_cuda, replaced(of_mode), card_mode.fake_mode, card_mode, device_mode:

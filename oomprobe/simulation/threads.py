@@ -51,8 +51,10 @@ class Threads:
         """Take this thread off the card."""
         self._handles.pop(threading.get_ident(), None)
 
-    def starting(self, modes: Callable[[], AbstractContextManager[object]]) -> Iterator[Patch]:
-        """Yield what lets threads begin inside the modes, and tells what they raise."""
+    def starting(
+        self, modes: Callable[[], AbstractContextManager[object]], *, in_step: bool
+    ) -> Iterator[Patch]:
+        """Yield what lets threads begin inside the modes, and ends a step with what they raise."""
         thread_type: Any = threading.Thread
         begin, report = thread_type._bootstrap_inner, threading.excepthook
 
@@ -66,13 +68,16 @@ class Threads:
 
         def end_step(raised: threading.ExceptHookArgs) -> None:
             report(raised)
+            if raised.exc_type is SystemExit:
+                return  # it ends the thread alone
             self._error = raised.exc_value
             # The step may wait for ever for what this thread would have made: its time is up.
             if callable(signal.getsignal(signal.SIGALRM)):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
         yield thread_type, "_bootstrap_inner", begin_inside
-        yield threading, "excepthook", end_step
+        if in_step:
+            yield threading, "excepthook", end_step
 
     def in_main(self, act: Callable[[], object]) -> None:
         """Call a function, unless this is another thread than the main one."""
@@ -84,7 +89,9 @@ class Threads:
         thread = threading.current_thread()
         if thread is threading.main_thread():
             return
-        if self._users.setdefault(thread, user_line()) == "":
+        if thread not in self._users:
+            self._users[thread] = user_line()
+        if not self._users[thread]:
             raise SystemExit
 
     def end_call(self, *, passed: bool) -> None:

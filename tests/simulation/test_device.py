@@ -1,4 +1,5 @@
 import queue
+import sys
 import threading
 from contextlib import nullcontext
 
@@ -628,6 +629,10 @@ def count(model, x):
     assert numbers == [4]
 
 
+def end_thread(model, x):
+    run_in_thread(sys.exit)
+
+
 def threaded(in_thread):
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -641,14 +646,16 @@ def threaded(in_thread):
     return model, step
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     ("in_thread", "here"),
     [
         (lambda *given: run_in_thread(lambda: evaluate(*given)), evaluate),
         (prefetch, lambda model, x: model(torch.zeros(4 * len(x), 64, device="cuda"))),
         (count, lambda *given: None),
+        (end_thread, lambda *given: None),
     ],
-    ids=["evaluate", "prefetch", "count"],
+    ids=["evaluate", "prefetch", "count", "end"],
 )
 def test_threads_are_on_the_card(in_thread, here):
     """A thread has a handle of cuBLAS, and so a workspace, of its own where torch keeps them."""
@@ -698,6 +705,23 @@ def go_on(model, x):
 def test_what_a_thread_raises_ends_the_trial(in_thread, error, said):
     with pytest.raises(error, match=said):
         check(*threaded(in_thread), 8)
+
+
+# --- what lives on between calls ---
+
+
+@pytest.mark.parametrize("is_loop", [True, False])
+def test_the_report_names_the_variables_that_live_on(is_loop):
+    model = nn.Linear(64, 64)
+
+    def step(model, batch_size):
+        x = torch.randn(batch_size, 64, device="cuda")
+        small = torch.ones(1, device="cuda")
+        (model(x).square().mean() * small).backward()
+
+    found = check(model, oomprobe.Step(step, is_loop=is_loop), 2**16)
+    notes = [note for note in found.notes if "these live on until the next one" in note]
+    assert ["x (16.00 MiB)" in note and "small" not in note for note in notes] == [True] * is_loop
 
 
 # --- one card ---
