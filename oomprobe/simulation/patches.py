@@ -148,6 +148,7 @@ def _patches(card_mode: CardMode, device_mode: DeviceMode, kernels: CudaKernels)
     )
     yield torch.UntypedStorage, "data_ptr", _address_of(card_mode, torch.UntypedStorage.data_ptr)
     yield torch, "Generator", _Generator
+    yield torch.nn.RNNBase, "flatten_parameters", lambda module: None  # asks cuDNN, if it is there
     for name in ("Stream", "Event"):
         yield torch, name, card_mode.cuda_api[name]
     autograd: Any = torch.autograd

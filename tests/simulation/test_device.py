@@ -471,6 +471,18 @@ def test_a_model_built_for_cuda():
     assert probe(model, conv_step(model, "cuda"), card).state_verified
 
 
+def test_a_recurrent_net_is_built_beside_cudnn(monkeypatch):
+    """As with torch's CUDA build on a machine without a driver."""
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
+    monkeypatch.setattr(torch, "_use_cudnn_rnn_flatten_weight", lambda: True)
+    monkeypatch.setattr(torch, "_cudnn_rnn_flatten_weight", lambda *_: pytest.fail("it was asked"))
+    card = SimulatedDevice("64MiB")
+    with card.building():
+        model = nn.GRU(64, 64).cuda()
+    assert next(model.parameters()).device.type == "cpu"
+    assert card.live_bytes() > 0
+
+
 def test_building_that_runs_out_of_memory_fits_nowhere():
     """Even if what it leaves would fit: on a card the process would have ended."""
     card = SimulatedDevice("64MiB")
