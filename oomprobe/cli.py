@@ -27,11 +27,11 @@ from oomprobe.records import savings
 from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.files import is_writable, write_file
 from oomprobe.records.options import Options
-from oomprobe.report.blocks import as_text
-from oomprobe.report.plot import NO_FORMAT, new_figure
-from oomprobe.report.trials import trials_table
+from oomprobe.results.blocks import as_text
+from oomprobe.results.plot import NO_FORMAT, new_figure
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable, read_result
+from oomprobe.results.trials import trials_table
 from oomprobe.runners.targets import name_of
 
 STDOUT = Path("-")

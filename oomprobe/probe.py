@@ -25,8 +25,8 @@ from oomprobe.probing.tables import Rows
 from oomprobe.records.axis import CARDS, NO_AXIS, Axis
 from oomprobe.records.options import RESOLUTION, Options, Steps
 from oomprobe.records.savings import ALL
-from oomprobe.report.progress import Progress
 from oomprobe.results.log import logged
+from oomprobe.results.progress import Progress
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable
 from oomprobe.runners.targets import name_of

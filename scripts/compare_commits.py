@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from oomprobe.ground.units import format_bytes
-from oomprobe.report.blocks import cell
+from oomprobe.results.blocks import cell
 from oomprobe.results.table import read_result
 
 # Exit statuses of a base that are no fault of the change.

@@ -31,9 +31,9 @@ from oomprobe.records.trials import (
     Trial,
     Verdict,
 )
-from oomprobe.report.blocks import as_text
-from oomprobe.report.html import page
-from oomprobe.report.progress import Reporter
+from oomprobe.results.blocks import as_text
+from oomprobe.results.html import page
+from oomprobe.results.progress import Reporter
 from oomprobe.results.result import ProbeResult
 
 GIB = 2**30

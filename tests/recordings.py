@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from oomprobe.simulation.allocator import AllocatorOutOfMemory
+from oomprobe.allocator.caching import AllocatorOutOfMemory
 
 FOLDER = Path(__file__).parent / "data" / "recordings"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))

@@ -16,7 +16,8 @@ from recordings import NAMES, Recording, segment_of, snapshot_of
 
 import oomprobe
 from oomprobe.cli import main
-from oomprobe.explaining import explanation, log, replay, snapshot
+from oomprobe.explaining import explanation, log
+from oomprobe.tape import replay, snapshot
 from oomprobe.verdicts.texts import ERROR_TEXTS
 
 GIB, MIB = 2**30, 2**20

@@ -14,10 +14,10 @@ from test_probe_table import a_table
 import oomprobe
 from oomprobe import cli
 from oomprobe.records.breakdown import ACTIVATIONS, FRAGMENTATION, KINDS, Breakdown, ModuleMemory
-from oomprobe.report.blocks import block_lines
-from oomprobe.report.breakdown import breakdown_blocks
-from oomprobe.report.plot import bracket_figure
+from oomprobe.results.blocks import block_lines
+from oomprobe.results.breakdown import breakdown_blocks
 from oomprobe.results.compare import comparison
+from oomprobe.results.plot import bracket_figure
 
 GIB = 2**30
 

@@ -18,8 +18,8 @@ import oomprobe
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.records.options import Options
 from oomprobe.records.trials import Phase, Verdict
-from oomprobe.report.progress import reporter
-from oomprobe.report.trials import trial_line
+from oomprobe.results.progress import reporter
+from oomprobe.results.trials import trial_line
 
 
 class Terminal(io.StringIO):

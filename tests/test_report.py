@@ -9,7 +9,7 @@ from hypothesis import given
 from strategies import results
 
 from oomprobe.records.notes import Note, NoteKind, warning
-from oomprobe.report.trials import FEW
+from oomprobe.results.trials import FEW
 
 VERDICT = re.compile(r"^verdict: batch (\d+)", re.MULTILINE)
 every_example = pytest.mark.parametrize("name", EXAMPLES)

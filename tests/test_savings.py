@@ -18,7 +18,7 @@ from oomprobe.devices.host import HostDevice
 from oomprobe.records.patience import Patience
 from oomprobe.records.savings import NUMBERS, ORDER, SAME, Comparison, chosen
 from oomprobe.records.trials import Phase
-from oomprobe.report.blocks import as_text
+from oomprobe.results.blocks import as_text
 from oomprobe.runners.savings import Savings, repeated_blocks
 
 QUICK = Patience(look_calls=8)

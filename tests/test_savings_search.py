@@ -13,7 +13,7 @@ from oomprobe.probing.session import Session
 from oomprobe.records.options import Options
 from oomprobe.records.patience import Clock
 from oomprobe.records.trials import Outcome, Verdict
-from oomprobe.report.progress import Reporter
+from oomprobe.results.progress import Reporter
 from oomprobe.results.table import ProbeTable
 
 BF16, CHECKPOINT, OFFLOAD = "bf16_autocast", "checkpoint", "offload_activations"

@@ -14,7 +14,7 @@ from oomprobe.records.notes import Note, NoteKind, Notes, remark
 from oomprobe.records.options import Options
 from oomprobe.records.patience import Patience
 from oomprobe.records.trials import DeviceInfo, Outcome, Phase, RunnerInfo, Verdict
-from oomprobe.report.progress import Reporter
+from oomprobe.results.progress import Reporter
 from oomprobe.rules.diagnosis import Calls
 from oomprobe.rules.search import Found
 

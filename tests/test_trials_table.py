@@ -9,7 +9,7 @@ from hypothesis import given
 from strategies import trials
 
 from oomprobe.records.trials import Phase, Trial, Verdict
-from oomprobe.report.trials import trial_line, trials_block, trials_table
+from oomprobe.results.trials import trial_line, trials_block, trials_table
 
 
 def remarks(*some):

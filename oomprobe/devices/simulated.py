@@ -14,17 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from oomprobe.devices.base import Counters, Device, History, Usage
-from oomprobe.errors import InvalidArgumentError, NothingFitsError
-from oomprobe.ground.torch_versions import half_of
-from oomprobe.ground.units import format_bytes
-from oomprobe.records.trials import UNSIMULATED
-from oomprobe.simulation.allocator import (
+from oomprobe.allocator.caching import (
     SMALL_SEGMENT,
     AllocatorOutOfMemory,
     CachingAllocator,
     oom_message,
 )
+from oomprobe.allocator.settings import AllocatorSettings
+from oomprobe.devices.base import Counters, Device, History, Usage
+from oomprobe.errors import InvalidArgumentError, NothingFitsError
+from oomprobe.ground.torch_versions import half_of
+from oomprobe.ground.units import format_bytes
+from oomprobe.records.trials import UNSIMULATED
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.catalogue import card_of
@@ -32,10 +33,9 @@ from oomprobe.simulation.fakes import SEEN
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import building, simulated
 from oomprobe.simulation.ranks import first_of, with_nccl
-from oomprobe.simulation.settings import AllocatorSettings
 from oomprobe.simulation.sharding import Sharding
-from oomprobe.simulation.tape import LiveBlocks, RecordedCall, replay_trial
 from oomprobe.simulation.unknown import refuse_address, wants_data
+from oomprobe.tape.calls import LiveBlocks, RecordedCall, replay_trial
 
 TOO_LARGE = (
     "the model alone (parameters, buffers, and gradients and optimizer state where they exist) takes {needed}, and {card} has "

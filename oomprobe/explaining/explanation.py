@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from oomprobe.allocator.caching import LARGE_SEGMENT
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.explaining.encodings import unpacked
-from oomprobe.explaining.history import Contradiction, History, Moment
 from oomprobe.explaining.log import ALMOST_FULL, LogStory, OomText, read_log
 from oomprobe.explaining.remedies import (
     HAVE_RECORDING,
@@ -20,15 +20,15 @@ from oomprobe.explaining.remedies import (
     WATCH,
     remedies_for,
 )
-from oomprobe.explaining.replay import NotSimulated, Replay, replayed
-from oomprobe.explaining.snapshot import MOST_FILE_BYTES, Event, Snapshot, is_pickle, read_snapshot
-from oomprobe.explaining.stacks import UNKNOWN, Modules, Stacks, total_by
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import clean, clip, shortened
 from oomprobe.records.files import read_file
-from oomprobe.report.blocks import Block, Fact, Report, Row, Table, as_text
-from oomprobe.simulation.allocator import LARGE_SEGMENT
+from oomprobe.results.blocks import Block, Fact, Report, Row, Table, as_text
 from oomprobe.simulation.catalogue import CATALOGUE
+from oomprobe.tape.history import Contradiction, History, Moment
+from oomprobe.tape.replay import NotSimulated, Replay, replayed
+from oomprobe.tape.snapshot import MOST_FILE_BYTES, Event, Snapshot, is_pickle, read_snapshot
+from oomprobe.tape.stacks import UNKNOWN, Modules, Stacks, total_by
 
 MOST_LOG_BYTES = 2**28
 RECORD_LESS = "record less, with _record_memory_history(max_entries=1_000_000)"

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from oomprobe.allocator.caching import LARGE_SEGMENT
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.explaining.encodings import plain_lines, said_in
 from oomprobe.explaining.messages import ENGINES, KINDS, MessageKind, tensor_bytes
 from oomprobe.ground.units import parse_bytes
 from oomprobe.records.trials import Verdict
-from oomprobe.simulation.allocator import LARGE_SEGMENT
 from oomprobe.verdicts.texts import ERROR_TEXTS, OOM_WORDS, ErrorText
 
 ALMOST_FULL = 0.98  # of the memory that there is: that so little is in pieces is no reason

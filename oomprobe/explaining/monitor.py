@@ -17,7 +17,7 @@ from oomprobe.errors import InvalidArgumentError, check_size
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import clean
 from oomprobe.records.trials import Trial
-from oomprobe.report.progress import notice
+from oomprobe.results.progress import notice
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import read_result
 

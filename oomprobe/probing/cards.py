@@ -29,7 +29,7 @@ from oomprobe.probing.tables import Rows
 from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.patience import Clock
 from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo
-from oomprobe.report.progress import reporter
+from oomprobe.results.progress import reporter
 from oomprobe.results.table import ProbeTable
 from oomprobe.rules.search import Found
 from oomprobe.runners.predicting import Predicting

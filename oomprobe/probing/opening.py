@@ -39,9 +39,9 @@ from oomprobe.records.notes import Note, NoteKind, remark
 from oomprobe.records.options import Step, StepFn, Steps, check_model, named_steps
 from oomprobe.records.patience import Clock
 from oomprobe.records.trials import Runner, Trial
-from oomprobe.report.progress import Reporter, reporter
-from oomprobe.report.trials import trials_table
 from oomprobe.results.log import LOGGER
+from oomprobe.results.progress import Reporter, reporter
+from oomprobe.results.trials import trials_table
 from oomprobe.runners.hooks import OptimizerWatch, outside_modes, preload_dynamo
 from oomprobe.runners.local import Workload
 from oomprobe.runners.predicting import open_local, open_predicting

@@ -11,7 +11,7 @@ from oomprobe.ground.words import did_you_mean
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import RESOLUTION, Options
 from oomprobe.records.patience import PATIENCE, Patience
-from oomprobe.report.progress import Progress
+from oomprobe.results.progress import Progress
 
 
 class CheckOptions(TypedDict, total=False):

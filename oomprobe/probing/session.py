@@ -31,7 +31,7 @@ from oomprobe.records.trials import (
     Trial,
     last_of,
 )
-from oomprobe.report.progress import Reporter
+from oomprobe.results.progress import Reporter
 from oomprobe.rules import diagnosis, search
 from oomprobe.rules.diagnosis import Calls
 from oomprobe.rules.look import bracket_tolerance

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from oomprobe.ground.words import clean
 from oomprobe.records.files import write_file
 from oomprobe.records.notes import Note
-from oomprobe.report.blocks import Report, as_text
-from oomprobe.report.html import notebook, page
-from oomprobe.report.plot import titled
+from oomprobe.results.blocks import Report, as_text
+from oomprobe.results.html import notebook, page
+from oomprobe.results.plot import titled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,7 +7,7 @@ from typing import Any
 
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import WIDTH, clean, clip, rate, wrap
-from oomprobe.report.blocks import cell
+from oomprobe.results.blocks import cell
 from oomprobe.results.result import ProbeResult
 
 NAME_WIDTH, CELL_WIDTH = 24, 30

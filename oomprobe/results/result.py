@@ -18,12 +18,12 @@ from oomprobe.records.notes import Note, NoteKind
 from oomprobe.records.plain import from_plain, reading, require_at_most
 from oomprobe.records.plan import PlanEntry, plan
 from oomprobe.records.trials import SIMULATED, Phase, Trial, Verdict
-from oomprobe.report import facts
-from oomprobe.report.blocks import NOTES, VERDICT_WIDTH, Block, Fact, Facts, Report
-from oomprobe.report.breakdown import breakdown_blocks
-from oomprobe.report.plot import bracket_figure, memory_figure
-from oomprobe.report.trials import trials_block
+from oomprobe.results import facts
 from oomprobe.results.base import Reported
+from oomprobe.results.blocks import NOTES, VERDICT_WIDTH, Block, Fact, Facts, Report
+from oomprobe.results.breakdown import breakdown_blocks
+from oomprobe.results.plot import bracket_figure, memory_figure
+from oomprobe.results.trials import trials_block
 
 SCHEMA_VERSION = 1
 MOST_TRIALS = 10_000  # of a file

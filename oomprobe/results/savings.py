@@ -10,7 +10,7 @@ from oomprobe.ground.words import clean, rate
 from oomprobe.records.breakdown import KINDS
 from oomprobe.records.savings import AS_IS, SAME, Comparison, names_in, numbers_of
 from oomprobe.records.trials import Trial
-from oomprobe.report.blocks import UNKNOWN, Block, Row, Table, cell, measured_columns
+from oomprobe.results.blocks import UNKNOWN, Block, Row, Table, cell, measured_columns
 
 if TYPE_CHECKING:
     from oomprobe.results.result import ProbeResult

@@ -22,7 +22,8 @@ from oomprobe.records.notes import Note, remark
 from oomprobe.records.plain import from_plain, reading, require_at_most
 from oomprobe.records.savings import Comparison
 from oomprobe.records.trials import Trial, last_of
-from oomprobe.report.blocks import (
+from oomprobe.results.base import Reported
+from oomprobe.results.blocks import (
     NOTES,
     UNKNOWN,
     VERDICT_WIDTH,
@@ -35,8 +36,7 @@ from oomprobe.report.blocks import (
     cell,
     measured_columns,
 )
-from oomprobe.report.plot import bars_figure, values_figure
-from oomprobe.results.base import Reported
+from oomprobe.results.plot import bars_figure, values_figure
 from oomprobe.results.result import (
     SCHEMA_VERSION,
     WARNING,

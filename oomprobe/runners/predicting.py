@@ -26,12 +26,12 @@ from oomprobe.records.trials import (
 )
 from oomprobe.rules import program
 from oomprobe.runners.local import LocalRunner, Workload
-from oomprobe.simulation.prediction import Predictor
+from oomprobe.tape.fit import Predictor
 
 if TYPE_CHECKING:
     from oomprobe.devices.simulated import SimulatedDevice
     from oomprobe.runners.command.runner import CommandRunner
-    from oomprobe.simulation.tape import RecordedCall
+    from oomprobe.tape.calls import RecordedCall
 
 FEW_CALLS = 2  # of a trial, that run before anything is known of the next
 LEAST_CALLS, UNPREDICTED_CALLS = 3, 6  # that run before others are replayed; the latter to confirm

@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from oomprobe.allocator.caching import AllocatorOutOfMemory
 from oomprobe.errors import SimulationError
 from oomprobe.ground import torch_versions
 from oomprobe.ground.frames import user_line
-from oomprobe.simulation.allocator import AllocatorOutOfMemory
 from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes, Results, Views, local
 from oomprobe.simulation.formulas import DeviceThread, Formulas, in_backward

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.torch_versions import has_large_workspace
 from oomprobe.ground.units import byte_unit
-from oomprobe.simulation.reductions import Processors
+from oomprobe.tape.reductions import Processors
 
 _SMALL_WORKSPACE_BYTES = 4096 * 1024 * 2 + 16 * 1024 * 8  # ":4096:2:16:8"
 _LARGE_WORKSPACE_BYTES = 4096 * 8 * 1024

@@ -10,14 +10,22 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
+from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.ground.torch_versions import LT_BYTES, LtWorkspace, workspaces
-from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.simulation.cards import Card
 from oomprobe.simulation.kernels.compared import Uncompared
-from oomprobe.simulation.kernels.steps import Kernel, Launch, afterwards, parts_of
-from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import LiveBlocks, RecordedCall, Tape, replay_call, state_of
+from oomprobe.simulation.kernels.steps import Launch, afterwards
 from oomprobe.simulation.threads import Threads
+from oomprobe.tape.calls import (
+    Kernel,
+    LiveBlocks,
+    RecordedCall,
+    Tape,
+    parts_of,
+    replay_call,
+    state_of,
+)
 
 _Storage = Any  # torch.UntypedStorage, on the host or the meta device
 

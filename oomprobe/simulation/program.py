@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import _worker_loop
 
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.errors import SimulationError
 from oomprobe.ground.frames import raised_at
 from oomprobe.ground.replaced import Patch, replaced
@@ -30,9 +31,8 @@ from oomprobe.simulation.files import Files
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import without_values
 from oomprobe.simulation.ranks import groups_of_program, with_nccl
-from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import RecordedCall, write_calls
 from oomprobe.simulation.unknown import needs_cuda, refuse_address, wants_data
+from oomprobe.tape.calls import RecordedCall, write_calls
 
 TOO_OLD = "the command's torch is {version}: a simulated card needs {oldest} or later"
 EAGER = (

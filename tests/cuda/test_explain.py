@@ -10,7 +10,7 @@ from bed import forked
 from torch import nn
 
 import oomprobe
-from oomprobe.explaining.snapshot import read_snapshot
+from oomprobe.tape.snapshot import read_snapshot
 
 MIB, GIB = 2**20, 2**30
 SEGMENT = 2 * MIB

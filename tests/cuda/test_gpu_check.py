@@ -14,7 +14,7 @@ from bed import forked
 from gpu_check import check as gpu_check
 from recordings import Recording, replay
 
-from oomprobe.simulation.allocator import CachingAllocator
+from oomprobe.allocator.caching import CachingAllocator
 
 ROOT = Path(__file__).parents[2]
 CARD = {"memory": "80GiB", "context": "500MiB", "lazy": "250MiB"}

@@ -7,9 +7,9 @@ from bed import forked
 from gpu_check.recording import events_of
 from recordings import NAMES, Nothing, Recording, replay, requests_of
 
+from oomprobe.allocator.caching import CachingAllocator
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.ground.torch_versions import VERSION
-from oomprobe.simulation.allocator import CachingAllocator
-from oomprobe.simulation.settings import AllocatorSettings
 
 
 class Torchs:

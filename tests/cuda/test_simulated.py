@@ -15,9 +15,9 @@ from torch import nn
 from zoo import conv_net, gpt, mlp, peaks, runs
 
 import oomprobe
+from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.ground.torch_versions import VERSION
-from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.settings import AllocatorSettings
 
 from . import habits, windows
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator, adopt
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.ground.torch_versions import BlockOrder
-from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator, adopt
-from oomprobe.simulation.settings import AllocatorSettings
 
 from .bench import ALLOCATOR_SETTINGS, EXPANDABLE
 

@@ -13,14 +13,14 @@ from torch.cuda import empty_cache, max_memory_allocated, synchronize
 from zoo import numbered, training_step
 
 import oomprobe
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.errors import SimulationError
 from oomprobe.ground.torch_versions import VERSION
 from oomprobe.records.patience import Patience
 from oomprobe.simulation.cuda_api import replacements
 from oomprobe.simulation.memory import CardMemory
-from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import replay_call
+from oomprobe.tape.calls import replay_call
 
 WIDTH = 256
 

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from zoo import classifier, numbered, training_step
 
 import oomprobe
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.errors import InvalidArgumentError, NothingFitsError, SimulationError
 from oomprobe.records.patience import Patience
 from oomprobe.simulation.catalogue import card_of
-from oomprobe.simulation.settings import AllocatorSettings
 from simulation.bench import Blocks
 
 MIB = 2**20

@@ -7,10 +7,10 @@ import recorded_step
 from gpu_check.models import MODELS
 from recordings import NAMES, Recording, replay
 
+from oomprobe.allocator.caching import CachingAllocator
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.devices.simulated import SimulatedDevice
 from oomprobe.ground.torch_versions import VERSION, BlockOrder
-from oomprobe.simulation.allocator import CachingAllocator
-from oomprobe.simulation.settings import AllocatorSettings
 
 MIB = 2**20
 APART = 2**44  # between segments, so that only their order matters

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oomprobe.simulation.kernels.convolutions import convolution_workspace, winograd_workspace
-from oomprobe.simulation.reductions import Processors, Reduction, buffers
+from oomprobe.tape.reductions import Processors, Reduction, buffers
 
 from .bench import Bench
 

@@ -1,8 +1,8 @@
 import pytest
 
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.torch_versions import VERSION
-from oomprobe.simulation.settings import AllocatorSettings
 
 EXPANDABLE = {"expandable_segments": True}
 

@@ -3,12 +3,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.simulation.cards import generic_card
 from oomprobe.simulation.memory import CardMemory
-from oomprobe.simulation.prediction import Predictor, lines_through
-from oomprobe.simulation.settings import AllocatorSettings
-from oomprobe.simulation.tape import (
+from oomprobe.tape.calls import (
     ALLOCATED,
     FREED,
     RELEASED,
@@ -17,6 +16,7 @@ from oomprobe.simulation.tape import (
     replay_call,
     replay_calls,
 )
+from oomprobe.tape.fit import Predictor, lines_through
 
 MIB = 2**20
 

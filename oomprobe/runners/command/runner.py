@@ -49,7 +49,7 @@ from oomprobe.verdicts import Evidence
 
 if TYPE_CHECKING:
     from oomprobe.devices.simulated import SimulatedDevice
-    from oomprobe.simulation.tape import RecordedCall
+    from oomprobe.tape.calls import RecordedCall
 
 MORE = 1.25  # times what it takes to start the command and to make the steps of a trial: trials go on for so long
 TICK_S = 0.1  # between readings of the reports
@@ -246,7 +246,7 @@ class CommandRunner:
         """Keep what the only process on the card asked of it."""
         if self.replays is None:
             return
-        from oomprobe.simulation.tape import read_calls  # takes a second to import
+        from oomprobe.tape.calls import read_calls  # takes a second to import
 
         recorded = run.recorded()
         calls: list[RecordedCall] = []

@@ -5,16 +5,9 @@ from __future__ import annotations
 from math import ceil
 
 from oomprobe.ground import torch_versions
-from oomprobe.simulation.kernels.steps import (
-    FLOAT_BYTES,
-    RESULT,
-    Launch,
-    Operator,
-    Steps,
-    afterwards,
-    launch,
-)
-from oomprobe.simulation.reductions import Processors
+from oomprobe.simulation.kernels.steps import FLOAT_BYTES, Launch, Operator, afterwards, launch
+from oomprobe.tape.calls import RESULT, Steps
+from oomprobe.tape.reductions import Processors
 
 _FLASH_SPLITS = 128
 

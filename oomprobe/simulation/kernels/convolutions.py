@@ -10,17 +10,9 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from oomprobe.simulation.cuda_kernels import convolution_format, has_only_format
-from oomprobe.simulation.kernels.steps import (
-    RESULT,
-    Launch,
-    Operator,
-    Steps,
-    around,
-    copied,
-    launch,
-    reducing,
-)
-from oomprobe.simulation.reductions import Reduction
+from oomprobe.simulation.kernels.steps import Launch, Operator, around, copied, launch, reducing
+from oomprobe.tape.calls import RESULT, Steps
+from oomprobe.tape.reductions import Reduction
 
 _aten = torch.ops.aten
 

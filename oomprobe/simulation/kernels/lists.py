@@ -15,12 +15,12 @@ from oomprobe.simulation.kernels.steps import (
     INT64_BYTES,
     Launch,
     Operator,
-    Steps,
     afterwards,
     launch,
     throughout,
 )
-from oomprobe.simulation.reductions import Processors
+from oomprobe.tape.calls import Steps
+from oomprobe.tape.reductions import Processors
 
 _BLOCK_THREADS = 128
 _TILE_BYTES = 16 * _BLOCK_THREADS  # copied by a block of threads at once

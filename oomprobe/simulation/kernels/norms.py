@@ -10,10 +10,8 @@ import torch
 from oomprobe.simulation.cuda_kernels import has_only_format
 from oomprobe.simulation.kernels.steps import (
     FLOAT_BYTES,
-    RESULT,
     Launch,
     Operator,
-    Steps,
     afterwards,
     around,
     copied,
@@ -22,7 +20,8 @@ from oomprobe.simulation.kernels.steps import (
     reducing,
     throughout,
 )
-from oomprobe.simulation.reductions import Processors, Reduction
+from oomprobe.tape.calls import RESULT, Steps
+from oomprobe.tape.reductions import Processors, Reduction
 
 _aten = torch.ops.aten
 _LAYER_NORM_ROWS = 64 * 1024  # above which gradients of few weights are summed in parts, of 32 rows

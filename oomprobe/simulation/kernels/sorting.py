@@ -9,10 +9,8 @@ import torch
 from oomprobe.simulation.kernels.steps import (
     FLOAT_BYTES,
     INT64_BYTES,
-    RESULT,
     Launch,
     Operator,
-    Steps,
     afterwards,
     copied,
     given_back,
@@ -20,7 +18,8 @@ from oomprobe.simulation.kernels.steps import (
     launch,
     throughout,
 )
-from oomprobe.simulation.reductions import Processors
+from oomprobe.tape.calls import RESULT, Steps
+from oomprobe.tape.reductions import Processors
 
 # --- indices that kernels sort ---
 

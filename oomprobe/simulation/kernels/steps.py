@@ -7,18 +7,14 @@ them again: a rule's input (sizes, strides) is linear in the batch size, its ste
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
-from oomprobe.simulation.reductions import Processors, Reduction, buffers
+from oomprobe.tape.calls import RESULT, Kernel, Steps
+from oomprobe.tape.reductions import Processors, Reduction, buffers
 
-# Bytes of a block to take; -n, to give back the n-th last of the blocks that the kernel holds; RESULT, where its next result
-# is allocated, and all that follow if it is the last. The end gives back what is held.
-RESULT = None
-Steps = tuple[int | None, ...]
 INT64_BYTES, FLOAT_BYTES = 8, 4
 
 
@@ -61,37 +57,6 @@ def reducing(kind: Reduction, offset: int, *layout: int) -> Steps:
     """Take what a reduction of a tensor with this offset, shape and strides needs, kernel by kernel."""
     shape, strides = layout[: len(layout) // 2], layout[len(layout) // 2 :]
     return in_turn(buffers(kind, shape, strides, offset))
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A rule for a kernel's steps; its arguments are fixed values and `count` numbers that vary with the batch."""
-
-    rule: Callable[..., Steps]
-    fixed: tuple[Any, ...]
-    count: int
-
-    def on(self, processors: Processors) -> Kernel:
-        """Return the rule on a card of the same compute capability with these processors."""
-        fixed = list(self.fixed)
-        for at, value in enumerate(fixed):
-            if isinstance(value, Reduction):
-                fixed[at] = replace(value, processors=processors)
-            elif isinstance(value, Processors):
-                fixed[at] = processors
-        return replace(self, fixed=tuple(fixed))
-
-
-@lru_cache(maxsize=4096)
-def parts_of(kernel: Kernel, numbers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return a kernel's steps before each of its results, and after the last."""
-    parts: list[list[int]] = [[]]
-    for step in kernel.rule(*kernel.fixed, *numbers):
-        if step is RESULT:
-            parts.append([])
-        else:
-            parts[-1].append(step)
-    return tuple(map(tuple, parts))
 
 
 class Launch(NamedTuple):

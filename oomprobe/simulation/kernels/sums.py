@@ -10,17 +10,16 @@ import torch
 from oomprobe.simulation.kernels.steps import (
     FLOAT_BYTES,
     INT64_BYTES,
-    RESULT,
     Launch,
     Operator,
     Rule,
-    Steps,
     copied,
     launch,
     reducing,
     throughout,
 )
-from oomprobe.simulation.reductions import Reduction
+from oomprobe.tape.calls import RESULT, Steps
+from oomprobe.tape.reductions import Reduction
 
 
 def reduction(partial_bytes: Callable[[torch.dtype], int], *, casts: bool = False) -> Rule:

@@ -26,7 +26,7 @@ from oomprobe.simulation.kernels.steps import (
     launch,
     throughout,
 )
-from oomprobe.simulation.reductions import Processors
+from oomprobe.tape.reductions import Processors
 
 _aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from oomprobe.ground.units import format_seconds
 from oomprobe.ground.words import clip
 from oomprobe.records.options import Options
 from oomprobe.records.trials import Phase, Trial
-from oomprobe.report.trials import trial_line
+from oomprobe.results.trials import trial_line
 
 Progress = str | Callable[["Trial"], object]
 _GREEN, _RED, _NORMAL = "\x1b[32m", "\x1b[31m", "\x1b[0m"

@@ -10,7 +10,7 @@ from oomprobe.ground.words import rate
 from oomprobe.records.fit import LinearFit
 from oomprobe.records.plan import PlanEntry
 from oomprobe.records.trials import RankTrial, Trial
-from oomprobe.report.blocks import Fact
+from oomprobe.results.blocks import Fact
 
 TIMING_NOISE = 0.05  # smallest spread assumed between the rates of repeated trials
 ALIKE = 0.01  # ranks count as alike if the shares of their memory that they reserve differ by no more than this

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 
-from oomprobe.simulation.reductions import Processors
-from oomprobe.simulation.tape import KERNEL, RecordedCall, peak_bytes
+from oomprobe.tape.calls import KERNEL, RecordedCall, peak_bytes
+from oomprobe.tape.reductions import Processors
 
 NUMBERS_BYTES = 4096  # losses and counts, of which a loop may hold one more at the peak
 NO_LINES = "the allocations at batch {size} and {other_size} differ in more than sizes that grow with the batch"
@@ -53,7 +53,7 @@ def lines_through(
     """Return the lines through calls of two batch sizes; None if the events differ or a slope is not whole.
 
     Example:
-        >>> from oomprobe.simulation.tape import ALLOCATED, FREED
+        >>> from oomprobe.tape.calls import ALLOCATED, FREED
         >>> events = ((ALLOCATED, 0, 0), (FREED, 0, 0))
         >>> lines_through(1, [RecordedCall(events, (12,))], 2, [RecordedCall(events, (16,))])[0].at(100).sizes
         (408,)

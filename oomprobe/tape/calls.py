@@ -5,19 +5,57 @@ from __future__ import annotations
 import os
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
-from oomprobe.simulation.allocator import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.simulation.kernels.steps import Kernel, parts_of
+from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.tape.reductions import Processors, Reduction
 
-# Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, 0, 0) for the cache, and (KERNEL, index, (kernel, part))
-# before each result of a kernel with scratch memory and after the last. An index points into the list of sizes; a kernel's
-# sizes are the numbers from which its rule computes its scratch memory. (SWITCHED, stream, 0) makes a stream the current one, and
+# Bytes of a block to take; -n, to give back the n-th last of the blocks that the kernel holds; RESULT, where its next result
+# is allocated, and all that follow if it is the last. The end gives back what is held.
+RESULT = None
+Steps = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A rule for a kernel's steps; its arguments are fixed values and `count` numbers that vary with the batch."""
+
+    rule: Callable[..., Steps]
+    fixed: tuple[Any, ...]
+    count: int
+
+    def on(self, processors: Processors) -> Kernel:
+        """Return the rule on a card of the same compute capability with these processors."""
+        fixed = list(self.fixed)
+        for at, value in enumerate(fixed):
+            if isinstance(value, Reduction):
+                fixed[at] = replace(value, processors=processors)
+            elif isinstance(value, Processors):
+                fixed[at] = processors
+        return replace(self, fixed=tuple(fixed))
+
+
+@lru_cache(maxsize=4096)
+def parts_of(kernel: Kernel, numbers: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return a kernel's steps before each of its results, and after the last."""
+    parts: list[list[int]] = [[]]
+    for step in kernel.rule(*kernel.fixed, *numbers):
+        if step is RESULT:
+            parts.append([])
+        else:
+            parts[-1].append(step)
+    return tuple(map(tuple, parts))
+
+
+# Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, 0, 0) for the cache, and
+# (KERNEL, index, (kernel, part)) before each result of a kernel with scratch memory and after the last.
+# An index points into the list of sizes; a kernel's sizes are the numbers from which its rule computes
+# its scratch memory. (SWITCHED, stream, 0) makes a stream the current one, and
 # (SHARED, calls ago, (index, stream)) lets another stream use a block.
 ALLOCATED, FREED, RELEASED, KERNEL, SWITCHED, SHARED = range(6)
 Event = tuple[int, int, Any]

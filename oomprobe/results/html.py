@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from oomprobe.ground.words import visible
-from oomprobe.report.blocks import NOTES, VERDICT, Block, Report, Row, Table
+from oomprobe.results.blocks import NOTES, VERDICT, Block, Report, Row, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

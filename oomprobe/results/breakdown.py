@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.breakdown import Breakdown, ModuleMemory
-from oomprobe.report.blocks import Block, Row, Table
+from oomprobe.results.blocks import Block, Row, Table
 
 MOST_MODULES = 10
 WHAT_FITS = (

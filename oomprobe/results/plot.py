@@ -15,7 +15,7 @@ from oomprobe.records.axis import text_of_value
 from oomprobe.records.files import write_file
 from oomprobe.records.fit import LinearFit
 from oomprobe.records.trials import Trial
-from oomprobe.report.blocks import cell
+from oomprobe.results.blocks import cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from oomprobe.explaining.snapshot import Event, Frames, Snapshot
-from oomprobe.simulation.allocator import SMALLEST_BLOCK
+from oomprobe.allocator.caching import SMALLEST_BLOCK
+from oomprobe.tape.snapshot import Event, Frames, Snapshot
 
 _MAKES = {
     "segment_alloc": 1,
@@ -135,7 +135,7 @@ class History:
                 tuple(self._live_before(self._peak())),
                 max(reserved, default=self.reserved_at_end),
             )
-        number = next(number for number, event in enumerate(self.events) if event is refused)
+        number = len(self.events) - 1 - self.events[::-1].index(refused)  # of equal ones the last
         return Moment(refused, tuple(self._live_before(number)), reserved[number])
 
     def last_refused(self) -> Event | None:

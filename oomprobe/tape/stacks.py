@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from oomprobe.explaining.history import Live
-from oomprobe.explaining.snapshot import MOST_FRAMES, Frames
+from oomprobe.tape.history import Live
+from oomprobe.tape.snapshot import MOST_FRAMES, Frames
 
 MOST_CHARACTERS = 400  # of a name, such as that of a template in C++
 UNKNOWN = "without a recorded stack"

@@ -16,8 +16,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.ground.torch_versions import BlockOrder
-from oomprobe.simulation.settings import AllocatorSettings
 
 MIB = 2**20
 SMALLEST_BLOCK = 512  # kMinBlockSize

@@ -7,17 +7,17 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from oomprobe.explaining.history import Contradiction, History
-from oomprobe.explaining.snapshot import MOST_INT, NO_POOL, Event, Snapshot
-from oomprobe.ground.torch_versions import BlockOrder
-from oomprobe.ground.units import format_bytes
-from oomprobe.simulation.allocator import (
+from oomprobe.allocator.caching import (
     SMALL_SEGMENT,
     AllocatorOutOfMemory,
     CachingAllocator,
     adopt,
 )
-from oomprobe.simulation.settings import AllocatorSettings
+from oomprobe.allocator.settings import AllocatorSettings
+from oomprobe.ground.torch_versions import BlockOrder
+from oomprobe.ground.units import format_bytes
+from oomprobe.tape.history import Contradiction, History
+from oomprobe.tape.snapshot import MOST_INT, NO_POOL, Event, Snapshot
 
 _UNLIMITED = 2**41  # more than any card has, and little beside the addresses that there are
 _RELEASES = ("segment_free", "segment_unmap")

@@ -8,7 +8,7 @@ from typing import Any
 from oomprobe.ground.units import byte_unit, format_bytes, format_seconds
 from oomprobe.ground.words import WIDTH, clean, clip, count, rate, shortened
 from oomprobe.records.trials import SECOND_OPINIONS, Phase, Trial
-from oomprobe.report.blocks import Block, Row, Table, block_lines, cell, measured_columns
+from oomprobe.results.blocks import Block, Row, Table, block_lines, cell, measured_columns
 
 TEXT_COLUMNS = ("phase", "verdict", "step name")  # all others hold numbers
 FEW = 12  # trials that a brief table has room for

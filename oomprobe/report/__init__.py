@@ -1,1 +1,0 @@
-"""What people read: text, pages, pictures, and progress while a probe runs."""
