@@ -52,7 +52,7 @@ TWO_AXES = (
 TWO_TARGETS = "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
 OVER_CARDS = "--over and several devices make a table each: leave one out, and let build() return a step for one value of the other"
 TWO_TABLES = "--savings makes a table of its own: leave out --over, and name one device"
-NO_TABLE = "--try-larger and --no-mixed are about a table: add --over, or leave them out"
+NO_TABLE = "--no-mixed is about a table: add --over, or leave it out"
 TABLE_OF_CHECKS = "--require checks one size, and --over makes a table: leave one out"
 TABLE_OF_PLANS = "--global-batch and --world-size plan for one answer, and --over has many: in Python, table.rows[value].plan(...) does it"
 RANKS_TWICE = "--nproc-per-node says how many ranks there are, so --world-size cannot be given too: leave it out"
@@ -368,7 +368,6 @@ HELP = {
     "--savings": "find out what would make a batch fit: run the step with each saving of memory, all or NAME,NAME",
     "--world-size": "ranks that share the global batch, one of which is probed (1)",
     "--over": "make a table: the largest size for each value of an argument of the step, such as length=512,1024,2048",
-    "--try-larger": "with --over: go on above a value with which nothing fits",
     "--no-mixed": "with --over: do not look for sizes that run with all values in turn, as training with buckets does",
     "--device": "cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is); for a table of "
     "simulated cards, names with commas, or sim:all",
@@ -439,7 +438,6 @@ def parser() -> argparse.ArgumentParser:
     add(search, "--world-size", type=_size, metavar="N", default=None)
     add(search, "--over", type=_axis, action="append", metavar="NAME=V,V,...")
     add(search, "--savings", type=_savings, metavar="all|NAME,NAME")
-    add(search, "--try-larger", action="store_true")
     add(search, "--no-mixed", action="store_false", dest="mixed")
     add(where, "--device")
     add(
@@ -589,7 +587,7 @@ def _about_table(arguments: argparse.Namespace, given: dict[str, Any]) -> str | 
     if "savings" in given and (axes or _cards(arguments)):
         return TWO_TABLES
     if not axes:
-        return NO_TABLE if {"try_larger", "mixed"} & given.keys() else None
+        return NO_TABLE if "mixed" in given else None
     if axes > 1:
         return TWO_AXES.format(count=axes)
     if _cards(arguments):

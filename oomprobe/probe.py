@@ -149,7 +149,6 @@ def find_max_batches(
     step_fn: Steps,
     over: Mapping[str, Iterable[Any]] | None = None,
     *,
-    try_larger: bool = False,
     mixed: bool = True,
     require: int | None = None,
     **options: Unpack[SearchOptions],
@@ -171,7 +170,6 @@ def find_max_batches(
             or any other hashable values. They are searched in this order. None for a table of cards.
         mixed: Also run all values in turn, in random order in one process, as training with a bucket for each does: at the
             answers or, while that runs out of memory, at a smaller share of them. These sizes are in `ProbeTable.mixed`.
-        try_larger: Also try values above one with which not even the smallest batch fits; otherwise they count as not fitting.
         require: Of cards: name the smallest on which this batch size runs, and run the answer there.
         **options: Those of `find_max_batch`, for each row; but `start_batch` is for the first row, and `time_limit_s` for the
             whole table. When that time is over, the table has the rows that are finished.
@@ -207,7 +205,6 @@ def find_max_batches(
         return _table(
             axis,
             open_model(Order.of(given, axis=axis), model, step_fn),
-            try_larger=try_larger,
             mixed=mixed,
         )
 
@@ -313,7 +310,6 @@ def probe_target(
     target: str | Callable[[], Any],
     *,
     over: Mapping[str, Iterable[Any]],
-    try_larger: bool = ...,
     mixed: bool = ...,
     require: int | None = ...,
     isolate: bool = ...,
@@ -327,7 +323,6 @@ def probe_target(
     *,
     over: Mapping[str, Iterable[Any]] | None = None,
     savings: str | Sequence[str] | None = None,
-    try_larger: bool = False,
     mixed: bool = True,
     require: int | None = None,
     isolate: bool = True,
@@ -351,7 +346,6 @@ def probe_target(
             returns ``(model, step_fn)``.
         over: Make a table of the answers for these values; see `find_max_batches`.
         savings: Make a table of the answers with each of these savings of memory; see `find_savings`.
-        try_larger: Only with `over`; see `find_max_batches`.
         mixed: Only with `over`; see `find_max_batches`.
         require: Only with ``over={"device": [...]}``, see `find_max_batches`; or with `savings`, the `batch_size` of `find_savings`.
         isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
@@ -397,7 +391,7 @@ def probe_target(
         order = Order.of(options, axis=axis)
         if over is None:
             return _answer(open_order(order), target=name)
-        return _table(axis, open_order(order), try_larger=try_larger, mixed=mixed, target=name)
+        return _table(axis, open_order(order), mixed=mixed, target=name)
 
 
 def check_target(
@@ -523,10 +517,9 @@ def _table(
     axis: Axis,
     opened: AbstractContextManager[Session],
     *,
-    try_larger: bool,
     mixed: bool,
     target: str | None = None,
 ) -> ProbeTable:
     with Rows(axis, target) as rows, opened as session:
-        rows.search(session, try_larger=try_larger, mixed=mixed)
+        rows.search(session, mixed=mixed)
     return logged(rows.table())

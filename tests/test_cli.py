@@ -277,7 +277,7 @@ WRONG = [
         ["run", "x:y", "--over", "length=1", "--global-batch", "64"],
         "--global-batch and --world-size plan for one answer",
     ),
-    (["run", "x:y", "--try-larger"], "--try-larger and --no-mixed are about a table"),
+    (["run", "x:y", "--no-mixed"], "--no-mixed is about a table"),
     (
         ["run", "x:y", "--savings", "all", "--over", "length=1,2"],
         "--savings makes a table of its own",

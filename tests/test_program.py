@@ -25,14 +25,14 @@ def program(
     call_s=0.0,
     needed=0,
     row=0,
-    replays=False,
+    is_simulated=False,
     ranks=1,
     **options,
 ):
     """Return the program of a probe whose trials have shown how many calls a full step takes."""
     options = Options(**{"steps": 2, "confirm_steps": 5, **options})
     facts = ARunner(step_names=names, world_size=ranks).facts
-    facts = replace(facts, device=replace(facts.device, replays=replays))
+    facts = replace(facts, device=replace(facts.device, is_simulated=is_simulated))
     made = Program(facts, options, Clock(options), row)
     stepped = [*[None] * (first - 1), first, *[None] * (full - 1), full]
     shown = [
@@ -91,9 +91,11 @@ def test_calls_are_steady_where_a_look_of_one_rank_has_seen_them_repeat(shown, s
     assert program(**shown).is_steady is steady
 
 
-@pytest.mark.parametrize(("replays", "calls"), [(False, [50, 10, 8, 1]), (True, [50, 10, 10, 10])])
-def test_the_time_of_a_call_is_that_of_the_nearest_size(replays, calls):
-    made = program(call_s=0.005, replays=replays, names=NAMES)  # of batch 8
+@pytest.mark.parametrize(
+    ("is_simulated", "calls"), [(False, [50, 10, 8, 1]), (True, [50, 10, 10, 10])]
+)
+def test_the_time_of_a_call_is_that_of_the_nearest_size(is_simulated, calls):
+    made = program(call_s=0.005, is_simulated=is_simulated, names=NAMES)  # of batch 8
     larger = Trial(batch_size=64, verdict=Verdict.FITS, phase=Phase.GROW, steps=6)
     shown = tuple(CallRecord(step=name, stepped=1, seconds=0.5) for name in NAMES for _ in range(3))
     assert [*made.learn(made.growing(64), Outcome(trial=larger, records=shown))] == []

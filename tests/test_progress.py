@@ -6,7 +6,6 @@ import select
 import struct
 import sys
 import termios
-import threading
 import types
 
 import pytest
@@ -37,11 +36,10 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def without_rich(monkeypatch):
+def on_a_terminal(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setitem(sys.modules, "rich.console", None)  # as if it were not installed
 
 
 def write_to(monkeypatch, stream):
@@ -240,7 +238,7 @@ def test_the_log_names_the_size_before_its_step_runs(monkeypatch):
     assert raw.getvalue().decode() == "probing ledger\n" + "".join(map(lines, result.trials))
 
 
-# --- on a pseudo-terminal, with and without rich ---
+# --- on a pseudo-terminal ---
 
 
 @pytest.fixture
@@ -258,24 +256,3 @@ def pseudo():
     with os.fdopen(end, "w") as file:
         yield shown, file
     os.close(screen)
-
-
-@pytest.mark.parametrize("no_color", ["", "1"])
-def test_rich_shows_the_trials_and_the_line(pseudo, monkeypatch, no_color):
-    pytest.importorskip("rich")
-    monkeypatch.undo()
-    for name, value in {"NO_COLOR": no_color, "COLUMNS": "60", "TERM": "xterm-256color"}.items():
-        monkeypatch.setenv(name, value)
-    shown, file = pseudo
-    write_to(monkeypatch, file)
-    threads, status = threading.active_count(), reporter("auto")
-    status.finished(GOOD)
-    status.finished(BAD)
-    assert threading.active_count() == threads  # no refresh thread, because trials may be forked
-    status.close()
-    text = shown()
-    assert trial_line(GOOD) in text
-    assert ("\x1b[32m" in text) is (not no_color)
-    assert re.search(r"oomprobe: .*\b128\b", text)
-    rows = re.split(r"[\r\n]+|\x1b\[\d*[AK]", text)  # at line ends, cursor up, and erase line
-    assert max(len(re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", row)) for row in rows) < 60

@@ -200,11 +200,13 @@ def test_the_last_trial_of_a_size_is_no_plans():
 
 
 @pytest.mark.parametrize(
-    ("device", "replays", "typed"),
+    ("device", "is_simulated", "typed"),
     [("cuda:1", False, "cuda"), ("xpu", False, "xpu"), ("cpu", True, "cuda")],
 )
-def test_emptying_is_named_by_the_kind_of_the_device(device, replays, typed):
-    info = DeviceInfo(name="a", torch_device=device, total_bytes=1, on_host=False, replays=replays)
+def test_emptying_is_named_by_the_kind_of_the_device(device, is_simulated, typed):
+    info = DeviceInfo(
+        name="a", torch_device=device, total_bytes=1, on_host=False, is_simulated=is_simulated
+    )
     assert info.emptying == f"torch.{typed}.empty_cache()"
 
 

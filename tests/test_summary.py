@@ -89,7 +89,7 @@ def failed(verdict=Verdict.OOM, size=9, **fields):
 
 AT_NINE, UPPER = {"deciding": 9}, {"peak_reserved_bytes": 60 * MIB, "peak_upper_bytes": 95 * MIB}
 SIMULATED, ON_CUDA, AS_COMMAND = (
-    {"replays": True},
+    {"is_simulated": True},
     {"on_host": False, "torch_device": "cuda:0"},
     {"environment": {"command": "a"}},
 )

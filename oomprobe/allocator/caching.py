@@ -183,7 +183,7 @@ class CachingAllocator:
         (0, 20971520)
     """
 
-    __slots__ = (  # make replays a fifth faster
+    __slots__ = (  # make a replay a fifth faster
         "_last_order", "_live", "_next_address", "_of_stream", "_pools", "_settings", "_waiting", "alloc_retries", "allocated_bytes",
         "capacity_bytes", "limit_bytes", "log", "ooms", "peak_allocated_bytes", "peak_reserved_bytes", "requested_bytes",
         "reserved_bytes", "served", "served_bytes", "stream", "total_bytes",

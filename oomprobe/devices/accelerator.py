@@ -16,6 +16,7 @@ import torch
 
 from oomprobe.devices import sharing
 from oomprobe.devices.base import Counters, Device, History, Usage, stated_name, typed_budget
+from oomprobe.devices.calls import CallHistory, MemoryHistory, user_records
 from oomprobe.devices.fingerprint import fingerprint
 from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import UnreliableError
@@ -90,6 +91,7 @@ class AcceleratorDevice(Device):
         self._must_cap = stated_bytes is not None or bool(self._notes)
         self._has_released = False
         self._statistics = Statistics(self._torch, index)
+        self._calls = CallHistory(self.torch_device, self._statistics, self._usable_bytes)
         self._retries_before = 0  # the current trial
 
     def _refuse_uncapped(self) -> None:
@@ -183,14 +185,18 @@ class AcceleratorDevice(Device):
             math.nextafter(fraction, 1.0), self.torch_device
         )
 
-    def session(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def session(self) -> Iterator[None]:
         """Keep what the step's own resets would take from peaks and counters."""
-        return self._statistics.kept()
+        with self._statistics.kept():
+            yield
+        self._calls.end_call()
 
     def start_trial(self) -> None:
         self._torch.reset_peak_memory_stats(self.torch_device)
         self._statistics.start_trial()
         self._retries_before = self._statistics.total("num_alloc_retries")
+        self._calls.start_trial()
 
     def usage(self) -> Usage:
         statistics = self._statistics
@@ -252,17 +258,15 @@ class AcceleratorDevice(Device):
             tuple(segment["segment_pool_id"]) != (0, 0) for segment in segments
         )  # graphs have their own pools
 
+    def call_recorder(self) -> CallHistory | None:
+        return self._calls if self._is_native() else None
+
     def history(self) -> AbstractContextManager[History] | None:
         """Record each block that torch's native CUDA allocator hands out; None for other allocators.
 
         None too while the user records: there is one recording for each process.
         """
-        is_recording = getattr(
-            torch._C, "_cuda_isHistoryEnabled", lambda: False
-        )  # since torch 2.14
-        if not self._is_native() or is_recording():
-            return None
-        return self._recorded()
+        return self._recorded() if self._is_native() and not user_records() else None
 
     def fingerprint(self) -> int | None:
         if not self._is_native():
@@ -276,22 +280,12 @@ class AcceleratorDevice(Device):
 
     @contextmanager
     def _recorded(self) -> Iterator[History]:
-        memory: Any = torch.cuda.memory
-        index = self.torch_device.index
-        self.synchronize()  # lets blocks that wait for a stream be freed first
-        memory._record_memory_history(None)  # clears what was recorded
-        memory._record_memory_history("all", context=None, device=self.torch_device)
+        recording = MemoryHistory(self.torch_device)
+        recording.start()
+        entries: list[dict[str, Any]] = []
         try:
-            segments = [
-                segment for segment in memory.memory_snapshot() if segment["device"] == index
-            ]
             history = History(
-                base={
-                    block["address"]: block["requested_size"]
-                    for segment in segments
-                    for block in segment["blocks"]
-                    if block["state"] != "inactive"
-                },
+                base=recording.blocks(),
                 count=lambda: self.counters().blocks,
                 address=lambda tensor: (
                     tensor.untyped_storage().data_ptr()
@@ -301,12 +295,12 @@ class AcceleratorDevice(Device):
             )
             yield history
             self.synchronize()
-            for event in memory._snapshot(self.torch_device)["device_traces"][index]:
-                sign = {"alloc": 1, "free_completed": -1}.get(event["action"], 0)
-                if sign:
-                    history.events.append((event["addr"], sign * event["size"]))
         finally:
-            memory._record_memory_history(None)
+            entries = recording.stop()
+        for event in entries:
+            sign = {"alloc": 1, "free_completed": -1}.get(event["action"], 0)
+            if sign:
+                history.events.append((event["addr"], sign * event["size"]))
 
     def healthy(self) -> bool:
         return kernel_answers(self.torch_device, self.synchronize)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -20,6 +21,8 @@ from oomprobe.errors import (
 )
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.trials import DeviceInfo
+from oomprobe.tape.calls import RecordedCall, ReplayedTrial
+from oomprobe.tape.reductions import Processors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,34 @@ class History:
     address: Callable[[torch.Tensor], int | None]  # None if the tensor is not on the device
 
 
+class Replayable(Protocol):
+    """An allocator on which calls can be replayed, from the state in which its trials begin."""
+
+    @property
+    def bare_processors(self) -> Processors | None:
+        """Those of a card whose recordings have bare sizes; None where they name kernels."""
+
+    def replay(
+        self, calls: Sequence[RecordedCall], cap_bytes: int | None, workspace_bytes: int
+    ) -> ReplayedTrial | None:
+        """Replay a cold trial under a cap; None if no trial has shown how one begins."""
+
+
+class CallRecorder(Replayable, Protocol):
+    """Records what the calls of a trial ask of an allocator.
+
+    Attributes:
+        calls: What the first calls of the last trial asked for; empty if it was not recorded.
+        reason: Why it was not; "" if it was.
+    """
+
+    calls: Sequence[RecordedCall]
+    reason: str
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Return the context in which a trial is recorded."""
+
+
 class Device(ABC):
     """A memory pool in which training steps run; a class of yours that extends this one can be passed as ``device=``.
 
@@ -85,7 +116,8 @@ class Device(ABC):
         uuid: The same for one card in every process; "" if unknown.
         half: The 16-bit floats for which its attention kernels save memory, "bf16" or "fp16".
         world_size: Ranks of which the step is one, if the device simulates that.
-        replays: Whether it can repeat and predict calls of the step without running them, as simulated cards do.
+        is_simulated: Whether it only counts what a step allocates, and may repeat calls without
+            running them.
 
     Examples:
         >>> import oomprobe
@@ -105,7 +137,7 @@ class Device(ABC):
     uuid: str = ""
     half: str = "bf16"
     world_size: int = 1
-    replays: bool = False
+    is_simulated: bool = False
     _notes: tuple[str, ...] = ()
 
     # --- what each device must tell and do ---
@@ -176,6 +208,10 @@ class Device(ABC):
         """Return a context manager that records allocations, or None if the allocator cannot."""
         return None
 
+    def call_recorder(self) -> CallRecorder | None:
+        """Return what records the calls of a trial, or None if the allocator cannot."""
+        return None
+
     def has_graphs(self) -> bool:
         """Return whether this process has captured CUDA graphs."""
         return False
@@ -212,7 +248,7 @@ def describe(device: Device) -> DeviceInfo:
         integrated=device.integrated,
         edge_bytes=device.edge_bytes,
         counts_bytes=device.counts_bytes,
-        replays=device.replays,
+        is_simulated=device.is_simulated,
         not_covered=device.not_covered,
         uuid=device.uuid,
         half=device.half,

@@ -40,7 +40,7 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
         else:
             device = home
     chosen = _open(device)
-    if chosen.replays:
+    if chosen.is_simulated:
         return chosen  # it checks the model's device itself
     if home is not None and not _same_device(home, chosen.torch_device):
         raise InvalidArgumentError(
@@ -58,7 +58,7 @@ def names_simulated(device: object) -> bool:
 def is_simulated(device: object) -> bool:
     """Return whether this is a simulated card, or names one."""
     if isinstance(device, Device):
-        return device.replays
+        return device.is_simulated
     return names_simulated(device)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -35,7 +35,7 @@ from oomprobe.simulation.patches import building, simulated
 from oomprobe.simulation.ranks import first_of, with_nccl
 from oomprobe.simulation.sharding import Sharding
 from oomprobe.simulation.unknown import refuse_address, wants_data
-from oomprobe.tape.calls import LiveBlocks, RecordedCall, replay_trial
+from oomprobe.tape.calls import LiveBlocks, RecordedCall, ReplayedTrial
 
 TOO_LARGE = (
     "the model alone (parameters, buffers, and gradients and optimizer state where they exist) takes {needed}, and {card} has "
@@ -76,7 +76,7 @@ class SimulatedDevice(Device):
         ('simulated GPU, 1.0 GiB', 0)
     """
 
-    counts_bytes = replays = True
+    counts_bytes = is_simulated = True
     not_covered: tuple[str, ...] = UNSIMULATED
 
     def __init__(
@@ -275,12 +275,14 @@ class SimulatedDevice(Device):
         finally:
             allocator.log = None
 
-    # --- what trials asked of the allocator, and replays of it ---
+    # --- what trials asked of the allocator, and their replay ---
 
     @property
     def calls(self) -> Sequence[RecordedCall]:
         """What each call of the last trial asked for."""
         return self._calls
+
+    bare_processors = None  # what is recorded names its kernels
 
     @property
     def counts_values(self) -> bool:
@@ -323,28 +325,9 @@ class SimulatedDevice(Device):
             return None
         allocator = cold.copy()
         allocator.limit_bytes = self._memory.allocator_limit(cap_bytes)
-        refusal, limiting = replay_trial(allocator, calls, live)
-        reserved_bytes = allocator.peak_reserved_bytes
-        return ReplayedTrial(
-            error=None if refusal is None else f"OutOfMemoryError: {refusal}",
-            limiting=limiting,
-            peak_allocated_bytes=allocator.peak_allocated_bytes,
-            peak_reserved_bytes=reserved_bytes,
-            peak_upper_bytes=_with_workspace(reserved_bytes, workspace_bytes, allowed_bytes),
-            alloc_retries=allocator.alloc_retries,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayedTrial:
-    """How a replayed trial ended: `error` if it ran out of memory, in the call numbered `limiting`."""
-
-    error: str | None
-    limiting: int
-    peak_allocated_bytes: int
-    peak_reserved_bytes: int
-    peak_upper_bytes: int
-    alloc_retries: int
+        trial = ReplayedTrial.of(allocator, calls, live)
+        upper = _with_workspace(trial.peak_reserved_bytes, workspace_bytes, allowed_bytes)
+        return replace(trial, peak_upper_bytes=upper)
 
 
 def _in_host_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

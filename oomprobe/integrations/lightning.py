@@ -712,7 +712,7 @@ def _device_of(trainer: Any, device: object) -> Device:
     root = trainer.strategy.root_device
     chosen = choose_device(str(root) if device is None else device, torch.nn.Module())
     asked = chosen.torch_device
-    if not chosen.replays and (asked.type, asked.index or 0) != (root.type, root.index or 0):
+    if not chosen.is_simulated and (asked.type, asked.index or 0) != (root.type, root.index or 0):
         raise InvalidArgumentError(
             f"device={device!r}, but the Trainer trains on {root}: leave it out, or pass Trainer(accelerator={asked.type!r})"
         )

@@ -103,7 +103,7 @@ def find_max_batch(
             f"amp must be True, False, torch.float16, torch.bfloat16, 'fp16', 'bf16' or 'fp32', not {amp!r}"
         )
     device = choose_device(options.get("device"), model)
-    if device.replays:
+    if device.is_simulated:
         raise InvalidArgumentError(
             "a simulated card cannot run Ultralytics' losses, which select by values, and a simulated card has none: probe on "
             "the card itself, or in host memory with device='cpu:8GiB'"

@@ -69,6 +69,8 @@ class Budget:
         """
         if trial.verdict is not Verdict.OOM:
             return False
+        if trial.replayed and not self._runner.facts.device.is_simulated:
+            return False  # a size that a real card has not run
         if self._runner.facts.grows_capped:
             return True
         if not is_steady or trial.cap_bytes is None:

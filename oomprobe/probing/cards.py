@@ -121,7 +121,7 @@ class _Search:
                         break
                     try:
                         card = self._cards[next_name]
-                        replayed[next_name] = _search_by_replays(session, card, self._order)
+                        replayed[next_name] = _search_again(session, card, self._order)
                     except _CannotReplayError:
                         left.append(next_name)
                     except NothingFitsError as error:
@@ -136,9 +136,9 @@ class _Search:
                 error.args = (f"{name}: {error}",)
             raise
         rows.results[name] = result_of(session, largest, rows.target)
-        for next_name, (replays, largest) in replayed.items():
-            replays.state_verified = session.state_verified
-            rows.results[next_name] = result_of(replays, largest, rows.target)
+        for next_name, (again, largest) in replayed.items():
+            again.state_verified = session.state_verified
+            rows.results[next_name] = result_of(again, largest, rows.target)
         for next_name in left:
             self.run(next_name)
 
@@ -171,7 +171,7 @@ class _Nothing:
         raise _CannotReplayError
 
 
-def _search_by_replays(
+def _search_again(
     session: Session, smaller: SimulatedDevice, order: Order
 ) -> tuple[Session, Found]:
     """Search on another card of the kind by replaying what the step did on this one.
@@ -187,5 +187,5 @@ def _search_by_replays(
     if runner is None:
         raise _CannotReplayError
     options = replace(order.options, global_batch=None, breakdown=False)  # these run the step
-    replays = Session(runner, options, reporter("off"), Clock(options, patience=order.patience), [])
-    return replays, finish(replays, replays.find())
+    again = Session(runner, options, reporter("off"), Clock(options, patience=order.patience), [])
+    return again, finish(again, again.find())

@@ -218,7 +218,7 @@ class _Search:
         if idle:
             raise NotApplicableError(IDLE)
         self._typed |= shown.typed
-        if session.device.replays:
+        if session.device.is_simulated:
             self._recomputed[label(saving)] = shown.recomputed
 
     def _compared(self, session: Session) -> int | None:
@@ -266,7 +266,7 @@ class _Search:
         """Raise NotApplicableError if no process can start with expandable segments."""
         assert self._facts is not None
         device = self._facts.device
-        is_of_process = not device.replays
+        is_of_process = not device.is_simulated
         if device.on_host or (is_of_process and not device.torch_device.startswith("cuda")):
             raise NotApplicableError(NOT_CUDA)
         if not to_expand(allocator_settings(), torch.__version__):

@@ -144,12 +144,15 @@ class Session:
             known=self._known,
             near=self._near,
         )
+        start = self.options.start_batch
         try:
-            try:
-                return find(start=self.options.start_batch, look=look)
-            except ContradictedError:
-                start = self._drop_predictions()
-                return find(start=start, look=None if self.program.looked else look)
+            while True:
+                try:
+                    return find(start=start, look=look)
+                except ContradictedError:
+                    start = self._drop_predictions()
+                    if self.program.looked:
+                        look = None
         except (DeviceLostError, StepFailedError, TimeLimitError, UnreliableError) as error:
             is_bug = isinstance(error, StepFailedError) and error.__cause__ is not None
             if not is_bug:  # the text of a bug says what ran
@@ -188,6 +191,7 @@ class Session:
             varies=self._varies(trial),
             is_certain=self.budget.decided(trial, self.trials, is_steady=self.program.is_steady),
             lengthens=lengthens,
+            is_expected=trial.replayed and not self.device.is_simulated,
             tolerance=bracket_tolerance(self.program.needed),
         )
 

@@ -203,7 +203,7 @@ def _environment(session: Session) -> dict[str, Any]:
 
 
 def _device(session: Session) -> str:
-    if session.device.replays:
+    if session.device.is_simulated:
         return SIMULATED
     return str(session.runner.facts.environment.get("device", session.device.torch_device))
 

@@ -21,7 +21,7 @@ from oomprobe.rules.search import NEAREST, nearness
 
 ALIKE = 1.02  # answers of all rows that differ by no more than this factor are the same
 UNUSED = "all values of {axis} have the same batch size: does the step use {axis}?"
-NOT_TRIED = "not tried, since {axis} {value} does not fit (try_larger=True, --try-larger)"
+NOT_TRIED = "not tried, since {axis} {value} does not fit"
 CUT_OFF = "time limit: there are no rows for {axis} {values}. Allow more time, or make another table for them"
 
 
@@ -80,15 +80,15 @@ class Rows:
             state_verified=self._opened.state_verified,
         )
 
-    def search(self, opened: Session, *, try_larger: bool, mixed: bool) -> None:
+    def search(self, opened: Session, *, mixed: bool) -> None:
         """Find the largest size for each value, and with `mixed` the share of these that runs with all values in turn.
 
-        Above a value that does not fit, larger ones are tried only if `try_larger`.
+        Above a value that does not fit, none is tried.
         """
         self._opened, last = opened, None
         for row, value in enumerate(self._axis.values):
             smaller = self._smaller_unfit(value)
-            if smaller is not None and not try_larger:
+            if smaller is not None:
                 self.results[value] = None
                 self.unfit[value] = NOT_TRIED.format(
                     axis=self._axis.name, value=text_of_value(smaller)

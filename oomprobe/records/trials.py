@@ -214,7 +214,7 @@ class DeviceInfo:
     integrated: bool = False
     edge_bytes: int = 0
     counts_bytes: bool = False  # whether it counts the bytes that its allocator hands out
-    replays: bool = False  # whether it can repeat and predict calls instead of running them, which takes no time
+    is_simulated: bool = False  # whether it may repeat calls instead of running them
     not_covered: tuple[str, ...] = ()  # what a simulated card leaves out
     uuid: str = ""  # the same in every process; "" if unknown
     half: str = (
@@ -225,7 +225,7 @@ class DeviceInfo:
     def emptying(self) -> str:
         """What to type to give its allocator's cache back."""
         kind = self.torch_device.split(":")[0]
-        if self.replays:  # a simulated card's tensors are in host memory
+        if self.is_simulated:  # a simulated card's tensors are in host memory
             kind = "cuda"
         return f"torch.{kind}.empty_cache()"
 
@@ -306,7 +306,7 @@ class Request:
     fresh: bool = False  # whether nothing may have run before: in a new process, if there are any, and compiled anew
     as_built: bool = False  # whether the first trial of a process that `builds` keeps what building left in the cache
     exact: bool = (
-        True  # whether a device that replays must run the step instead of predicting the trial
+        True  # whether a simulated device must run the step instead of predicting the trial
     )
     deadline_s: float | None = (
         None  # on this machine's monotonic clock, at the time of the request; None: no limit
@@ -377,7 +377,7 @@ class CallRecord:
     blocks: int = 0  # that it handed out; 0 if unknown
     live_bytes: int = 0  # in live tensors afterwards; 0 if not watched
     peak_bytes: int = 0  # the highest allocation since the trial began; 0 if not watched
-    seconds: float | None = None  # None: a device that replays has repeated it
+    seconds: float | None = None  # None: a simulated device has repeated it
     # Where the call completed a full step, in which every optimizer of the step has stepped: how many calls that took, up to the last
     # optimizer; 0 if the step has none. None: it completed none.
     stepped: int | None = None
@@ -410,9 +410,8 @@ class Outcome:
     )
     is_spent: bool = False  # whether its process must end: the step has replaced parameters of which there is no copy
     contradicts_replay: bool = False  # whether it proves earlier predicted trials wrong
-    unpredicted: str = (
-        ""  # why a device that replays cannot predict trials; "" if it can, or cannot know yet
-    )
+    # Why trials cannot be predicted from those that ran; "" if they can, or it is not known yet.
+    unpredicted: str = ""
     in_steps_s: float = 0.0  # time inside the step
     notes: tuple[
         Note, ...

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,6 @@ from importlib import import_module
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_seconds
-from oomprobe.ground.words import clip
 from oomprobe.records.options import Options
 from oomprobe.records.trials import Phase, Trial
 from oomprobe.results.trials import trial_line
@@ -24,7 +23,6 @@ Progress = str | Callable[["Trial"], object]
 _GREEN, _RED, _NORMAL = "\x1b[32m", "\x1b[31m", "\x1b[0m"
 _ERASE = "\r\x1b[K"  # back to the first column, erase to the end: ECMA-48, 8.3.41 (EL)
 LAST_TRIALS = 2  # after bisecting: the recheck of the smallest failure, and the confirmation
-FREE_LINES = 3  # of the screen, below the table of trials
 
 
 def notice(line: str) -> None:
@@ -55,8 +53,7 @@ class Reporter:
 def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> Reporter:
     """Return the reporter for the `progress` option.
 
-    ``"auto"`` shows a status line in a notebook and on a terminal, there with a table above it if rich is installed; elsewhere
-    it is ``"plain"``, which writes a line for each trial. ``"off"`` writes nothing. A callable gets each `Trial`, and what it
+    ``"auto"`` shows a status line in a notebook and on a terminal; elsewhere it is ``"plain"``, which writes a line for each trial. ``"off"`` writes nothing. A callable gets each `Trial`, and what it
     raises is not caught.
     """
     if callable(progress):
@@ -119,7 +116,7 @@ class _Log:
         self._is_open = False
 
 
-_Show = Callable[[str, "Sequence[Trial]"], None]
+_Show = Callable[[str], None]
 
 
 class _StatusLine:
@@ -160,7 +157,7 @@ class _StatusLine:
             parts.append(f"about {left} trials left")
             if left_s >= 1:
                 parts[-1] += f", {format_seconds(round(left_s))}"
-        self._show(" | ".join(parts), self._trials)
+        self._show(" | ".join(parts))
 
     def _bracket(self) -> tuple[int | None, int | None]:
         """Return the largest size that passed below all that failed, and the smallest that failed."""
@@ -174,7 +171,7 @@ class _StatusLine:
         return good, None
 
 
-def _show_line(line: str, trials: Sequence[Trial]) -> None:
+def _show_line(line: str) -> None:
     # Leave the last column free: some terminals wrap a full line.
     _write(_ERASE + line[: max(0, shutil.get_terminal_size().columns - 1)])
 
@@ -185,57 +182,18 @@ def _screen() -> tuple[_Show, Callable[[], object]] | None:
         return _cell()
     if not _is_terminal():
         return None
-    return _rich_screen() or (_show_line, lambda: _write(_ERASE))
+    return _show_line, lambda: _write(_ERASE)
 
 
 def _cell() -> tuple[_Show, Callable[[], object]]:
     """Return functions for an output of the running cell that is updated: each write to stderr would be kept in the file."""
     handle = import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
 
-    def show(line: str, trials: Sequence[Trial] = ()) -> None:
+    def show(line: str) -> None:
         with suppress(OSError, ValueError):
             handle.update({"text/plain": line}, raw=True)
 
     return show, partial(show, "")
-
-
-def _rich_screen() -> tuple[_Show, Callable[[], object]] | None:
-    """Return functions that show the latest trials in colour above the line, and that clear them; None without rich."""
-    try:
-        from rich.console import Console
-        from rich.live import Live
-        from rich.text import Text
-    except ImportError:
-        return None
-    console = Console(file=sys.stderr)
-    # No automatic refresh, because its thread would hold locks that forked children inherit.
-    live = Live(
-        console=console,
-        auto_refresh=False,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    )
-
-    def show(line: str, trials: Sequence[Trial]) -> None:
-        width = console.width - 1
-        lines = [
-            Text(
-                clip(trial_line(trial), width),
-                style="green" if trial.passed else "red",
-                no_wrap=True,
-            )
-            for trial in trials[-max(1, console.height - FREE_LINES) :]
-        ]
-        with suppress(OSError, ValueError):  # a closed terminal must not end the probe
-            live.start()
-            live.update(Text("\n").join([*lines, Text(clip(line, width))]), refresh=True)
-
-    def close() -> None:
-        with suppress(OSError, ValueError):
-            live.stop()
-
-    return show, close
 
 
 def _is_terminal() -> bool:

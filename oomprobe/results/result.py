@@ -441,7 +441,7 @@ def _limit(result: ProbeResult) -> Fact:
     larger = [trial for trial in _telling(result) if trial.batch_size > size]
     failed = min(
         (trial for trial in larger if not trial.passed),
-        key=lambda trial: trial.batch_size,
+        key=lambda trial: (trial.batch_size, trial.replayed),
         default=None,
     )
     if failed is None:
@@ -531,12 +531,16 @@ def _state(result: ProbeResult) -> Fact:
 
 
 def _time(result: ProbeResult) -> Fact:
-    total = f"{format_seconds(result.elapsed_s)} for {count(len(result.trials), 'trial', 'trials')}"
+    replayed = sum(trial.replayed for trial in result.trials)
+    ran = len(result.trials) - replayed
+    total = f"{format_seconds(result.elapsed_s)} for {count(ran, 'trial', 'trials')}"
+    if replayed:
+        total += f" and {count(replayed, 'replay', 'replays')}"
     if not result.elapsed_s > 0:
         return Fact(total)
     share = result.in_steps_s / result.elapsed_s
     if _is_of_command(result):
-        each = format_seconds(result.elapsed_s / max(1, len(result.trials)))
+        each = format_seconds(result.elapsed_s / max(1, ran))
         return Fact(
             f"{total}, {each} each; {100 * (1 - share):.0f} % of it to start and end the command"
         )

@@ -260,7 +260,7 @@ class Program:
             limit_s = min(limit_s, share * self._clock.left_s)
         if self._options.trial_time_limit_s is not None:
             limit_s = min(limit_s, CONFIRM_SHARE * self._options.trial_time_limit_s)
-        call_s = _expected_s(self._call_s, size, grows=not self._facts.device.replays)
+        call_s = _expected_s(self._call_s, size, grows=not self._facts.device.is_simulated)
         return min(self._most, int(limit_s / call_s)) if call_s else self._most
 
     # --- what a trial has shown ---
@@ -356,7 +356,7 @@ def _expected_s(call_s: Mapping[int, float], size: int, *, grows: bool) -> float
     """Return the time of a call, judged by the nearest size that ran; 0 if none did. A simulated call takes as long at any size."""
     if not call_s:
         return 0.0
-    nearest = min(call_s, key=lambda ran: abs(ran - size))
+    nearest = min(call_s, key=lambda ran: max(ran / size, size / ran))
     if not grows:
         return call_s[nearest]
     return call_s[nearest] * max(1.0, size / nearest)

@@ -54,6 +54,8 @@ class Reply:
         tolerance: After a look, how narrow the bracket must be, as a fraction of the size: long trials need to be few.
         lengthens: After a confirmation, whether it failed in a later call than the trials before it made, so that trials are
             longer from here on, and earlier passes prove nothing; `tolerance` is then that of longer trials.
+        is_expected: Whether the size has not run: its verdict follows from others. It must run where
+            it decides.
     """
 
     passed: bool
@@ -63,6 +65,7 @@ class Reply:
     varies: bool = False
     is_certain: bool = False
     lengthens: bool = False
+    is_expected: bool = False
     tolerance: float = 0.0
     guess: int | None = None
 
@@ -200,6 +203,7 @@ class _Search:
     failed_full: set[int] = field(default_factory=set)  # with all the memory
     failed: set[int] = field(default_factory=set)  # under the cap
     certain: set[int] = field(default_factory=set)  # failures that need no second try
+    expected: set[int] = field(default_factory=set)  # failures of sizes that have not run
     tolerance: float = 0.0  # fraction of the size: a bracket this narrow is not closed further
     least_tolerance: float = 0.0
     guess: int | None = None  # where to begin under the cap
@@ -229,6 +233,8 @@ class _Search:
             return reply
         if reply.is_certain:
             self.certain.add(size)
+        if reply.is_expected:
+            self.expected.add(size)
         if is_capped or not self.has_cap:
             self.failed.add(size)
         if not is_capped:
@@ -381,9 +387,11 @@ class _Search:
     def recheck(self) -> None:
         """Repeat the deciding failure once: a leak, another process or fragmentation may have caused it.
 
-        If the step varies, a pass would prove nothing.
+        If the step varies, a pass would prove nothing; a size only expected to fail runs.
         """
-        if self.varies or self.transient or self.bad is None or self.bad not in self.failed:
+        if self.bad is None or self.bad not in self.failed:
+            return
+        if self.bad not in self.expected and (self.varies or self.transient):
             return
         deciding = self.bad
         reply = self.ask(deciding, Phase.RECHECK, capped=True)

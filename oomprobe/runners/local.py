@@ -226,8 +226,8 @@ class TrialCalls:
         self.records.append(record)
 
     def _counts(self) -> bool:
-        """Return whether what the user's code holds has changed since the last call, on a device that replays."""
-        if not self._device.replays:
+        """Return whether what the user's code holds has changed, on a simulated device."""
+        if not self._device.is_simulated:
             return False
         before, self._values = self._values, self._tracker.plain_values()
         return before is not None and self._values != before
@@ -251,7 +251,7 @@ class TrialCalls:
         elif call.is_recorded:
             around = self._recording(call.step)
         delivered = work.interrupts.delivered_until(
-            self._request.deadline_s, polled=self._device.replays
+            self._request.deadline_s, polled=self._device.is_simulated
         )
         self._stepping.start_call()
         started_s = time.perf_counter()
@@ -342,7 +342,7 @@ class TrialCalls:
             error = failure.text
         elif verdict is Verdict.OOM:
             error = OVER_CAP
-        if failure is None and not self._device.replays:
+        if failure is None and not self._device.is_simulated:
             step_s = look.later_step_s(records)
         if len(self._work.steps) > 1:
             step_name = look.limiting_step(records) if verdict is Verdict.FITS else self.call.step
@@ -652,7 +652,7 @@ class LocalRunner:
             caller=self._work.steps[calls.call.step].caller,
             row=self._work.axis.label(calls.call.row),
             trial=self._number,
-            simulated=self._device.replays,
+            simulated=self._device.is_simulated,
         ) from error
 
     def _verdict_after(self, verdict: Verdict) -> Verdict:

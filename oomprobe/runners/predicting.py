@@ -1,8 +1,10 @@
-"""Answer requests by replaying what trials asked of a simulated card's allocator.
+"""Answer requests by replaying what trials asked of an allocator.
 
-Such a card takes time to run a step, and none to replay what the step asked for. `Predicting` stands
-around the runner of a card's trials. It answers a trial that follows from those that ran. It ends a
-trial that runs as soon as its calls repeat, and replays the rest. A trial that must run runs.
+A step takes time to run, and what it asked for takes none to replay. Around the runner of a card's
+trials stands one that answers those that follow from trials that ran. A trial that must run runs.
+
+On a simulated card (`Predicting`) a trial that runs ends as soon as its calls repeat, and the rest
+is replayed. On a real one (`PredictingOnCard`) a replay only says which size to run next.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from oomprobe.records.trials import (
     CallRecord,
     Measured,
     Outcome,
+    Phase,
     Request,
     Runner,
     RunnerInfo,
@@ -29,6 +32,7 @@ from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.tape.fit import Predictor
 
 if TYPE_CHECKING:
+    from oomprobe.devices.base import CallRecorder, Replayable
     from oomprobe.devices.simulated import SimulatedDevice
     from oomprobe.runners.command.runner import CommandRunner
     from oomprobe.tape.calls import RecordedCall
@@ -38,7 +42,167 @@ LEAST_CALLS, UNPREDICTED_CALLS = 3, 6  # that run before others are replayed; th
 MORE_CALLS = 2  # that a trial makes to show whether its calls repeat
 CALLS_A_TURN = 6  # that run of a turn of one of several steps: they are not replayed
 REPLAYED_CALLS = 8  # of a trial that is answered, at least, where its calls repeat
+REACH = 8  # times the largest size that ran: how far a prediction is trusted on a real card
+# To a trial on a real card while it grows: its calls must be seen to repeat.
+ADDED_CALLS = 2
+FURTHEST = (
+    64  # times it: while sizes grow, one this large runs too, so that the time of a call is known
+)
+HOPEFUL_SIZES = 6  # that run with more calls although no two of them have shown how sizes grow
+MOST_MISTAKES = 2  # of replays on a real card, after which nothing is predicted
+WRONG = "a size failed that should have run"
 COUNTS_VALUES = "what it allocates depends on values of the batch"
+
+
+class Replays:
+    """Trials that follow from those that ran, replayed on a card's allocator.
+
+    Attributes:
+        predictor: What the calls of a size that did not run ask for.
+        is_off: Whether nothing is predicted any more.
+    """
+
+    def __init__(self, card: Replayable, cap_of: Callable[[Request], int | None]) -> None:
+        self._card, self._cap_of = card, cap_of
+        self.row = 0
+        self.predictor = Predictor(processors=card.bare_processors)
+        self.is_off = False
+
+    def start_row(self, row: int) -> bool:
+        """Forget what trials of another row of a table asked for; return whether the row is new."""
+        if row == self.row:
+            return False
+        self.row, self.predictor = row, Predictor(processors=self._card.bare_processors)
+        return True
+
+    def predict(self, request: Request) -> Trial | None:
+        """Replay a cold trial; None if it does not follow from those that ran."""
+        if self.is_off:
+            return None
+        names = [call.step for call in request.calls]
+        if len({*names}) == 1:
+            names += names[:1] * (REPLAYED_CALLS * self.predictor.period - len(names))
+        calls = self.predictor.calls(request.batch_size, names)
+        if calls is None:
+            calls = self.predictor.calls(request.batch_size, names[: len(request.calls)])
+        if calls is None:
+            return None
+        return self.replay(request, calls, self.predictor.workspace_at(request.batch_size))
+
+    def replay(
+        self, request: Request, calls: Sequence[RecordedCall], workspace_bytes: int
+    ) -> Trial | None:
+        """Replay the calls of a trial; None if no trial has shown how one begins."""
+        usage = self._card.replay(calls, self._cap_of(request), workspace_bytes)
+        if usage is None:
+            return None
+        step_name = None
+        if len({call.step for call in request.calls}) > 1:
+            step_name = request.calls[usage.limiting].step
+        return Trial.of(
+            request,
+            Verdict.OOM if usage.error else Verdict.FITS,
+            peak_allocated_bytes=usage.peak_allocated_bytes,
+            peak_reserved_bytes=usage.peak_reserved_bytes,
+            peak_upper_bytes=usage.peak_upper_bytes,
+            alloc_retries=usage.alloc_retries,
+            error=usage.error,
+            step_name=step_name,
+            replayed=True,
+        )
+
+
+class PredictingOnCard:
+    """Runs trials on a real card, or replays them; see `oomprobe.records.trials.Runner`.
+
+    Trials that grow make a few calls more, to show whether these repeat. Before a size that fails a
+    replay, one at least an eighth as large runs. A replay only guides the search: the look, the
+    answer, and the size above it run.
+    """
+
+    def __init__(self, recorder: CallRecorder, runner: Runner) -> None:
+        self._recorder, self._runner = recorder, runner
+        self._replays = Replays(recorder, lambda request: request.cap_bytes)
+        self._largest = 0  # size of the row that ran, and passed
+        self._mistakes = 0
+
+    @property
+    def facts(self) -> RunnerInfo:
+        """What the runner knows. The environment's "predicted" is true, or says why nothing was."""
+        facts, predictor = self._runner.facts, self._replays.predictor
+        predicted = WRONG if self._replays.is_off else predictor.reason
+        return replace(facts, environment={**facts.environment, "predicted": predicted or True})
+
+    def measure(self) -> Measured:
+        """Sample the memory."""
+        return self._runner.measure()
+
+    def run(self, request: Request) -> Outcome:
+        """Answer a request from what has run, or run it and learn from it."""
+        if self._replays.start_row(request.row):
+            self._largest = 0
+        if request.accumulation_steps > 1 or any(call.is_recorded for call in request.calls):
+            return self._runner.run(request)
+        expected = self._replays.predict(request)
+        if expected is not None and self._may_answer(request, expected):
+            return Outcome(trial=expected)
+        with self._recorder.recording():
+            outcome = self._runner.run(self._lengthen(request))
+        if outcome.trial.passed:
+            self._learn(outcome)
+        return self._judge(outcome, expected)
+
+    def _may_answer(self, request: Request, expected: Trial) -> bool:
+        """Return whether a replay will do. If it passes, a size near the limit must have run."""
+        if request.exact or request.looks or request.phase is Phase.RECHECK:
+            return False
+        if request.phase is not Phase.GROW or not expected.passed:
+            return True
+        if request.batch_size > FURTHEST * self._largest:
+            return False
+        has_run_near = not self._reaches(request, self._largest)
+        return has_run_near or self._reaches(request, request.batch_size)
+
+    def _lengthen(self, request: Request) -> Request:
+        """Return a trial with more calls, whose failures would not count, where it may teach something."""
+        predictor, until = self._replays.predictor, request.until
+        is_new = len(predictor.workspace_bytes) < HOPEFUL_SIZES
+        hopes = not self._replays.is_off and (predictor.lines is not None or is_new)
+        if request.looks or request.phase not in (Phase.GROW, Phase.RECHECK) or not hopes:
+            return request
+        if until is not None:  # nobody knows yet how many calls a full step takes
+            return replace(request, until=replace(until, full_steps=until.full_steps + ADDED_CALLS))
+        more = replace(request.calls[-1], is_extra=True)
+        added = max(ADDED_CALLS, len(request.calls) // 2)  # a full step more, if that takes several
+        return replace(request, calls=(*request.calls, *(more,) * added))
+
+    def _reaches(self, request: Request, size: int) -> bool:
+        """Return whether `REACH` times a size passes a replay."""
+        calls = tuple(replace(call, batch_size=REACH * size) for call in request.calls)
+        expected = self._replays.predict(replace(request, calls=calls))
+        return expected is not None and expected.passed
+
+    def _learn(self, outcome: Outcome) -> None:
+        size, calls = outcome.trial.batch_size, self._recorder.calls
+        names = [record.step for record in outcome.records[: len(calls)]]
+        self._largest = max(self._largest, size)
+        self._replays.predictor.workspace_bytes[size] = 0  # it is among what was recorded
+        if names:
+            self._replays.predictor.learn(size, names, calls)
+        else:
+            self._replays.predictor.give_up(self._recorder.reason)
+
+    def _judge(self, outcome: Outcome, expected: Trial | None) -> Outcome:
+        """Compare a trial that ran with its replay; predict no more once that was wrong too often.
+
+        A trial that failed teaches nothing, so it is the last mistake.
+        """
+        is_wrong = expected is not None and expected.passed != outcome.trial.passed
+        if is_wrong:
+            self._mistakes += 1
+            if self._mistakes > MOST_MISTAKES or not outcome.trial.passed:
+                self._replays.is_off = True
+        return replace(outcome, contradicts_replay=is_wrong)
 
 
 class Predicting:
@@ -55,10 +219,9 @@ class Predicting:
         shortens: bool = True,
         cap_of: Callable[[Request], int | None] = lambda request: request.cap_bytes,
     ) -> None:
-        self._card, self._shortens, self._cap_of = card, shortens, cap_of
+        self._card, self._shortens = card, shortens
         self.runner: Runner
-        self._predictor, self._row = Predictor(), 0
-        self._is_off = False  # whether a trial has contradicted a replayed one
+        self._replays = Replays(card, cap_of)
         # Whether the user's code may know which call it is; None: a look has shown that it makes no difference.
         self._counts: bool | None = False
         self._stepped: int | None = None  # by the last call that ran
@@ -77,32 +240,16 @@ class Predicting:
 
     def run(self, request: Request) -> Outcome:
         """Answer a request from what has run, or run it and learn from it."""
-        if request.row != self._row:
-            self._row, self._predictor = request.row, Predictor()
+        self._replays.start_row(request.row)
         must_run = request.exact and not (self._runs_nothing and request.confirms)
-        trial = None if must_run or self._is_off else self._predict(request)
-        if trial is not None:
-            return self._answer(request, trial)
+        if not must_run and not (request.looks and self._counts):
+            trial = self._replays.predict(request)
+            if trial is not None:
+                return self._answer(request, trial)
         outcome = self.runner.run(self._shorten(request) if self._shortens else request)
         if request.accumulation_steps > 1:
             return outcome
         return self._learn(request, outcome)
-
-    # --- a trial that is answered ---
-
-    def _predict(self, request: Request) -> Trial | None:
-        """Replay a cold trial; None if it does not follow from those that ran."""
-        if request.looks and self._counts:
-            return None
-        names = [call.step for call in request.calls]
-        if len({*names}) == 1:
-            names += names[:1] * (REPLAYED_CALLS - len(names))
-        calls = self._predictor.calls(request.batch_size, names)
-        if calls is None:
-            calls = self._predictor.calls(request.batch_size, names[: len(request.calls)])
-        if calls is None:
-            return None
-        return self._replayed(request, calls, self._predictor.workspace_at(request.batch_size))
 
     def _answer(self, request: Request, trial: Trial) -> Outcome:
         records: tuple[CallRecord, ...] = ()
@@ -113,27 +260,6 @@ class Predicting:
             )
         measured = self.measure() if self._runs_nothing and trial.passed else None
         return Outcome(trial=trial, records=records, measured=measured)
-
-    def _replayed(
-        self, request: Request, calls: Sequence[RecordedCall], workspace_bytes: int
-    ) -> Trial | None:
-        usage = self._card.replay(calls, self._cap_of(request), workspace_bytes)
-        if usage is None:
-            return None
-        step_name = None
-        if len({call.step for call in request.calls}) > 1:
-            step_name = request.calls[usage.limiting].step
-        return Trial.of(
-            request,
-            Verdict.OOM if usage.error else Verdict.FITS,
-            peak_allocated_bytes=usage.peak_allocated_bytes,
-            peak_reserved_bytes=usage.peak_reserved_bytes,
-            peak_upper_bytes=usage.peak_upper_bytes,
-            alloc_retries=usage.alloc_retries,
-            error=usage.error,
-            step_name=step_name,
-            replayed=True,
-        )
 
     # --- a trial that runs ---
 
@@ -176,7 +302,11 @@ class Predicting:
         calls = self._card.calls
         counts = self._counts is not None and any(record.counts for record in records)
         least = LEAST_CALLS
-        if self._asked is not None and self._asked.confirms and self._predictor.lines is None:
+        if (
+            self._asked is not None
+            and self._asked.confirms
+            and self._replays.predictor.lines is None
+        ):
             least = UNPREDICTED_CALLS
         if len(calls) < least or counts:
             return False
@@ -191,10 +321,10 @@ class Predicting:
             is_alike = request.looks and all(call.repeats(before) for before, call in later)
             self._counts = None if is_alike else True
         contradicts = self._contradicts(request, outcome)
-        self._is_off |= contradicts
+        self._replays.is_off |= contradicts
         if trial.passed and self._shortens and _is_plain(request) and self._repeats(records):
             outcome = self._extended(request, outcome)
-        unpredicted = "" if self._is_off else self._predictor.reason
+        unpredicted = "" if self._replays.is_off else self._replays.predictor.reason
         return replace(outcome, contradicts_replay=contradicts, unpredicted=unpredicted)
 
     def _contradicts(self, request: Request, outcome: Outcome) -> bool:
@@ -202,18 +332,18 @@ class Predicting:
         trial, calls = outcome.trial, self._card.calls
         names = [record.step for record in outcome.records]
         if not trial.passed:
-            expected = self._predict(request)
+            expected = self._replays.predict(request)
             return request.confirms or (expected is not None and expected.passed)
         if self._card.counts_values:
-            return not self._predictor.give_up(COUNTS_VALUES)
+            return not self._replays.predictor.give_up(COUNTS_VALUES)
         if self._shortens:
             calls = calls[: len(names)]
         if not calls or not names:
             return False
         names += names[-1:] * (len(calls) - len(names))
         self._stepped = outcome.records[-1].stepped
-        self._predictor.workspace_bytes[trial.batch_size] = self._card.workspace_bytes
-        return not self._predictor.learn(trial.batch_size, names, calls)
+        self._replays.predictor.workspace_bytes[trial.batch_size] = self._card.workspace_bytes
+        return not self._replays.predictor.learn(trial.batch_size, names, calls)
 
     def _extended(self, request: Request, outcome: Outcome) -> Outcome:
         """Return the outcome with all its calls, of which the last ones are replayed."""
@@ -224,7 +354,7 @@ class Predicting:
         if asked <= made:
             return outcome
         calls = [*calls, *[calls[-1]] * (asked - made)]
-        replayed = self._replayed(request, calls, self._card.workspace_bytes)
+        replayed = self._replays.replay(request, calls, self._card.workspace_bytes)
         if replayed is None:
             return outcome
         return replace(
@@ -248,11 +378,12 @@ class Predicting:
 
         `runner` gets the trials that it cannot replay.
         """
-        predictor = self._predictor.on(card.card.processors)
-        if self._is_off or predictor is None or not card.begin_as(self._card):
+        predictor = self._replays.predictor.on(card.card.processors)
+        if self._replays.is_off or predictor is None or not card.begin_as(self._card):
             return None
         replaying = Predicting(card)
-        replaying.runner, replaying._predictor, replaying._row = runner, predictor, self._row
+        replaying.runner = runner
+        replaying._replays.predictor, replaying._replays.row = predictor, self._replays.row
         replaying._stepped, replaying._counts = self._stepped, self._counts
         replaying._runs_nothing = True
         return replaying
@@ -269,9 +400,11 @@ def _is_plain(request: Request) -> bool:
 
 def open_local(work: Workload) -> tuple[LocalRunner, Runner]:
     """Return the runner of a workload in this process, and what stands around it."""
-    if not work.device.replays:
-        local = LocalRunner(work)
-        return local, local
+    if not work.device.is_simulated:
+        local, recorder = LocalRunner(work), work.device.call_recorder()
+        if recorder is None or work.ranks > 1:
+            return local, local
+        return local, PredictingOnCard(recorder, local)
     predicting = Predicting(cast("SimulatedDevice", work.device))
     local = predicting.runner = LocalRunner(replace(work, further=predicting.further))
     return local, predicting
@@ -279,8 +412,8 @@ def open_local(work: Workload) -> tuple[LocalRunner, Runner]:
 
 def open_predicting(runner: CommandRunner) -> Runner:
     """Return what stands around a command's runner, which may run it on a simulated card."""
-    if runner.replays is None:
+    if runner.simulated is None:
         return runner
-    predicting = Predicting(runner.replays, shortens=False, cap_of=runner.cap_bytes)
+    predicting = Predicting(runner.simulated, shortens=False, cap_of=runner.cap_bytes)
     predicting.runner = runner
     return predicting

@@ -100,7 +100,7 @@ class Savings:
         self._saving = tuple(
             name for name in saving if name != EXPANDABLE
         )  # that one is a setting of the process
-        self._type = "cuda" if device is None or device.replays else device.torch_device.type
+        self._type = "cuda" if device is None or device.is_simulated else device.torch_device.type
         self._pins = (
             OFFLOAD in self._saving and device is not None and device.torch_device.type == "cuda"
         )

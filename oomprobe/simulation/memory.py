@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.ground.torch_versions import LT_BYTES, LtWorkspace, workspaces
 from oomprobe.simulation.cards import Card
@@ -23,8 +23,6 @@ from oomprobe.tape.calls import (
     RecordedCall,
     Tape,
     parts_of,
-    replay_call,
-    state_of,
 )
 
 _Storage = Any  # torch.UntypedStorage, on the host or the meta device
@@ -91,10 +89,6 @@ class CardMemory:
             (0, 0),
             0,
         )  # of this trial, before the step reset them
-        self._repeated: tuple[RecordedCall, object] | None = (
-            None  # the last, and the memory in which it began
-        )
-        self._served = self._served_bytes = 0  # blocks and bytes in it
         self._allocations: dict[int, _Allocation] = {}
         self._policy = workspaces()
         self._cublas_bytes = card.cublas_workspace_bytes
@@ -334,35 +328,6 @@ class CardMemory:
             call_number, index = allocation.name
             live[next_call - call_number, index] = allocation.block
         return live
-
-    def repeat(self, call: RecordedCall) -> None:
-        """Replay a call on the allocator; live storages get the blocks of that call.
-
-        If there is no room for it, only peaks and counters change.
-        """
-        live = self.live_blocks
-        state = state_of(self.allocator, live)
-        if self._repeated == (
-            call,
-            state,
-        ):  # the last repetition has changed nothing, and this one would not either
-            self.allocator.served_bytes += self._served_bytes
-            self.allocator.served += self._served
-            return
-        allocator = self.allocator.copy()
-        try:
-            after = replay_call(allocator, call, live)
-        except AllocatorOutOfMemory:
-            for name in ("peak_allocated_bytes", "peak_reserved_bytes", "alloc_retries", "ooms"):
-                setattr(self.allocator, name, getattr(allocator, name))
-            raise
-        self._repeated = call, state
-        self._served = allocator.served - self.allocator.served
-        self._served_bytes = allocator.served_bytes - self.allocator.served_bytes
-        self.allocator = allocator
-        for allocation in self._allocations.values():
-            if allocation.name[0] == self.tape.call_number:
-                allocation.block = after[1, allocation.name[1]]
 
     def _death_callback(self, key: int) -> Callable[[object], None]:
         this = weakref.ref(self)

@@ -13,12 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.tape.reductions import Processors, Reduction
+from oomprobe.tape.reductions import Processors, Reduction, buffers
 
 # Bytes of a block to take; -n, to give back the n-th last of the blocks that the kernel holds; RESULT, where its next result
 # is allocated, and all that follow if it is the last. The end gives back what is held.
 RESULT = None
 Steps = tuple[int | None, ...]
+
+
+def in_turn(groups: Iterable[tuple[int, ...]]) -> Steps:
+    """Return the steps that hold the blocks of each group together, one group after the other."""
+    steps: list[int] = []
+    for group in groups:
+        steps += (*group, *(-1,) * len(group))
+    return tuple(steps)
+
+
+def reducing(kind: Reduction, offset: int, *layout: int) -> Steps:
+    """Take what a reduction of a tensor of this offset, shape and strides needs, by kernel."""
+    shape, strides = layout[: len(layout) // 2], layout[len(layout) // 2 :]
+    return in_turn(buffers(kind, shape, strides, offset))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +118,11 @@ class RecordedCall:
 def write_calls(calls: Iterable[RecordedCall], path: str) -> None:
     """Write calls to a file, which another process may read at any time."""
     with open(f"{path}.part", "wb") as file:
-        pickle.dump([(_in_order(call.events), call.sizes) for call in calls], file)
+        pickle.dump([(in_order(call.events), call.sizes) for call in calls], file)
     os.replace(f"{path}.part", path)
 
 
-def _in_order(events: Sequence[Event]) -> tuple[Event, ...]:
+def in_order(events: Sequence[Event]) -> tuple[Event, ...]:
     """Return events with frees that follow each other in a fixed order: what a set held, or a cycle, dies in one that varies."""
     ordered: list[Event] = []
     for are_frees, group in groupby(events, lambda event: event[0] == FREED):
@@ -250,6 +264,32 @@ def replay_trial(
     except AllocatorOutOfMemory as refusal:
         return refusal, len(peaks_bytes)
     return None, peaks_bytes.index(peaks_bytes[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedTrial:
+    """How a replayed trial ended: `error` if it ran out of memory, in call `limiting`, from 0."""
+
+    error: str | None
+    limiting: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_upper_bytes: int | None = None
+    alloc_retries: int
+
+    @classmethod
+    def of(
+        cls, allocator: CachingAllocator, calls: Iterable[RecordedCall], live: LiveBlocks
+    ) -> ReplayedTrial:
+        """Replay a trial on an allocator in the state where it begins."""
+        refusal, limiting = replay_trial(allocator, calls, live)
+        return cls(
+            error=None if refusal is None else f"OutOfMemoryError: {refusal}",
+            limiting=limiting,
+            peak_allocated_bytes=allocator.peak_allocated_bytes,
+            peak_reserved_bytes=allocator.peak_reserved_bytes,
+            alloc_retries=allocator.alloc_retries,
+        )
 
 
 def state_of(allocator: CachingAllocator, live: LiveBlocks) -> object:

@@ -4,18 +4,34 @@ The events of a step usually differ between batch sizes only in their sizes, whi
 determine the lines. Other batch sizes are then tried by replaying their predicted tape on the allocator alone, and each
 further batch size that runs checks the lines. Steps that do not follow lines (a batch split into chunks, a padded shape)
 are not predicted.
+
+A simulated card knows which kernel asks for a size. The history of a real one has bare sizes: there
+`Predictor` recognizes the scratch memory of reductions, allows slopes that are not whole, and goes on
+with other lines where a size that ran did not follow them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from difflib import SequenceMatcher
+from fractions import Fraction
+from itertools import chain, cycle, groupby, islice
+from math import ceil
 
-from oomprobe.tape.calls import KERNEL, RecordedCall, peak_bytes
-from oomprobe.tape.reductions import Processors
+from oomprobe.tape.calls import (
+    ALLOCATED,
+    FREED,
+    KERNEL,
+    Kernel,
+    RecordedCall,
+    peak_bytes,
+    reducing,
+)
+from oomprobe.tape.reductions import Processors, Reduction, buffers
 
 NUMBERS_BYTES = 4096  # losses and counts, of which a loop may hold one more at the peak
+LONGEST_PERIOD = 8  # of calls on a real card, such as micro-batches
 NO_LINES = "the allocations at batch {size} and {other_size} differ in more than sizes that grow with the batch"
 DIFFERENT_TURNS = "step {name!r} allocates something else in its second turn than in its first"
 
@@ -26,13 +42,14 @@ class Line:
 
     call: RecordedCall
     batch_size: int
-    slopes: tuple[int, ...]
+    slopes: tuple[Fraction, ...]
 
     def at(self, batch_size: int) -> RecordedCall:
         """Return the call predicted for a batch size."""
         more = batch_size - self.batch_size
         sizes = (
-            size + slope * more for size, slope in zip(self.call.sizes, self.slopes, strict=True)
+            max(0, size + ceil(slope * more))
+            for size, slope in zip(self.call.sizes, self.slopes, strict=True)
         )
         return RecordedCall(self.call.events, tuple(sizes))
 
@@ -48,9 +65,16 @@ class Line:
 
 
 def lines_through(
-    size: int, calls: Sequence[RecordedCall], other_size: int, other_calls: Sequence[RecordedCall]
+    size: int,
+    calls: Sequence[RecordedCall],
+    other_size: int,
+    other_calls: Sequence[RecordedCall],
+    *,
+    are_whole: bool = True,
 ) -> list[Line] | None:
-    """Return the lines through calls of two batch sizes; None if the events differ or a slope is not whole.
+    """Return the lines through calls of two batch sizes; None if there are none.
+
+    The events must be the same, and slopes whole numbers unless `are_whole` is false.
 
     Example:
         >>> from oomprobe.tape.calls import ALLOCATED, FREED
@@ -64,34 +88,125 @@ def lines_through(
     for call, other_call in zip(calls, other_calls, strict=True):
         if call.events != other_call.events:
             return None
-        slopes = []
+        slopes = list[Fraction]()
         for nbytes, other_bytes in zip(call.sizes, other_call.sizes, strict=True):
-            slope, rest = divmod(other_bytes - nbytes, other_size - size)
-            if rest:
+            slope = Fraction(other_bytes - nbytes, other_size - size)
+            if are_whole and slope.denominator > 1:
                 return None
             slopes.append(slope)
         lines.append(Line(call, size, tuple(slopes)))
     return lines
 
 
+def borrow_slopes(
+    lines: Sequence[Line], batch_size: int, calls: Sequence[RecordedCall]
+) -> list[Line]:
+    """Return lines through the calls of one batch size, whose events may be others than theirs.
+
+    A size that the lines have there too takes their slope; any other grows with the batch.
+    """
+    borrowed = []
+    for number, call in enumerate(calls):
+        line = lines[min(number, len(lines) - 1)]
+        slopes = [Fraction(nbytes, batch_size) for nbytes in call.sizes]
+        for kind, index, detail in call.events:
+            if kind == KERNEL:  # of whose numbers only the rows grow
+                count = detail[0].count
+                slopes[index : index + count] = (Fraction(),) * count
+                slopes[index + _ROWS] = Fraction(call.sizes[index + _ROWS], batch_size)
+        here = line.at(batch_size).sizes
+        matcher = SequenceMatcher(None, here, call.sizes, autojunk=False)
+        for start, mine, length in matcher.get_matching_blocks():
+            slopes[mine : mine + length] = line.slopes[start : start + length]
+        borrowed.append(Line(call, batch_size, tuple(slopes)))
+    return borrowed
+
+
+# --- scratch memory in bare sizes ---
+
+_ROWS = 1  # the place of the rows among the numbers of a reduction: offset, shape and strides
+_MOST_FREES = 16  # that follow each other, in which those of scratch memory are looked for
+
+
+def recognize_reductions(
+    call: RecordedCall, batch_size: int, processors: Processors
+) -> RecordedCall:
+    """Return the call with reductions over the batch as kernels, which have a rule.
+
+    A reduction asks for its result, for partial results and for semaphores, and gives the last two
+    back before anything else is asked for. Its input has a column for each element of the result.
+    """
+    events, sizes = list(call.events), list(call.sizes)
+    for at in range(len(call.events) - 4, -1, -1):
+        asked = call.events[at : at + 3]
+        if [kind for kind, *_ in asked] != [ALLOCATED] * 3:
+            continue
+        result, partial, semaphores = (index for _, index, _ in asked)
+        pair = partial, semaphores
+        frees = [(FREED, 0, index) for index in pair]
+        after = events[at + 3 : at + 3 + _MOST_FREES]
+        if not all(free in after for free in frees):
+            continue
+        kernel_and_numbers = _reduction(call.sizes, batch_size, processors, (result, *pair))
+        if kernel_and_numbers is None:
+            continue
+        kernel, numbers = kernel_and_numbers
+        events[at + 3 : at + 3 + _MOST_FREES] = [event for event in after if event not in frees]
+        events[at + 1 : at + 3] = [(KERNEL, len(sizes), (kernel, 0))]
+        sizes += numbers
+        for index in pair:
+            sizes[index] = 0
+    return RecordedCall(tuple(events), tuple(sizes))
+
+
+def _reduction(
+    sizes: Sequence[int], batch_size: int, processors: Processors, asked: tuple[int, int, int]
+) -> tuple[Kernel, tuple[int, ...]] | None:
+    """Return the reduction over a multiple of the batch that asks for these sizes, if any does."""
+    result_bytes, *pair = (sizes[index] for index in asked)
+    for item_bytes in (4, 2):
+        kind = Reduction(processors, item_bytes, 4, (True, False))
+        for columns in {max(1, result_bytes // 4), max(1, result_bytes // item_bytes)}:
+            row_bytes = item_bytes * columns
+            rows = {nbytes // row_bytes for nbytes in {*sizes} if nbytes % row_bytes == 0}
+            for count in sorted(rows):
+                if count % batch_size or not count:
+                    continue
+                if buffers(kind, (count, columns), (columns, 1), 0) == (tuple(pair),):
+                    return Kernel(reducing, (kind,), 5), (0, count, columns, columns, 1)
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """A trial that ran: the steps that its calls are of, and what these did, without repetitions of the last one."""
+    """A trial that ran: the steps that its calls are of, and what these did, up to the first of those that repeat."""
 
     batch_size: int
     names: tuple[str, ...]
     calls: tuple[RecordedCall, ...]
-    repeats: bool  # whether the last call does; one of several steps is not taken to
+    period: int  # how many of the last calls repeat; 0: none, nor if there are several steps
 
     @classmethod
-    def of(cls, batch_size: int, names: Sequence[str], calls: Sequence[RecordedCall]) -> _Trial:
+    def of(
+        cls,
+        batch_size: int,
+        names: Sequence[str],
+        calls: Sequence[RecordedCall],
+        *,
+        longest_period: int,
+    ) -> _Trial:
         """Return the trial of these calls."""
-        last, distinct = calls[-1], len(calls)
-        repeats = len({*names}) == 1 and len(calls) > 1 and last.repeats(calls[-2])
-        if repeats:
-            while distinct > 1 and calls[distinct - 2] == last:
-                distinct -= 1
-        return cls(batch_size, tuple(names), tuple(calls[:distinct]), repeats)
+        period, distinct = 0, len(calls)
+        if len({*names}) == 1:
+            period = _period(calls, min(longest_period, distinct // 2))
+        while period and distinct >= 2 * period:
+            if (
+                calls[distinct - 2 * period : distinct - period]
+                != calls[distinct - period : distinct]
+            ):
+                break
+            distinct -= period
+        return cls(batch_size, tuple(names), tuple(calls[:distinct]), period)
 
     @property
     def changing_step(self) -> str | None:
@@ -105,6 +220,16 @@ class _Trial:
         return None
 
 
+def _period(calls: Sequence[RecordedCall], longest: int) -> int:
+    """Return after how many calls the last ones repeat, as in gradient accumulation; 0: they do not."""
+    done = [(call.core, call.sizes) for call in calls]
+    for period in range(1, longest + 1):
+        is_closed = period > 1 or calls[-1].closed
+        if is_closed and done[-period:] == done[-2 * period : -period]:
+            return period
+    return 0
+
+
 class Predictor:
     """Prediction of the calls of a cold trial.
 
@@ -114,15 +239,19 @@ class Predictor:
     Attributes:
         lines: One for each call that does not repeat the one before; None while unknown or after a contradiction.
         reason: Why there are no lines, although two sizes ran; "" if there are, or fewer ran.
+        period: How many of the last calls repeat; 0: none.
         workspace_bytes: The largest workspace that a convolution may want, by batch size that ran.
     """
 
-    def __init__(self, *, gives_up: bool = False) -> None:
+    def __init__(self, *, gives_up: bool = False, processors: Processors | None = None) -> None:
+        self._processors = (
+            processors  # of the card whose history has bare sizes; None: no such history
+        )
         self.lines: list[Line] | None = None
         self.reason = ""
         self.workspace_bytes: dict[int, int] = {}
         self._names: tuple[str, ...] = ()  # of the calls that the lines were found for
-        self._repeats = False
+        self.period = 0
         self._last: _Trial | None = None  # that ran
         self._given_up = gives_up
 
@@ -132,7 +261,7 @@ class Predictor:
             return None
         predictor = Predictor(gives_up=True)
         predictor.lines = [line.on(processors) for line in self.lines]
-        predictor._names, predictor._repeats = self._names, self._repeats
+        predictor._names, predictor.period = self._names, self.period
         predictor.workspace_bytes = self.workspace_bytes
         return predictor
 
@@ -142,7 +271,10 @@ class Predictor:
         """Learn from a trial that ran, with calls of these steps; return False if they contradict the lines and take another peak."""
         if self._given_up:
             return True
-        trial = _Trial.of(batch_size, names, calls)
+        if self._processors is not None:
+            calls = [recognize_reductions(call, batch_size, self._processors) for call in calls]
+        longest = 1 if self._processors is None else LONGEST_PERIOD
+        trial = _Trial.of(batch_size, names, calls, longest_period=longest)
         changing = trial.changing_step
         if changing is not None:
             return self.give_up(DIFFERENT_TURNS.format(name=changing))
@@ -152,6 +284,14 @@ class Predictor:
             return True
         if predicted is None:
             self._find_lines(before, trial)
+        elif self._processors is not None:
+            assert self.lines is not None
+            if batch_size <= self.lines[0].batch_size or predicted == [*calls]:
+                return True
+            made = trial.names[: len(self._names)]
+            if self.period != trial.period or made != self._names:
+                return self.give_up(NO_LINES.format(size=before.batch_size, other_size=batch_size))
+            self.lines = borrow_slopes(self.lines, batch_size, trial.calls)
         # A loop whose smaller last batch only some sizes leave makes other calls, with the same peak.
         elif abs(peak_bytes(predicted) - peak_bytes(calls)) > NUMBERS_BYTES:
             return self.give_up(NO_LINES.format(size=before.batch_size, other_size=batch_size))
@@ -167,17 +307,20 @@ class Predictor:
         if before.batch_size == now.batch_size:
             return
         calls, other_calls, names = now.calls, before.calls, now.names
-        if not now.repeats:
+        if not now.period:
             made = min(len(calls), len(other_calls))
             calls, other_calls, names = calls[:made], other_calls[:made], names[:made]
         lines = None
-        if (
-            before.repeats == now.repeats
-            and before.names[: len(names)] == names[: len(before.names)]
-        ):
-            lines = lines_through(before.batch_size, other_calls, now.batch_size, calls)
+        if before.period == now.period and before.names[: len(names)] == names[: len(before.names)]:
+            lines = lines_through(
+                before.batch_size,
+                other_calls,
+                now.batch_size,
+                calls,
+                are_whole=self._processors is None,
+            )
         if lines is not None:
-            self.lines, self._repeats, self._names, self.reason = lines, now.repeats, names, ""
+            self.lines, self.period, self._names, self.reason = lines, now.period, names, ""
         elif self.lines is None:
             self.reason = NO_LINES.format(size=before.batch_size, other_size=now.batch_size)
 
@@ -187,43 +330,13 @@ class Predictor:
         """Predict the first calls of a cold trial, which are of these steps; None if unknown."""
         if self.lines is None:
             return None
-        count, further = len(names), 0
-        if self._repeats and {*names} == {*self._names}:
-            further = max(0, count - len(self.lines))
-        elif tuple(names) != self._names[:count]:
+        count = len(names)
+        repeats = self.period > 0 and {*names} == {*self._names}
+        if not repeats and tuple(names) != self._names[:count]:
             return None
-        predicted = [line.at(batch_size) for line in self.lines[:count]]
-        return [*predicted, *predicted[-1:] * further]
-
-    def next_call(
-        self, batch_size: int, name: str, calls: Sequence[RecordedCall]
-    ) -> RecordedCall | None:
-        """Return the call that would follow these, all of one step, if it is known to repeat from there on; None if it must run.
-
-        It is known where the last two calls are alike, where all were as predicted, or where they do what another size did before
-        its calls repeated.
-        """
-        if len(calls) < 2:
-            return None
-        if calls[-1].repeats(calls[-2]):
-            return calls[-1]
-        if self.lines is not None:
-            return self._as_predicted(batch_size, name, calls)
-        if self._last is None or not self._last.repeats:
-            return None
-        events_before = [call.events for call in self._last.calls]
-        return calls[-1] if [call.events for call in calls] == events_before else None
-
-    def _as_predicted(
-        self, batch_size: int, name: str, calls: Sequence[RecordedCall]
-    ) -> RecordedCall | None:
-        predicted = self.calls(batch_size, [name] * (len(calls) + 1))
-        if predicted is None:
-            return None
-        following = predicted.pop()
-        if predicted == [*calls] and following.repeats(calls[-1]):
-            return following
-        return None
+        predicted = [line.at(batch_size) for line in self.lines]
+        again = cycle(predicted[-self.period :])
+        return [*islice(chain(predicted, again), count)]
 
     def workspace_at(self, batch_size: int) -> int:
         """Bound what a convolution may want at a size that did not run: it grows no faster than the batch."""

@@ -196,9 +196,10 @@ def check(build, *, memory="1GiB", calls=CALLS, share=0.95, trained=None, rises=
     *_, largest = search_around(answer, max(1, answer // 32), passes)
     assert answer >= share * largest
     # If trials make as many calls as the largest event needs, confirming finds nothing new; except where the second such
-    # event meets a less favourable layout than the first, as in other versions of torch than the suite's own.
+    # event meets a less favourable layout than the first, as in other versions of torch than the suite's own. One more
+    # confirmation may show that the replays before it were wrong.
     assert [trial["phase"] for trial in found["trials"]].count("confirm") <= (
-        3 if VERSION == (2, 14) else 9
+        4 if VERSION == (2, 14) else 9
     )
     assert not rises or any(f"ran for {calls} calls" in note for note in found["notes"])
 

@@ -1,12 +1,8 @@
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.allocator.settings import AllocatorSettings
-from oomprobe.simulation.cards import generic_card
-from oomprobe.simulation.memory import CardMemory
+from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.tape.calls import (
     ALLOCATED,
     FREED,
@@ -173,38 +169,6 @@ def test_the_peak_counts_what_earlier_calls_left():
     assert peak_bytes([]) == 0
 
 
-def following(predictor, calls, size=8):
-    return predictor.next_call(size, "train", calls)
-
-
-def test_a_call_repeats_if_it_did_what_the_last_one_did():
-    leaking = step(8, dead=())
-    for calls in ([step(8)], [step(8), step(9)], [leaking, leaking]):
-        assert following(Predictor(), calls) is None
-    assert following(Predictor(), [step(8), step(8)]) == step(8)
-
-
-def test_a_call_repeats_where_it_did_at_another_size():
-    assert following(taught(4), cold(8)[:1]) is None
-    assert following(taught(4), cold(8)[:2]) == step(8)
-    assert following(taught(4), [a_call(8), step(8)]) is None  # it began otherwise
-    assert following(taught(4), [first(8), a_call(8)]) is None
-    changing = Predictor()
-    learn(changing, 4, [first(4), a_call(4)])
-    assert following(changing, [first(8), a_call(8)]) is None
-
-
-def test_a_call_repeats_where_all_were_as_predicted():
-    assert following(taught(2, 4), cold(8)[:2]) == step(8)
-    assert following(taught(2, 4), [a_call(8), step(8)]) is None
-    assert (
-        following(
-            taught(2, 4), [first(8), RecordedCall(step(8).events, (9 * MIB, 16 * MIB, 4 * MIB))]
-        )
-        is None
-    )
-
-
 def test_calls_of_several_steps_are_predicted_in_their_order():
     predictor, names = Predictor(), ["train", "train", "eval", "train", "eval"]
 
@@ -237,21 +201,6 @@ def test_calls_that_do_not_repeat_are_predicted_as_far_as_they_ran():
         assert learn(predictor, size, [a_call(number * size) for number in range(1, made + 1)])
     assert predict(predictor, 100, 3) == [a_call(100), a_call(200), a_call(300)]
     assert predict(predictor, 100, 4) is None
-
-
-def test_a_repeat_without_room_changes_only_counters():
-    memory = CardMemory(generic_card(50 * MIB), AllocatorSettings())
-    kept = torch.UntypedStorage(4 * MIB)
-    memory.allocate(kept)
-    memory.start_trial()
-    events = ((ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (FREED, 0, 0), (FREED, 0, 1))
-    with pytest.raises(AllocatorOutOfMemory):
-        memory.repeat(RecordedCall(events, (20 * MIB, 30 * MIB)))
-    assert (memory.allocator.ooms, memory.allocator.alloc_retries) == (1, 1)
-    assert memory.peaks == (24 * MIB, 40 * MIB)
-    assert memory.allocator.allocated_bytes == 4 * MIB
-    memory.free(kept)
-    assert memory.allocator.allocated_bytes == 0
 
 
 @given(

@@ -162,9 +162,9 @@ class CommandRunner:
         self._files = TrialFiles(command, on_card=card is not None, keeps_writes=keep_writes)
         # The card that each process of the command is to be on; None: real devices.
         self._card = card
-        self.replays: SimulatedDevice | None = opened_if_simulated(
+        self.simulated: SimulatedDevice | None = opened_if_simulated(
             card
-        )  # the same card, which replays sizes that follow from others
+        )  # the same card, on which sizes are replayed that follow from others
         # Fraction of the memory, by UUID of the device; by the first run that passed.
         self._available: dict[str, float] = {}
         self._measured = Measured(available_bytes=0, outside_bytes=None)  # by that run
@@ -244,7 +244,7 @@ class CommandRunner:
 
     def _record(self, run: Run, seen: RunReports, *, passed: bool) -> None:
         """Keep what the only process on the card asked of it."""
-        if self.replays is None:
+        if self.simulated is None:
             return
         from oomprobe.tape.calls import read_calls  # takes a second to import
 
@@ -255,7 +255,7 @@ class CommandRunner:
             calls = read_calls(recorded[0])
             for memory in seen.training[0].devices:
                 workspace_bytes = max(workspace_bytes, memory.workspace_bytes)
-        self.replays.begin_with(calls, workspace_bytes)
+        self.simulated.begin_with(calls, workspace_bytes)
 
     def cap_bytes(self, request: Request) -> int:
         """Return the cap of a run on its card."""

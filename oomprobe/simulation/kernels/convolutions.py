@@ -10,8 +10,8 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from oomprobe.simulation.cuda_kernels import convolution_format, has_only_format
-from oomprobe.simulation.kernels.steps import Launch, Operator, around, copied, launch, reducing
-from oomprobe.tape.calls import RESULT, Steps
+from oomprobe.simulation.kernels.steps import Launch, Operator, around, copied, launch
+from oomprobe.tape.calls import RESULT, Steps, reducing
 from oomprobe.tape.reductions import Reduction
 
 _aten = torch.ops.aten

@@ -15,12 +15,10 @@ from oomprobe.simulation.kernels.steps import (
     afterwards,
     around,
     copied,
-    in_turn,
     launch,
-    reducing,
     throughout,
 )
-from oomprobe.tape.calls import RESULT, Steps
+from oomprobe.tape.calls import RESULT, Steps, in_turn, reducing
 from oomprobe.tape.reductions import Processors, Reduction
 
 _aten = torch.ops.aten

@@ -14,11 +14,10 @@ from oomprobe.simulation.kernels.steps import (
     afterwards,
     copied,
     given_back,
-    in_turn,
     launch,
     throughout,
 )
-from oomprobe.tape.calls import RESULT, Steps
+from oomprobe.tape.calls import RESULT, Steps, in_turn
 from oomprobe.tape.reductions import Processors
 
 # --- indices that kernels sort ---

@@ -13,17 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from oomprobe.tape.calls import RESULT, Kernel, Steps
-from oomprobe.tape.reductions import Processors, Reduction, buffers
+from oomprobe.tape.reductions import Processors
 
 INT64_BYTES, FLOAT_BYTES = 8, 4
-
-
-def in_turn(groups: Iterable[tuple[int, ...]]) -> Steps:
-    """Return the steps that hold the blocks of each group together, one group after the other."""
-    steps: list[int] = []
-    for group in groups:
-        steps += (*group, *(-1,) * len(group))
-    return tuple(steps)
 
 
 def given_back(steps: Iterable[int | None]) -> Steps:
@@ -51,12 +43,6 @@ def afterwards(*nbytes: int) -> Steps:
 def around(before: int, *nbytes: int) -> Steps:
     """Take the first `before` blocks before the results, and the others after them."""
     return *nbytes[:before], RESULT, *nbytes[before:]
-
-
-def reducing(kind: Reduction, offset: int, *layout: int) -> Steps:
-    """Take what a reduction of a tensor with this offset, shape and strides needs, kernel by kernel."""
-    shape, strides = layout[: len(layout) // 2], layout[len(layout) // 2 :]
-    return in_turn(buffers(kind, shape, strides, offset))
 
 
 class Launch(NamedTuple):

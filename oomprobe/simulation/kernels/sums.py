@@ -15,10 +15,9 @@ from oomprobe.simulation.kernels.steps import (
     Rule,
     copied,
     launch,
-    reducing,
     throughout,
 )
-from oomprobe.tape.calls import RESULT, Steps
+from oomprobe.tape.calls import RESULT, Steps, reducing
 from oomprobe.tape.reductions import Reduction
 
 

@@ -1,0 +1,165 @@
+"""Torch's memory history of a native CUDA allocator: what each call of a trial asks for, and its replay from where the trial begins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from oomprobe.allocator.caching import CachingAllocator, adopt
+from oomprobe.allocator.settings import AllocatorSettings
+from oomprobe.devices.statistics import Statistics
+from oomprobe.tape.calls import LiveBlocks, RecordedCall, ReplayedTrial
+from oomprobe.tape.record import NotRecorded, cut_calls
+from oomprobe.tape.reductions import Processors
+
+MOST_CALLS = 24  # of a trial, that are recorded
+_COUNTS = ("allocation", "all", "allocated"), ("allocation", "all", "freed")
+
+
+USER_RECORDS = "the process records the allocator itself"
+
+
+def user_records() -> bool:
+    """Return whether the process records its allocator already: there is one recording for each process. Torch tells since 2.14."""
+    return bool(getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)())
+
+
+class MemoryHistory:
+    """What torch records of one device.
+
+    Attributes:
+        segments: When recording began, by falling addresses, at which drivers mostly make them.
+        settings: The allocator's, by torch's names.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._memory = device, torch.cuda.memory
+        self.segments: list[dict[str, Any]] = []
+        self.settings: Mapping[str, Any] = {}
+
+    def start(self) -> None:
+        """Forget what was recorded, and record from here on."""
+        torch.cuda.synchronize(self._device)  # lets blocks that wait for a stream be freed first
+        self._memory._record_memory_history(None)
+        snapshot = self._memory._snapshot(self._device)
+        index = self._device.index
+        self.segments = [part for part in snapshot["segments"] if part["device"] == index]
+        self.segments.sort(key=lambda part: part["address"], reverse=True)
+        self.settings = snapshot.get("allocator_settings", {})
+        self._memory._record_memory_history("all", context=None, device=self._device)
+
+    def stop(self) -> list[dict[str, Any]]:
+        """Record no more, and return the entries."""
+        try:
+            snapshot: Any = self._memory._snapshot(self._device)
+        finally:
+            self._memory._record_memory_history(None)
+        return snapshot["device_traces"][self._device.index]  # type: ignore[no-any-return]
+
+    def blocks(self) -> dict[int, int]:
+        """Return the requested bytes of the blocks that were in use when recording began, by address."""
+        base = {}
+        for segment in self.segments:
+            for block in segment["blocks"]:
+                if block["state"] != "inactive":
+                    base[block["address"]] = block["requested_size"]
+        return base
+
+
+class CallHistory:
+    """Records the calls of a device's trials; see `oomprobe.devices.base.CallRecorder`."""
+
+    def __init__(
+        self, device: torch.device, statistics: Statistics, usable_bytes: Callable[[], int]
+    ) -> None:
+        self._device, self._history = device, MemoryHistory(device)
+        self._statistics, self._usable_bytes = statistics, usable_bytes
+        self.calls: Sequence[RecordedCall] = ()
+        self.reason = ""
+        self._is_wanted = self._is_on = False
+        self._blocks: dict[int, int] = {}  # when the trial began
+        self._before = (0, 0, 0)  # requests, frees and retries, when it began
+        self._ends: list[tuple[int, int]] = []
+        self._capacity_bytes = 0
+
+    @property
+    def bare_processors(self) -> Processors:
+        """Processors of the card."""
+        properties = torch.cuda.get_device_properties(self._device)
+        return Processors(
+            (properties.major, properties.minor),
+            properties.multi_processor_count,
+            properties.max_threads_per_multi_processor,
+        )
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the trial that runs inside."""
+        self.calls, self.reason, self._is_wanted = (), "", True
+        try:
+            yield
+        finally:
+            self._is_wanted = False
+            self._stop()
+
+    def start_trial(self) -> None:
+        """Take note of the memory in which a trial begins."""
+        if not self._is_wanted:
+            return
+        if user_records():
+            self.reason = USER_RECORDS
+        else:
+            self._history.start()
+            self._blocks, self._capacity_bytes = self._history.blocks(), self._usable_bytes()
+            self._before, self._ends, self._is_on = self._counts(), [], True
+
+    def end_call(self) -> None:
+        """Take note that a call has ended."""
+        if not self._is_on:
+            return
+        requests, frees, _ = self._counts()
+        self._ends.append((requests - self._before[0], frees - self._before[1]))
+        if len(self._ends) == MOST_CALLS:
+            self._stop()
+
+    def _counts(self) -> tuple[int, int, int]:
+        requests, frees = (self._statistics.total(*path) for path in _COUNTS)
+        return requests, frees, self._statistics.total("num_alloc_retries")
+
+    def _stop(self) -> None:
+        """Stop recording, and cut what was recorded into calls."""
+        if not self._is_on:
+            return
+        self._is_on, entries = False, self._history.stop()
+        may_retry = self._counts()[2] > self._before[2]
+        try:
+            self.calls = cut_calls(entries, self._blocks, self._ends, may_retry=may_retry)
+        except NotRecorded as error:
+            self.reason = str(error)
+
+    def replay(
+        self, calls: Sequence[RecordedCall], cap_bytes: int | None, workspace_bytes: int
+    ) -> ReplayedTrial | None:
+        """Replay a trial from where the last recorded one began; what convolutions want is in what was recorded."""
+        if not self._capacity_bytes:
+            return None
+        expands = bool(self._history.settings.get("expandable_segments"))
+        settings = AllocatorSettings(expandable_segments=expands)
+        allocator = CachingAllocator(self._capacity_bytes, settings)
+        handles, room_ends = list[int](), sys.maxsize
+        for segment in self._history.segments:
+            start, nbytes = segment["address"], segment["total_size"]
+            inside = range(start, start + nbytes)
+            blocks = [block for block in self._blocks.items() if block[0] in inside]
+            allocator.use_stream(segment["stream"])
+            room = min(room_ends - inside.stop, self._capacity_bytes)  # for pages, if expandable
+            handles += adopt(allocator, start, nbytes, blocks, room)
+            room_ends = start
+        allocator.use_stream(0)
+        allocator.limit_bytes = cap_bytes
+        live: LiveBlocks = {(1, number): handle for number, handle in enumerate(handles)}
+        return ReplayedTrial.of(allocator, calls, live)
