@@ -68,7 +68,8 @@ def test_a_recording_is_replayed_as_the_card_did(name):
         assert explanation.live_bytes <= explanation.least_bytes <= explanation.reserved_bytes
     else:
         assert explanation.live_bytes + explanation.requested_bytes <= explanation.least_bytes
-        assert explanation.least_bytes > recording.capacity_bytes
+        assert min(explanation.least_bytes, explanation.least_cap_bytes) > recording.capacity_bytes
+        assert explanation.available_bytes <= recording.capacity_bytes
     assert explanation.live_bytes <= explanation.least_bytes_expandable
     assert sum(explanation.held.values()) == explanation.live_bytes
     assert ("where the segments at the end tell" in str(explanation.notes)) is bool(
@@ -76,6 +77,8 @@ def test_a_recording_is_replayed_as_the_card_did(name):
     )
     if recording.expandable_segments:
         assert explanation.least_bytes == explanation.least_bytes_expandable
+    else:
+        assert explanation.least_cap_bytes == explanation.least_bytes
 
 
 @pytest.mark.parametrize(
@@ -124,11 +127,11 @@ def test_a_setting_that_saves_next_to_nothing_comes_last(
 ):
     def barely(history):
         # The card had a thousandth less than the requests need as recorded.
-        available = history.moment().reserved_bytes  # a limit held back what was free
+        available = max(history.reserved())  # a limit held back what was free
         return replace(
             replay.replayed(history),
-            least_bytes=int(available * 1.001),
-            least_bytes_expandable=int(available * 1.001 * expandable),
+            least_cap_bytes=int(available * 1.001),
+            least_cap_bytes_expandable=int(available * 1.001 * expandable),
         )
 
     monkeypatch.setattr(explanation, "replayed", barely)
@@ -136,6 +139,27 @@ def test_a_setting_that_saves_next_to_nothing_comes_last(
     assert explained_now.cause == cause
     assert "expandable_segments" in explained_now.advice[place]
     assert ("save less than 2 %" in str(explained_now.notes)) is (cause == "cap")
+
+
+SET = "PYTORCH_CUDA_ALLOC_CONF"
+
+
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        ({SET: ""}, f"export {SET}=expandable_segments:True"),
+        ({"max_round_threshold": -1}, "export PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        ({SET: "pinned_use_background_threads:True", "max_round_threshold": -1}, f"export {SET}=pinned_use_background_threads:True,expandable_segments:True"),
+        ({SET: "roundup_power2_divisions:[256:1,>:4]"}, f"export {SET}='roundup_power2_divisions:[256:1,>:4],expandable_segments:True'"),
+        ({SET: "x:$(id)"}, f"export {SET}=expandable_segments:True"),
+        ({SET: ["x"]}, f"export {SET}=expandable_segments:True"),
+        ({SET: "backend:cudaMallocAsync"}, explanation.SHAPES),
+    ],
+)  # fmt: skip
+def test_advice_keeps_the_settings_of_a_snapshot(settings, advice, explained):
+    snapshot = snapshot_of(Recording.named("h100-ragged"))
+    snapshot["allocator_settings"] |= settings
+    assert explained(snapshot).advice[0] == advice
 
 
 @pytest.mark.parametrize(

@@ -338,14 +338,6 @@ class CachingAllocator:
         for pools in self._pools.values():
             yield from pools
 
-    def _segment_size(self, size: int) -> int:
-        """get_allocation_size: the size of a new segment."""
-        if size <= SMALL:
-            return SMALL_SEGMENT
-        if size < _OWN_SEGMENT:
-            return LARGE_SEGMENT
-        return _rounded_up(size, _SEGMENT_STEP)
-
     def _best_fit(self, pool: Pool, size: int) -> int:
         """get_free_block: the index of the block to use in the pool; -1: none fits."""
         free = pool.free
@@ -371,7 +363,7 @@ class CachingAllocator:
 
     def _block_from_driver(self, pool: Pool, size: int) -> Block:
         """Reserve a segment, releasing more and more of the cache until it fits."""
-        segment = self._segment_size(size)
+        segment = segment_size(size)
         block = self._new_segment(pool, size, segment)
         if block is None:
             self.empty_cache()
@@ -468,6 +460,15 @@ class CachingAllocator:
     def _release(self, block: Block) -> None:
         block.pool.discard(block)
         self.reserved_bytes -= block.size
+
+
+def segment_size(size: int) -> int:
+    """get_allocation_size: the size of a new segment; what counts against a cap."""
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    if size < _OWN_SEGMENT:
+        return LARGE_SEGMENT
+    return _rounded_up(size, _SEGMENT_STEP)
 
 
 def _empty_pools(settings: AllocatorSettings, stream: int) -> tuple[Pool, Pool]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oomprobe.allocator.caching import LARGE_SEGMENT
+from oomprobe.allocator.caching import LARGE_SEGMENT, SMALL_SEGMENT, segment_size
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.explaining.encodings import unpacked
 from oomprobe.explaining.log import ALMOST_FULL, LogStory, OomText, read_log
@@ -18,6 +18,7 @@ from oomprobe.explaining.remedies import (
     SHAPES,
     UNCAP,
     WATCH,
+    expansion_beside,
     remedies_for,
 )
 from oomprobe.ground.units import format_bytes
@@ -57,7 +58,6 @@ ENGINE_NAMES = {
     "cupy": "CuPy",
 }
 OF_ANOTHER_ENGINE = "{name}, not torch, ran out of the device's memory"
-EXPANDABLE = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 ADVICE: Mapping[str | None, tuple[str, ...]] = {
     "live": (SAVINGS,),
     "fragmentation": (SHAPES,),
@@ -103,12 +103,17 @@ class Explanation:
         live_bytes: Held by tensors then, or at the peak; each block counts as a multiple of 512 bytes, as torch rounds it.
         reserved_bytes: Held by torch's allocator then, or at most.
         free_bytes: Free on the device when the request was refused.
-        available_bytes: What torch's allocator could have held then: what it had reserved, with what was free unless a cap held it back.
+        available_bytes: What torch's allocator could have held then: what it had reserved, with what
+            was free; under a cap, what that allowed at least.
         held: What was live, largest first: by line of code, or of a log by what it tells apart.
         kinds: The same bytes by kind: parameters and buffers, forward, backward, optimizer, ...
         modules: Calls of equal modules: the line, how many hold memory, and the bytes of all.
         least_bytes: The smallest memory for torch in which the recording runs, with the refused requests.
         least_bytes_expandable: The same with ``expandable_segments``.
+        least_cap_bytes: The smallest cap on a larger device, as ``set_per_process_memory_fraction``
+            sets one, in which the recording runs. With expandable segments it is not `least_bytes`:
+            torch counts a whole request, also where some of its pages are mapped, and not what the
+            last page has beyond the request.
         advice: What to type.
         notes: How certain this is, and what the file does not say.
 
@@ -142,6 +147,7 @@ class Explanation:
     modules: tuple[Modules, ...] = ()
     least_bytes: int | None = None
     least_bytes_expandable: int | None = None
+    least_cap_bytes: int | None = None
     advice: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -207,16 +213,32 @@ class Explanation:
             return []
         lines = []
         if self.available_bytes is not None:
-            lines.append(f"it had: {format_bytes(self.available_bytes)}")
+            lines.append(f"it had: {format_bytes(self.available_bytes)}{self._cap()}")
         lines += [
             f"as recorded: {format_bytes(self.least_bytes)}; {_smallest_card(self.least_bytes)}"
         ]
+        if self.least_cap_bytes not in (None, self.least_bytes):
+            lines.append(f"as recorded, under a cap: {format_bytes(self.least_cap_bytes)}")
         if self.least_bytes_expandable != self.least_bytes:
             change = self.least_bytes_expandable / self.least_bytes - 1
             lines.append(
                 f"with expandable segments: {format_bytes(self.least_bytes_expandable)} ({change:+.1%})"
             )
         return lines
+
+    def _cap(self) -> str:
+        """Return what is known of the cap, if one held back what was free."""
+        reserved, free, requested, available = (
+            nbytes or 0
+            for nbytes in (
+                *(self.reserved_bytes, self.free_bytes),
+                *(self.requested_bytes, self.available_bytes),
+            )
+        )
+        if available >= reserved + free:
+            return ""
+        too_much = format_bytes(reserved + segment_size(requested))
+        return f" at least, under a cap of less than {too_much}"
 
 
 def explain(path: str | Path, *, device: int | None = None) -> Explanation:
@@ -369,6 +391,7 @@ def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot)
         known |= {
             "least_bytes": replay.least_bytes,
             "least_bytes_expandable": replay.least_bytes_expandable,
+            "least_cap_bytes": replay.least_cap_bytes,
         }
     stacks = Stacks(block.frames for block in moment.live)
     if refused is not None:
@@ -378,11 +401,14 @@ def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot)
         if history.snapshot is not snapshot:  # what was live when it was refused is not known
             cause = "unknown"
         known |= {"cause": cause, "available_bytes": available_bytes, "advice": ADVICE[cause]}
+        expansion = expansion_beside(snapshot.settings)
         if cause == "fragmentation" and not history.is_expandable:
-            known["advice"] = (EXPANDABLE, *ADVICE[cause])
-        runs_expandable = replay is not None and replay.least_bytes_expandable <= available_bytes
+            known["advice"] = (*expansion, *ADVICE[cause])
+        runs_expandable = replay is not None and (
+            replay.least(is_cap=history.is_capped())[1] <= available_bytes
+        )
         if runs_expandable and not history.is_expandable and cause != "fragmentation":
-            known["advice"] = (*ADVICE[cause], EXPANDABLE)
+            known["advice"] = (*ADVICE[cause], *expansion)
             notes.append(BARELY)
     kinds = total_by(stacks.kind_of, moment.live)
     notes += _notes_on_others(snapshots, snapshot, kinds)
@@ -429,17 +455,19 @@ def _cause(
     history: History, moment: Moment, refused: Event, replay: Replay | None
 ) -> tuple[str, int]:
     """Return the cause, and what the allocator could have held when the request was refused."""
-    is_capped = (
-        refused.address >= refused.size + LARGE_SEGMENT
-    )  # the device had room for any segment
-    available_bytes = moment.reserved_bytes
-    if not is_capped:
-        available_bytes += refused.address
+    is_capped = history.is_capped()
+    available_bytes = moment.reserved_bytes + refused.address
+    if is_capped:  # it allowed all that was held, and not the segment that was refused
+        refused_bytes = moment.reserved_bytes + segment_size(refused.size)
+        allowed_bytes = max(history.reserved())
+        if history.is_expandable:  # the last page may lie beyond what counts
+            allowed_bytes -= LARGE_SEGMENT - SMALL_SEGMENT
+        available_bytes = min(allowed_bytes, refused_bytes - SMALL_SEGMENT)
     is_fragmented = moment.live_bytes + refused.size <= ALMOST_FULL * available_bytes
     if replay is not None and not history.is_expandable:
         # A setting that saves next to nothing lets this step run, and not a later one.
-        saves = replay.least_bytes_expandable <= ALMOST_FULL * replay.least_bytes
-        is_fragmented = saves and replay.least_bytes_expandable <= available_bytes
+        as_recorded, expandable = replay.least(is_cap=is_capped)
+        is_fragmented = expandable <= min(available_bytes, ALMOST_FULL * as_recorded)
     if is_fragmented:
         return "fragmentation", available_bytes
     return "cap" if is_capped else "live", available_bytes

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Mapping
+from typing import Any
 
 from oomprobe.explaining.log import OomText
+from oomprobe.ground.allocator_settings import VARIABLES, to_expand
 
 RECORD = (
     "torch.cuda.memory._record_memory_history(max_entries=1_000_000)  # before the model is made",
@@ -54,12 +58,17 @@ OF_OLD_TORCH = {
         "from torch 2.1 on, expandable_segments:True"
     ),
 }
+# c10/core/AllocatorConfig.h of torch 2.13.0 has both settings, that of 2.12.1 neither. With the first
+# alone the cache could hand out too small a block: pytorch/pytorch#192722.
 PINNED = (
-    "export PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64  # torch 2.13 has it, "
-    "old versions refuse it",
+    "export PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:64"
+    "  # from torch 2.13 on",
     "DataLoader(dataset, pin_memory=False)  # or pin fewer and smaller tensors",
     "free -g; ulimit -l  # how much memory the host has, and how much of it may be pinned",
 )
+# Of a snapshot's settings, and what a name in them says about the version of torch.
+SETTINGS_FORM = re.compile(r"[\w:.,<>\[\] -]{1,500}")
+IN_SNAPSHOTS_SINCE_2_13, OLDEST = "max_round_threshold", "2.1"
 # By what the message says, the first that fits.
 OF_HOST = (
     (
@@ -113,6 +122,21 @@ def remedies_for(error: OomText) -> tuple[str, ...]:
     if error.vendor in HAVE_RECORDING:
         lines = (*lines, *RECORD)
     return lines
+
+
+def expansion_beside(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what to type for expandable segments beside a snapshot's settings, if they can be had.
+
+    It calls the settings by the variable that all versions of torch read, and read first, whichever
+    they came from.
+    """
+    version = "2.13" if IN_SNAPSHOTS_SINCE_2_13 in settings else OLDEST
+    before = settings.get(VARIABLES[0])
+    kept = {}
+    if isinstance(before, str) and SETTINGS_FORM.fullmatch(before):
+        kept = {VARIABLES[0]: before}
+    variable, _, value = to_expand(kept, version).partition("=")
+    return (f"export {variable}={shlex.quote(value)}",) if variable else ()
 
 
 def _setting_for(error: OomText) -> tuple[str, ...]:

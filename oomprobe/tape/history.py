@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from oomprobe.allocator.caching import SMALLEST_BLOCK
+from oomprobe.allocator.caching import LARGE_SEGMENT, SMALLEST_BLOCK
 from oomprobe.tape.snapshot import Event, Frames, Snapshot
 
 _MAKES = {
@@ -141,6 +141,11 @@ class History:
     def last_refused(self) -> Event | None:
         """Return the last request that was refused: a program, or cuDNN, may have done with less after those before it."""
         return next((event for event in reversed(self.events) if event.action == "oom"), None)
+
+    def is_capped(self) -> bool:
+        """Return whether the last refusal was a cap's: the device had room for any segment."""
+        refused = self.last_refused()
+        return refused is not None and refused.address >= refused.size + LARGE_SEGMENT
 
     def live_peak_bytes(self) -> int:
         """Return the most that was live at once, with the last refused request."""

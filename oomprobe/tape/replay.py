@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from oomprobe.allocator.caching import (
+    LARGE_SEGMENT,
     SMALL_SEGMENT,
     AllocatorOutOfMemory,
     CachingAllocator,
@@ -38,12 +39,22 @@ class Replay:
         requests: All that were served.
         least_bytes: The smallest memory in which the recording runs, with the last request that was refused.
         least_bytes_expandable: The same with expandable segments.
+        least_cap_bytes: The smallest cap on a larger card in which it runs.
+        least_cap_bytes_expandable: The same with expandable segments.
     """
 
     same: int
     requests: int
     least_bytes: int
     least_bytes_expandable: int
+    least_cap_bytes: int
+    least_cap_bytes_expandable: int
+
+    def least(self, *, is_cap: bool) -> tuple[int, int]:
+        """Return what the recording needs, as recorded and with expandable segments."""
+        if is_cap:
+            return self.least_cap_bytes, self.least_cap_bytes_expandable
+        return self.least_bytes, self.least_bytes_expandable
 
 
 class NotSimulated(Exception):
@@ -79,9 +90,12 @@ def _replayed(history: History) -> Replay:
             break
     expandable = replace(as_recorded, expandable_segments=True)
     least_bytes = least_bytes_expandable = _least_bytes(history, expandable)
+    cap_bytes = cap_bytes_expandable = _least_bytes(history, expandable, is_cap=True)
     if not history.is_expandable:
-        least_bytes = _least_bytes(history, as_recorded)
-    return Replay(same, requests, least_bytes, least_bytes_expandable)
+        least_bytes = cap_bytes = _least_bytes(history, as_recorded)
+    return Replay(
+        same, requests, least_bytes, least_bytes_expandable, cap_bytes, cap_bytes_expandable
+    )
 
 
 def _require_simulated(snapshot: Snapshot) -> None:
@@ -115,28 +129,41 @@ def _same(history: History, settings: AllocatorSettings) -> int:
     return same
 
 
-def _least_bytes(history: History, settings: AllocatorSettings) -> int:
-    """Return the capacity, a multiple of 2 MiB, with which the recording runs, and with 2 MiB less it does not.
+def _least_bytes(history: History, settings: AllocatorSettings, *, is_cap: bool = False) -> int:
+    """Return the capacity, or cap, with which the recording runs, and with 2 MiB less it does not.
 
-    An expandable segment may extend as far as it needs to, as on a card with memory to spare.
+    It is a multiple of 2 MiB. An expandable segment may extend as far as it needs to, as on a card
+    with memory to spare.
     """
     enough = _peak_bytes(history, settings, _UNLIMITED)
     too_little = (history.live_peak_bytes() - 1) // SMALL_SEGMENT * SMALL_SEGMENT
     if enough is None:
         raise AllocatorOutOfMemory("the request that was refused is larger")
+    if is_cap:
+        enough += enough + LARGE_SEGMENT  # more than any request counts
     while enough - too_little > SMALL_SEGMENT:
         tried = (enough + too_little) // 2 // SMALL_SEGMENT * SMALL_SEGMENT
-        peak_bytes = _peak_bytes(history, settings, tried)
+        peak_bytes = _peak_bytes(history, settings, tried, is_cap=is_cap)
         if peak_bytes is None:
             too_little = tried
+        elif is_cap:
+            enough = tried
         else:
             enough = peak_bytes
     return enough
 
 
-def _peak_bytes(history: History, settings: AllocatorSettings, capacity_bytes: int) -> int | None:
-    """Return the most that the allocator holds while it serves all requests and the last refused one; None if it cannot."""
-    allocator = CachingAllocator(capacity_bytes, settings, total_bytes=_UNLIMITED)
+def _peak_bytes(
+    history: History, settings: AllocatorSettings, most_bytes: int, *, is_cap: bool = False
+) -> int | None:
+    """Return the most that the allocator holds while it serves all requests; None if it cannot.
+
+    The last request that was refused is one of them.
+    """
+    allocator = CachingAllocator(most_bytes, settings, total_bytes=_UNLIMITED)
+    if is_cap:  # the last page that a request maps may lie beyond what counts
+        allocator.limit_bytes = most_bytes
+        allocator.capacity_bytes += LARGE_SEGMENT
     refused = history.last_refused()
     try:
         for event in _serve(history, settings, allocator):

@@ -80,9 +80,10 @@ def stated(message, pattern, abs=0):
     return pytest.approx(float(number) * factor, abs=abs + 0.005 * factor)
 
 
-def fed(path):
+def fed(path, fraction=1.0):
     """Give torch's allocator the requests of a snapshot; return whether it served them all."""
     torch.cuda.init()
+    torch.cuda.set_per_process_memory_fraction(fraction)
     [snapshot] = read_snapshot(path.read_bytes())
     blocks = {}
     allocate, free = torch.cuda.caching_allocator_alloc, torch.cuda.caching_allocator_delete
@@ -121,6 +122,7 @@ PROGRAMS = {  # lengths, memory, other arguments, environment, cause
     "lengths vary, expandable": (RAGGED, "700MiB", {}, EXPANDABLE, "fragmentation"),
     "nothing is refused": ([4000, 9000, 3000], "4GiB", {}, {}, None),
     "a cap": ([1000, 40_000], "4GiB", {"fraction": 0.125}, {}, "cap"),
+    "a cap below the least card": ([24_000], "4GiB", {"fraction": 0.1}, EXPANDABLE, "cap"),
     "two streams": (
         RAGGED,
         "900MiB",
@@ -167,6 +169,18 @@ def test_a_program(name, tmp_path):
         (explanation.least_bytes_expandable, EXPANDABLE),
     ):
         assert (runs(least_bytes, setting), runs(least_bytes - SEGMENT, setting)) == (True, False)
+    # A cap on a larger card, and that under which it was refused.
+    ran = [
+        forked(fed, path, nbytes / (8 * GIB), memory="8GiB", **variables)
+        for nbytes in (explanation.least_cap_bytes, explanation.least_cap_bytes - SEGMENT)
+    ]
+    assert ran == [True, False]
+    if "fraction" in more:
+        told = re.search(
+            r"it had: ([\d.]+) MiB at least, .* less than ([\d.]+) MiB", str(explanation)
+        )
+        least, too_much = (float(number) * MIB for number in told.groups())
+        assert least <= more["fraction"] * 4 * GIB < too_much
 
 
 @pytest.mark.parametrize(
