@@ -76,6 +76,8 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, files):
     """Let links lead to the places of their targets in the site, and break lines as Python-Markdown does."""
     markdown = re.sub(r"\]\(\.\./README\.md", "](index.md", markdown).replace(")\\\n", ")  \n")
+    if page.file.src_uri.startswith("errors/"):
+        return markdown
     if page.file.src_uri.startswith("examples/"):
         return markdown.replace("](../docs/", "](../")
     return re.sub(

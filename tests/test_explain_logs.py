@@ -123,6 +123,13 @@ def test_each_text_has_one_cause(name, explained):
     json.dumps(explanation.to_dict())
 
 
+def test_a_torch_that_cannot_record_is_not_told_to(explained):
+    for text, is_told in ((CACHED, False), (ALREADY, False), (RAISED + IN_PIECES, True)):
+        explanation = explained(text)
+        assert ("_record_memory_history" in "".join(explanation.advice)) is is_told
+        assert ("record one the next time" in "".join(explanation.notes)) is is_told
+
+
 def test_no_advice_empties_the_cache(explained):
     for text, *_ in CASES.values():
         advice = "\n".join(explained(text).advice)

@@ -21,7 +21,7 @@ PAGES = [
     README,
     ROOT / "CONTRIBUTING.md",
     *(ROOT / name / "README.md" for name in ("examples", "scripts", "scripts/evidence")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -13,7 +13,7 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.explaining.encodings import unpacked
 from oomprobe.explaining.log import ALMOST_FULL, LogStory, OomText, read_log
 from oomprobe.explaining.remedies import (
-    HAVE_RECORDING,
+    RECORD,
     SAVINGS,
     SHAPES,
     UNCAP,
@@ -335,8 +335,7 @@ def _notes_on_log(story: LogStory) -> Iterator[str]:
             which = f"that of {error.rank}"
         least = "" if story.is_whole else "at least "
         yield f"The log has {least}{story.count} such errors; this is about {which}."
-    has_recording = error.vendor in HAVE_RECORDING and error.engine == "torch"
-    if has_recording and error.cause() != "pinned":
+    if RECORD[-1] in remedies_for(error):
         yield (
             "A snapshot would say which lines hold the memory: record one the next time with the "
             "last two lines above."

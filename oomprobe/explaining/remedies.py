@@ -14,7 +14,8 @@ RECORD = (
     "torch.cuda.memory._record_memory_history(max_entries=1_000_000)  # before the model is made",
     'torch.cuda.memory._dump_snapshot("snapshot.pickle")  # in "except torch.OutOfMemoryError"',
 )
-HAVE_RECORDING = {"nvidia", "amd"}  # vendors for whose devices torch records its memory's history
+# Vendors for whose devices torch records its memory's history, in this way from 2.1 on.
+HAVE_RECORDING = {"nvidia", "amd"}
 LARGEST = "oomprobe run train.py:build  # the largest batch size that fits this device"
 SAVINGS = (
     "oomprobe run train.py:build --savings all  # what would make this batch fit, and what it costs"
@@ -119,7 +120,7 @@ def remedies_for(error: OomText) -> tuple[str, ...]:
         "cap": (UNCAP,),
         "others": NEIGHBOURS[error.vendor],
     }.get(cause, ())
-    if error.vendor in HAVE_RECORDING:
+    if error.vendor in HAVE_RECORDING and not error.old_form:
         lines = (*lines, *RECORD)
     return lines
 
