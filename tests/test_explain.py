@@ -237,6 +237,18 @@ def test_pages_that_were_mapped_while_recording(explained):
     assert explanation.least_bytes == explanation.least_bytes_expandable
 
 
+def test_a_cap_counts_requests_and_not_their_pages(explained):
+    """A request of 30 MiB maps 40, in which the next one lies, whatever the cap."""
+    start = 2**41
+    mapped = {"action": "segment_map", "addr": start, "size": 40 * MIB, "stream": 0, "frames": []}
+    events = [mapped, served(start, 30 * MIB)[0], served(start + 30 * MIB, 10 * MIB)[0]]
+    segments = [pages(start, 40 * MIB, (0, 30 * MIB), (30 * MIB, 10 * MIB))]
+    explanation = explained(warm(segments=segments, device_traces=[events]))
+    assert explanation.least_bytes == 40 * MIB
+    assert explanation.least_cap_bytes == 30 * MIB
+    assert "as recorded, under a cap: 30.00 MiB" in str(explanation)
+
+
 FREE = {"action": "free_completed", "addr": 2**41, "size": 512, "stream": 0, "frames": []}
 
 
@@ -355,7 +367,7 @@ def test_the_text_of_an_error(text, asked, free, processes, live, unused, cause,
     assert explanation.live_bytes == int(live * GIB)
     assert explanation.least_bytes is None
     assert list(explanation.held.values()) == sorted(explanation.held.values(), reverse=True)
-    assert "_record_memory_history" in explanation.advice[-2]
+    assert ("_record_memory_history" in "".join(explanation.advice)) is (text is not OLD)
     if cause == "fragmentation":
         assert "expandable_segments:True" in explanation.advice[0]
 

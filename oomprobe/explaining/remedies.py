@@ -12,7 +12,7 @@ from oomprobe.ground.allocator_settings import VARIABLES, to_expand
 
 RECORD = (
     "torch.cuda.memory._record_memory_history(max_entries=1_000_000)  # before the model is made",
-    'torch.cuda.memory._dump_snapshot("snapshot.pickle")  # in "except torch.OutOfMemoryError"',
+    'torch.cuda.memory._dump_snapshot("snapshot.pickle")  # in "except RuntimeError"',
 )
 # Vendors for whose devices torch records its memory's history, in this way from 2.1 on.
 HAVE_RECORDING = {"nvidia", "amd"}

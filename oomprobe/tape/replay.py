@@ -141,6 +141,7 @@ def _least_bytes(history: History, settings: AllocatorSettings, *, is_cap: bool 
         raise AllocatorOutOfMemory("the request that was refused is larger")
     if is_cap:
         enough += enough + LARGE_SEGMENT  # more than any request counts
+        too_little -= LARGE_SEGMENT  # the last page that a request maps may lie beyond what counts
     while enough - too_little > SMALL_SEGMENT:
         tried = (enough + too_little) // 2 // SMALL_SEGMENT * SMALL_SEGMENT
         peak_bytes = _peak_bytes(history, settings, tried, is_cap=is_cap)
@@ -161,7 +162,7 @@ def _peak_bytes(
     The last request that was refused is one of them.
     """
     allocator = CachingAllocator(most_bytes, settings, total_bytes=_UNLIMITED)
-    if is_cap:  # the last page that a request maps may lie beyond what counts
+    if is_cap:
         allocator.limit_bytes = most_bytes
         allocator.capacity_bytes += LARGE_SEGMENT
     refused = history.last_refused()
