@@ -73,7 +73,8 @@ def find_max_batch(
             "sim:H100-80GB" (a simulated card: needs no GPU, and the model stays in host memory), a torch.device, or a `Device`.
         memory_fraction: Share of the memory available to this process that the answer may use, in (0, 1].
         min_batch: Smallest size to try, at least 1.
-        max_batch: Largest size to try, at least `min_batch`; None for no limit but memory.
+        max_batch: Largest size to try, at least `min_batch`; None for no limit but memory. If it
+            runs, so does half of it: a step that takes the same memory there ignores its size.
         multiple_of: Try only multiples of this, at least 1.
         start_batch: Size at which to begin, between `min_batch` and `max_batch`; None for `min_batch`. From there the size
             doubles, or halves if it fails: a good guess saves trials, a bad one costs some, and the answer is the same.
@@ -107,7 +108,8 @@ def find_max_batch(
         StepFailedError: the step has a bug; raised from its own exception.
         DeviceLostError: a sticky CUDA error; this process can no longer use the device.
         TimeLimitError: the time limit passed before a size was confirmed.
-        UnreliableError: the step did no work, memory was not freed, or the state could not be restored.
+        UnreliableError: the step did no work, ignored its batch size, or got fewer examples than asked for; memory was not
+            freed, or the state could not be restored.
 
     Examples:
         >>> model = torch.nn.Linear(256, 256)
@@ -261,6 +263,8 @@ def check(
     model: torch.nn.Module, step_fn: Steps, batch_size: int, **options: Unpack[CheckOptions]
 ) -> ProbeResult:
     """Check that one size fits, by running a confirmed trial under the cap; the result's `batch_size` is that size.
+
+    Half of a size that fits runs too, to show that the step uses its batch size.
 
     `options` are those of `find_max_batch` that concern no search: `device`, `memory_fraction`, `confirm_steps`, `preserve`,
     `time_limit_s`, `breakdown` and `progress`.

@@ -1,12 +1,16 @@
 """What is read from trials written by hand."""
 
+from dataclasses import replace
+
 import pytest
 from helpers import a_trial
 
-from oomprobe.records.trials import CallRecord, Phase, Verdict
+from oomprobe.records.trials import CallRecord, DeviceInfo, Phase, Verdict
 from oomprobe.rules.diagnosis import (
     ENDLESS_BATCH,
     Calls,
+    ask_for_the_same,
+    data_ended,
     growth,
     how_different,
     is_pressed,
@@ -65,7 +69,10 @@ def test_what_a_first_call_takes_longer_is_what_starting_takes():
         CallRecord(step="step", stepped=1, seconds=seconds, served_bytes=8)
         for seconds in (2.0, 0.5, 0.5)
     ]
-    assert Calls.of(taken) == Calls(served_bytes=16, blocks=0, starting_s=1.5, call_s=0.5)
+    expected = Calls(
+        served_bytes=16, each_served_bytes=(8, 8), blocks=0, starting_s=1.5, call_s=0.5
+    )
+    assert Calls.of(taken) == expected
 
 
 @pytest.mark.parametrize(
@@ -105,6 +112,58 @@ def test_a_step_that_ignores_its_batch_size(peaks, served, on_host, smaller):
     calls = {2**number: taken(served_bytes=nbytes) for number, nbytes in enumerate(served)}
     found = same_memory_smaller(trials, calls, on_host=on_host)
     assert smaller == (found and found.batch_size)
+
+
+def asking(*served, values=0):
+    return replace(taken(), each_served_bytes=served, values=values)
+
+
+COUNTING = DeviceInfo(
+    name="a card", torch_device="cuda:0", total_bytes=MIB, on_host=False, counts_bytes=True
+)
+MPS, HOST = (
+    replace(COUNTING, counts_bytes=False),
+    replace(COUNTING, counts_bytes=False, on_host=True),
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "calls", "peaks", "same"),
+    [
+        (COUNTING, [asking(7, 7), asking(7)], [5, 5], True),
+        (COUNTING, [asking(7, 7), asking(7, 8)], [5, 5], False),
+        (COUNTING, [asking(7), asking(7)], [5, 6], False),
+        (COUNTING, [asking(7, values=64), asking(7, values=32)], [5, 5], False),  # of 512 bytes
+        (COUNTING, [asking(0), asking(0)], [5, 5], True),  # it runs nothing there
+        (MPS, [asking(0), asking(0)], [5, 5], False),  # nothing is known
+        (MPS, [asking(0, values=32), asking(0, values=32)], [5, 5], True),
+        (MPS, [asking(0, values=32), asking(0, values=32)], [6, 5], False),
+        (HOST, [asking(0, values=32), asking(0, values=32)], [5 + 16 * MIB, 5], True),
+        (HOST, [asking(0, values=32), asking(0, values=32)], [6 + 16 * MIB, 5], False),
+    ],
+)
+def test_half_a_size_asks_for_the_same(device, calls, peaks, same):
+    trials = [
+        a_trial(size, peak_allocated_bytes=peak) for size, peak in zip((64, 32), peaks, strict=True)
+    ]
+    assert ask_for_the_same(*trials, dict(zip((64, 32), calls, strict=True)), device) is same
+
+
+@pytest.mark.parametrize(
+    ("examples", "ended"),
+    [
+        ({2: 2, 64: 40}, True),
+        ({2: 2, 64: 64}, False),
+        ({2: 2, 64: 80}, False),  # several calls of the model
+        ({1: 1, 64: 40}, False),  # one of anything
+        ({2: 2, 64: 2}, False),  # pairs, or a first dimension that is none of examples
+        ({2: 4, 64: 40}, False),  # it never followed
+        ({2: 2}, False),  # not watched
+        ({}, False),
+    ],
+)
+def test_data_that_end_below_a_size(examples, ended):
+    assert data_ended(examples, 64) is ended
 
 
 def test_no_memory_holds_an_endless_batch():

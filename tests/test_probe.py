@@ -137,11 +137,12 @@ def test_global_batch_runs_the_planned_split():
     assert vars(optimizer).get("step") is None, "the replaced method was restored"
 
 
-def test_check_runs_one_confirmed_trial():
+def test_check_confirms_one_size_beside_half_of_it():
     device = LedgerDevice(100 * MIB)
     result = check(device, taking(device), 90)
     assert result.batch_size == 90
-    assert [(t.phase, t.cap_bytes) for t in result.trials] == [(Phase.CONFIRM, 90 * MIB)]
+    ran = [(trial.batch_size, trial.phase, trial.cap_bytes) for trial in result.trials]
+    assert ran == [(45, Phase.GROW, 90 * MIB), (90, Phase.CONFIRM, 90 * MIB)]
     with pytest.raises(oomprobe.NothingFitsError):
         check(device, taking(device), 91)
     assert check(device, taking(device), 100, memory_fraction=1.0).batch_size == 100

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from oomprobe.errors import OomProbeError, StepFailedError, TimeLimitError, UnreliableError
 from oomprobe.ground.units import format_bytes
-from oomprobe.probing.session import Session
+from oomprobe.probing.session import ContradictedError, Session
 from oomprobe.probing.summary import nothing_fits
-from oomprobe.records.notes import remark
+from oomprobe.records.notes import remark, warning
 from oomprobe.records.options import MAX_CALLS
 from oomprobe.records.plan import plan
-from oomprobe.records.trials import Phase, Request
+from oomprobe.records.trials import Phase, Request, Trial, last_of
 from oomprobe.rules import diagnosis
 from oomprobe.rules.search import Found
 
@@ -33,9 +34,48 @@ def finish(session: Session, largest: Found, broken_down_at: int | None = None) 
     if largest.batch_size is None:
         raise nothing_fits(session)
     refuse_leaking(session, largest.batch_size)
+    compare_sizes(session, largest.batch_size, is_limited=largest.deciding is not None)
     run_plan(session, largest.batch_size)
     break_down(session, broken_down_at or largest.batch_size)
     return largest
+
+
+def compare_sizes(session: Session, answer: int, *, is_limited: bool) -> None:
+    """Raise if half of an answer asks for as much memory, or if its examples were not there.
+
+    A larger size that failed has shown that the step uses its size; so has another row of a table.
+    """
+    now = last_of(session.trials, answer)
+    is_shown = is_limited or now.replayed or session.follows
+    half = None if is_shown else _run_half(session, now)
+    if diagnosis.data_ended(session.examples, answer):
+        text = diagnosis.ENDED.format(examples=session.examples[answer], size=answer)
+        if not is_limited:
+            raise UnreliableError(text)
+        session.notes.add(warning(text, answer))
+    if half is None:
+        return
+    if diagnosis.ask_for_the_same(now, half, session.calls, session.device):
+        raise session.flat(now, half)
+
+
+def _run_half(session: Session, now: Trial) -> Trial | None:
+    """Run half of an answer whose memory is known; None if it does not run."""
+    size = session.comparable.down(now.batch_size, 2)
+    if size == now.batch_size or not now.peak_allocated_bytes:
+        return None
+    request = session.requested(size, Phase.GROW, session.budget.search_cap())
+    try:
+        with suppress(ContradictedError):  # it ran, whatever was predicted of it
+            session.run(replace(request, exact=True, watches_inputs=True))
+    except (TimeLimitError, StepFailedError) as error:
+        why = str(error).splitlines()[0]
+        session.notes.add(remark(diagnosis.UNCOMPARED.format(size=size, why=why), size))
+        return None
+    half = session.trials.pop()
+    phases = [trial.phase for trial in session.trials]
+    session.trials.insert(phases.index(Phase.CONFIRM), half)  # the answer's own stays the last
+    return half if half.passed else None
 
 
 def run_plan(session: Session, batch_size: int) -> None:

@@ -101,6 +101,8 @@ class Session:
         self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
         self._asked_calls = 0  # of the last trial
         self.calls: dict[int, Calls] = {}  # by batch size
+        self.examples: dict[int, int] = {}  # that reached the model, by batch size
+        self.comparable = self.options.sizes  # with the answer, to show that the step uses its size
         self._ends: dict[tuple[int, int | None, int], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
         self._near = search.NEAR  # how near to `start_batch` the limit is expected then
@@ -112,6 +114,11 @@ class Session:
     def device(self) -> DeviceInfo:
         """The device, as far as the runner knows it yet."""
         return self.runner.facts.device
+
+    @property
+    def follows(self) -> bool:
+        """Whether another row's session has shown what the step does."""
+        return self._known is not None
 
     def follow(self, last: Session, near: float) -> None:
         """Begin with what another row's session has learned of the step; the limit is expected this near to `start_batch`."""
@@ -207,7 +214,15 @@ class Session:
         else:
             request = self.program.bisecting(size, phase)
         exact = phase is Phase.CONFIRM
-        return replace(request, cap_bytes=cap_bytes, fresh=phase in SECOND_OPINIONS, exact=exact)
+        # These show whether the model gets what is asked for: at 1 it may get one of anything.
+        is_first = all(trial.batch_size == 1 for trial in self.trials)
+        return replace(
+            request,
+            cap_bytes=cap_bytes,
+            fresh=phase in SECOND_OPINIONS,
+            exact=exact,
+            watches_inputs=exact or is_first,
+        )
 
     def look(self, size: int) -> Reply:
         """Make many calls of a small size, to learn how many calls a trial needs."""
@@ -243,6 +258,7 @@ class Session:
 
     def confirm_only(self, size: int) -> Found:
         """Run one size under the cap. Rerun it if it failed, or if the cap shrank below its peak once kernels were loaded."""
+        self.comparable = replace(self.comparable, first=1)
         self.budget.take(self.runner.measure(), is_final=False)
         first_budget_bytes = self.budget.total_bytes
         trial = first = self.run(self.requested(size, Phase.CONFIRM, self.budget.search_cap()))
@@ -321,7 +337,9 @@ class Session:
     def _record(self, request: Request, outcome: Outcome) -> None:
         trial = outcome.trial
         self.trials.append(trial)
-        self.calls[trial.batch_size] = Calls.of(outcome.records)
+        calls = self.calls[trial.batch_size] = Calls.of(outcome.records)
+        if calls.examples:
+            self.examples[trial.batch_size] = calls.examples
         self.notes.extend(self.program.learn(request, outcome))
         self.reporter.finished(trial)
         if outcome.measured is not None and not self.budget.is_final:
@@ -359,9 +377,7 @@ class Session:
             self.run(replace(asked, exact=True))
             smaller = self._same_memory_smaller()
         if smaller is not None:
-            raise UnreliableError(
-                diagnosis.FLAT.format(size=now.batch_size, smaller=smaller.batch_size)
-            )
+            raise self.flat(now, smaller)
         if self.options.max_batch is not None:
             return
         first = diagnosis.splits_from(self.trials, self.calls)
@@ -369,6 +385,14 @@ class Session:
         if first is not None:
             sizes = first.batch_size, now.batch_size
             self.notes.add(remark(diagnosis.SPLITS.format(smaller=sizes[0], size=sizes[1]), *sizes))
+
+    def flat(self, now: Trial, smaller: Trial) -> UnreliableError:
+        """Return the error that a size takes no more memory than a smaller one."""
+        examples, got = self.calls[now.batch_size].examples, ""
+        if examples:
+            got = diagnosis.AT_BOTH.format(examples=examples)
+        sizes = {"size": now.batch_size, "smaller": smaller.batch_size}
+        return UnreliableError(diagnosis.FLAT.format(examples=got, **sizes))
 
     def _same_memory_smaller(self) -> Trial | None:
         return diagnosis.same_memory_smaller(self.trials, self.calls, on_host=self.device.on_host)

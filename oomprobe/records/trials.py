@@ -303,6 +303,7 @@ class Request:
     until: Until | None = None  # None: the trial ends after its calls
     cap_bytes: int | None = None  # limit of the allocator; None: no limit
     looks: bool = False  # whether to find out how many calls a trial needs
+    watches_inputs: bool = False  # whether to count what reaches the model
     fresh: bool = False  # whether nothing may have run before: in a new process, if there are any, and compiled anew
     as_built: bool = False  # whether the first trial of a process that `builds` keeps what building left in the cache
     exact: bool = (
@@ -377,6 +378,9 @@ class CallRecord:
     blocks: int = 0  # that it handed out; 0 if unknown
     live_bytes: int = 0  # in live tensors afterwards; 0 if not watched
     peak_bytes: int = 0  # the highest allocation since the trial began; 0 if not watched
+    # What reached the model; 0 if not watched.
+    examples: int = 0  # the first dimension of the first tensor of each of its calls, added up
+    values: int = 0  # the numbers in all tensors
     seconds: float | None = None  # None: a simulated device has repeated it
     # Where the call completed a full step, in which every optimizer of the step has stepped: how many calls that took, up to the last
     # optimizer; 0 if the step has none. None: it completed none.

@@ -415,16 +415,19 @@ def _command(result: ProbeResult) -> list[Fact]:
 
 
 def _is_check(result: ProbeResult) -> bool:
-    """Return whether only one size was checked; a search would begin by growing."""
+    """Return whether one size was checked, beside half of it; a search would grow to it."""
     sizes = {trial.batch_size for trial in result.trials}
-    phases = {trial.phase for trial in result.trials}
-    return sizes == {result.batch_size} and phases.isdisjoint((Phase.GROW, Phase.BISECT))
+    phases = {trial.phase for trial in result.trials if trial.batch_size == result.batch_size}
+    return phases == {Phase.CONFIRM} and sizes <= {result.batch_size, result.batch_size // 2}
 
 
 def _checked(result: ProbeResult) -> Fact:
     sentence = f"batch {result.batch_size} was asked for, and ran"
     if result.limiting_step is not None:
         sentence += f"; step {result.limiting_step!r} takes the most memory"
+    half = result.batch_size // 2
+    if any(trial.batch_size == half for trial in result.trials):
+        return Fact(f"{sentence}; batch {half} ran too, to compare", (result.batch_size, half))
     return Fact(f"{sentence}; no other size was tried", (result.batch_size,))
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import count
-from oomprobe.records.trials import NO_VERDICT, Phase, Trial, Verdict
+from oomprobe.records.trials import NO_VERDICT, DeviceInfo, Phase, Trial, Verdict
 from oomprobe.rules import look
 from oomprobe.rules.look import Records, differ
 
@@ -27,10 +27,18 @@ SPLITTING_DOUBLINGS, SPLITTING_FACTOR = 3, 1.6
 STEPS_TO_LAST, STEPS_TO_LAST_HERE = 1000, 100
 
 FLAT = (
-    "batch {size} needs no more memory than batch {smaller}, so memory does not limit the batch size: the step ignores "
-    "batch_size, does not run the model on this device, or runs out of data. If it runs out of data, pass max_batch; if it "
-    "pads small batches, pass the size it pads to as min_batch"
+    "batch {size} needs no more memory than batch {smaller}, so memory does not limit the batch "
+    "size: the step ignores batch_size, does not run the model on this device, or runs out of "
+    "data{examples}. If it runs out of data, pass as max_batch how many examples there are; if it "
+    "pads small batches, search from the size it pads to (min_batch)"
 )
+AT_BOTH = " (the model got {examples} examples each time)"
+ENDED = (
+    "the model got {examples} examples where {size} were asked for, though a smaller size got as "
+    "many as were asked for: the data end there, or the step drops some. Pass "
+    "max_batch={examples} if there are no more, or probe with more data"
+)
+UNCOMPARED = "batch {size}, which was to show that the step uses its batch size, did not run: {why}"
 SPLITS = (
     "memory does not limit this step: from batch {smaller} to {size} its peak stays the same while the number of its allocations "
     "grows with the batch, so it splits the batch itself. Larger batches run, in more time; to try them, pass max_batch"
@@ -56,6 +64,9 @@ SLOW_START_CALLS, FAR = 10, 16  # see `growth`
 class Calls:
     """What the calls of a trial took; 0 if unknown."""
 
+    each_served_bytes: tuple[int, ...] = ()  # by each call after the first full step
+    examples: int = 0  # that reached the model in a call, at most
+    values: int = 0
     served_bytes: int  # after the first full step
     blocks: int
     starting_s: float  # by the first call beyond a later one
@@ -67,14 +78,18 @@ class Calls:
         later = [
             record for calls in look.by_step(records).values() for record in look.after_first(calls)
         ]
+        served_bytes = tuple(record.served_bytes for record in later)
         call_s, starting_s = look.step_s(records[1:]), 0.0
         if call_s:
             starting_s = max(0.0, (records[0].seconds or 0.0) - call_s)
         return cls(
-            served_bytes=sum(record.served_bytes for record in later),
+            served_bytes=sum(served_bytes),
             blocks=sum(record.blocks for record in later),
             starting_s=starting_s,
             call_s=call_s or 0.0,
+            each_served_bytes=served_bytes,
+            examples=look.largest(records, "examples"),
+            values=look.largest(records, "values"),
         )
 
 
@@ -100,14 +115,37 @@ def same_memory_smaller(
     served_bytes = {size: of_size.served_bytes for size, of_size in allocated.items()}
     is_counted = now.replayed or served_bytes.get(now.batch_size)
     doublings = DOUBLINGS if is_counted else UNCOUNTED_DOUBLINGS
-    noise_bytes = HOST_NOISE_BYTES if on_host else 0
-    if len(grown) > doublings:
-        then = grown[-1 - doublings]
-        same_peak = _peak(now) <= _peak(then) + noise_bytes
-        same_requests = served_bytes.get(now.batch_size) == served_bytes.get(then.batch_size)
-        if (same_peak and (same_requests or now.replayed)) or now.batch_size >= ENDLESS_BATCH:
-            return then
-    return grown[0] if now.batch_size >= ENDLESS_BATCH else None
+    if now.batch_size >= ENDLESS_BATCH:
+        return grown[0]
+    if len(grown) <= doublings:
+        return None
+    then = grown[-1 - doublings]
+    same_peak = _peak(now) <= _peak(then) + HOST_NOISE_BYTES * on_host
+    same_requests = served_bytes.get(now.batch_size) == served_bytes.get(then.batch_size)
+    if same_peak and (same_requests or now.replayed):
+        return then
+    return None
+
+
+def ask_for_the_same(
+    now: Trial, then: Trial, taken: Mapping[int, Calls], device: DeviceInfo
+) -> bool:
+    """Return whether the calls of two sizes are known to have asked for the same memory.
+
+    Blocks of an allocator are rounded, so small sizes may differ only in what the model got.
+    """
+    calls, calls_then = taken[now.batch_size], taken[then.batch_size]
+    served = zip(calls.each_served_bytes, calls_then.each_served_bytes, strict=False)
+    same_requests = all(one == two for one, two in served)
+    same_peak = abs(_peak(now) - _peak(then)) <= HOST_NOISE_BYTES * device.on_host
+    is_known = device.counts_bytes or calls.values + sum(calls.each_served_bytes) > 0
+    return is_known and calls.values == calls_then.values and same_requests and same_peak
+
+
+def data_ended(examples: Mapping[int, int], size: int) -> bool:
+    """Return whether the model got fewer examples than `size`, and as many as a smaller size."""
+    got = examples.get(size, 0)
+    return any(1 < asked == smaller < got < size for asked, smaller in examples.items())
 
 
 def _peak(trial: Trial) -> int:

@@ -90,6 +90,11 @@ def limiting_step(records: Records) -> str:
     return max(records, key=lambda record: record.peak_bytes).step
 
 
+def largest(records: Records, name: str) -> int:
+    """Return the largest value that a field has; 0 if there are no records."""
+    return max((int(getattr(record, name)) for record in records), default=0)
+
+
 def merged(ranks: Sequence[Records]) -> list[CallRecord]:
     """Return one record for each call that all ranks have made: the most that any has seen, and repeated where all repeat.
 
@@ -108,10 +113,12 @@ def merged(ranks: Sequence[Records]) -> list[CallRecord]:
         calls.append(
             CallRecord(
                 step=records[0].step,
-                served_bytes=max(record.served_bytes for record in records),
-                blocks=max(record.blocks for record in records),
-                live_bytes=max(record.live_bytes for record in records),
-                peak_bytes=max(record.peak_bytes for record in records),
+                served_bytes=largest(records, "served_bytes"),
+                blocks=largest(records, "blocks"),
+                live_bytes=largest(records, "live_bytes"),
+                peak_bytes=largest(records, "peak_bytes"),
+                examples=largest(records, "examples"),
+                values=largest(records, "values"),
                 seconds=max(
                     (record.seconds for record in records if record.seconds is not None),
                     default=None,

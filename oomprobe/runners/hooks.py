@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from oomprobe.devices import Device
 from oomprobe.errors import NotRunError, NotTrainedError
@@ -67,6 +68,9 @@ REPLAYS_GRAPH = (
 )
 
 
+UNWATCHED = {"OptimizedModule", "RecursiveScriptModule", "FullyShardedDataParallel", "DTensor"}
+
+
 class _WentOnError(BaseException):
     """Ends a call that caught an out-of-memory error and met another.
 
@@ -109,6 +113,42 @@ class OutOfMemoryWatch:
             clear_frames(ended)
         if self.error:
             raise torch.OutOfMemoryError(self.error)
+
+
+class InputWatch:
+    """Counts what reaches a model in a call of a step, as `CallRecord` has it.
+
+    Where a model is compiled or sharded, a hook would change what is compiled, or come between
+    others: it is not watched.
+    """
+
+    def __init__(self) -> None:
+        self.examples = self.values = 0
+
+    @contextmanager
+    def watching(self, model: torch.nn.Module) -> Iterator[None]:
+        """Count what reaches the model inside, by a hook that is gone afterwards."""
+        self.examples = self.values = 0
+        modules = [*model.modules()]
+        kinds = {type(part).__name__ for part in (*modules, *model.parameters())}
+        is_compiled = any(module._compiled_call_impl for module in modules)
+        if is_compiled or kinds & UNWATCHED:
+            yield
+            return
+        handle = model.register_forward_pre_hook(self._count, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _count(self, model: object, *inputs: object) -> None:
+        tensors = []
+        for leaf in tree_leaves(inputs):
+            if isinstance(leaf, torch.Tensor) and leaf.ndim:
+                tensors.append(leaf)
+        if tensors:
+            self.examples += tensors[0].size(0)
+            self.values += sum(map(torch.numel, tensors))
 
 
 class OptimizerWatch:

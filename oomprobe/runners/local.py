@@ -46,6 +46,7 @@ from oomprobe.rules import look, program
 from oomprobe.runners.hooks import (
     COMPILED,
     Compiled,
+    InputWatch,
     OptimizerWatch,
     OutOfMemoryWatch,
     Stepping,
@@ -162,7 +163,7 @@ class TrialCalls:
         self.ended_early: str | None = None
         self.in_steps_s = 0.0
         self.breakdown: Breakdown | None = None
-        self.watch = OutOfMemoryWatch()
+        self.watch, self._inputs = OutOfMemoryWatch(), InputWatch()
         self._loops = {name: LoopVariables(step) for name, step in work.steps.items()}
         self.held_bytes, self.unseen = dict[str, int](), set[str]()
 
@@ -218,6 +219,8 @@ class TrialCalls:
             blocks=now.blocks - before.blocks,
             live_bytes=now.live_bytes,
             peak_bytes=now.peak_bytes,
+            examples=self._inputs.examples,
+            values=self._inputs.values,
             seconds=seconds,
             stepped=stepped,
             mark=self._mark() if self._settles else None,
@@ -246,6 +249,9 @@ class TrialCalls:
         """Run the step once, and return how long it took."""
         work, step, loop = self._work, self._work.steps[call.step], self._loops[call.step]
         around: AbstractContextManager[None] = nullcontext()
+        inputs: AbstractContextManager[None] = nullcontext()
+        if self._request.watches_inputs:
+            inputs = self._inputs.watching(work.model)
         if call.accumulates:
             around = accumulating(self._tracker.optimizers, work.model)
         elif call.is_recorded:
@@ -262,6 +268,7 @@ class TrialCalls:
                 self._device.session(),
                 delivered,
                 work.savings.on(work.model),
+                inputs,
             ):
                 arguments = work.axis.arguments(call.row)
                 with loop.keeping():

@@ -13,7 +13,7 @@ from processes import start
 import oomprobe
 from oomprobe import errors
 from oomprobe.cli import main
-from oomprobe.errors import SimulationError
+from oomprobe.errors import SimulationError, UnreliableError
 from oomprobe.simulation import program
 
 from .test_sitecustomize import run
@@ -364,7 +364,7 @@ RANKS = """
     assert torch.distributed.get_world_size() == 2 == torch.cuda.device_count() and torch.cuda.current_device() == rank
     model = nn.Sequential(nn.Unflatten(1, (8, 8, 8)), nn.Conv2d(8, 64, 3), nn.Flatten(), nn.Linear(64 * 36, 10))
     model = nn.parallel.DistributedDataParallel(model.to(device), device_ids=[device])
-    train(1000, model=model)
+    train(1000, int(sys.argv[-1]), model=model)
 """
 
 
@@ -414,6 +414,16 @@ def test_a_refusal_ends_the_probe_with_its_sentence(tmp_path, words, python, scr
     words = command(tmp_path, *words, python=python, script=script)
     with pytest.raises(SimulationError, match=said):
         oomprobe.check_command(words, 64, device="sim:1GiB", progress="off")
+
+
+@pytest.mark.parametrize("rows", ["32", "min(96, int(sys.argv[1]))"])
+@pytest.mark.parametrize("probe", [oomprobe.check_command, oomprobe.probe_command])
+def test_a_command_that_does_not_use_its_size_is_no_answer(tmp_path, probe, rows):
+    script = textwrap.dedent(TRAIN) + f"train(20, {rows})"
+    words = [sys.executable, "-c", script, "{batch}"]
+    limit = {"batch_size": 256} if probe is oomprobe.check_command else {"max_batch": 256}
+    with pytest.raises(UnreliableError, match="asked torch for exactly as many bytes"):
+        probe(words, **limit, device="sim:1GiB", progress="off")
 
 
 def test_ranks_are_cards_of_their_own(tmp_path):
