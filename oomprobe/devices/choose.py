@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.ground.units import format_bytes, parse_bytes
 from oomprobe.records.options import refuse_lazy
 
+DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
 ON_THE_CPU = (
     "the model is on the CPU, and this machine has a device of the kind {kind}: call model.to({kind!r}) before you make its optimizer; "
     "or pass device='cpu' to probe host memory, or device='sim:24GiB' to simulate a card"
@@ -202,6 +204,11 @@ def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> 
     if stated_bytes is not None:
         raise InvalidArgumentError("mps takes no budget: lower memory_fraction instead")
     return MpsDevice()
+
+
+def may_have_gpu() -> bool:
+    """Return whether some program of this machine can use a GPU, with whatever torch it has."""
+    return any(map(os.path.exists, DRIVERS)) or current_accelerator() is not None
 
 
 def current_accelerator() -> torch.device | None:

@@ -19,6 +19,7 @@ from oomprobe.devices import (
     device_error,
     is_host,
     is_simulated,
+    may_have_gpu,
     opened_if_simulated,
     simulated_for_command,
 )
@@ -39,7 +40,7 @@ from oomprobe.records.notes import Note, NoteKind, remark
 from oomprobe.records.options import Step, StepFn, Steps, check_model, named_steps
 from oomprobe.records.patience import Clock
 from oomprobe.records.trials import Runner, Trial
-from oomprobe.results.log import LOGGER
+from oomprobe.results.log import warn
 from oomprobe.results.progress import Reporter, reporter
 from oomprobe.results.trials import trials_table
 from oomprobe.runners.hooks import OptimizerWatch, outside_modes, preload_dynamo
@@ -55,6 +56,10 @@ from oomprobe.state.surroundings import garbage_frozen
 ON_HOST_MEMORY = (
     "no accelerator is here and no device was named, so host memory is probed, which is slow; such a probe ends after {seconds} unless "
     'time_limit_s is set. To probe a GPU that is not here, simulate one: device="sim:24GiB" (--device sim:24GiB)'
+)
+NO_GPU = (
+    "no GPU is in sight on this machine, so the command may train on the CPU, for hours: add --device sim:RTX-4090 (in Python "
+    'device="sim:RTX-4090") to run it on a simulated card. If it starts ranks on machines that have GPUs, all is well'
 )
 NO_DATA_TO_KEEP = (
     "keep_writes would replace your files by files without data, since nothing on a simulated card has "
@@ -176,7 +181,7 @@ class _Frame:
         seconds = self.clock.patience.unasked_host_s
         self.clock.limit(seconds)
         text = ON_HOST_MEMORY.format(seconds=format_seconds(seconds))
-        LOGGER.warning(text)
+        warn(text)
         session.notes.add(remark(text))
 
 
@@ -284,7 +289,11 @@ def open_command(
             card,
             keep_writes,
         )
-        yield frame.session(open_predicting(runner), shlex.join(words))
+        session = frame.session(open_predicting(runner), shlex.join(words))
+        if card is None and not may_have_gpu():
+            warn(NO_GPU)
+            session.notes.add(remark(NO_GPU))
+        yield session
 
 
 # --- in this process ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -23,6 +24,12 @@ def logged(record: Record) -> Record:
     if warning:
         LOGGER.warning(warning)
     return record
+
+
+def warn(text: str) -> None:
+    """Warn while a probe begins, whether or not the program listens to the logger."""
+    LOGGER.warning(text)
+    warnings.warn(text, stacklevel=2)
 
 
 def log_notes(notes: Iterable[Note]) -> None:

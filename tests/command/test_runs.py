@@ -7,7 +7,8 @@ import sys
 import tempfile
 import textwrap
 import time
-from contextlib import nullcontext
+import warnings
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from processes import ChildDiedError, running, start, until
 
 import oomprobe
 from oomprobe.cli import main
+from oomprobe.devices import choose
 from oomprobe.records.patience import Patience
 from oomprobe.verdicts import Link
 
@@ -87,6 +89,28 @@ def test_what_a_command_is_given(tmp_path, monkeypatch):
 def test_refused_before_anything_runs(command, options, said):
     with pytest.raises(oomprobe.InvalidArgumentError, match=said):
         oomprobe.probe_command(command, **options)
+
+
+@pytest.mark.parametrize(
+    ("exists", "options", "warns"),
+    [(False, {}, True), (True, {}, False), (False, {"device": "sim:1GiB"}, False)],
+)
+def test_a_machine_without_a_gpu_is_named_before_the_first_trial(
+    tmp_path, monkeypatch, exists, options, warns
+):
+    monkeypatch.setattr(choose, "DRIVERS", [str(tmp_path)] if exists else [])
+    monkeypatch.setattr(choose, "current_accelerator", lambda: None)
+    told = []  # before each trial
+    asked = {**options, "progress": lambda trial: told.append(len(caught))}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with suppress(oomprobe.OomProbeError):
+            oomprobe.check_command(["true", "{batch}"], 8, memory_fraction=1.0, **asked)
+    texts = [str(one.message) for one in caught]
+    assert [text.startswith("no GPU is in sight on this machine") for text in texts] == [
+        True
+    ] * warns
+    assert not told or set(told) == {int(warns)}
 
 
 def test_a_file_that_reads_the_variable(tmp_path):
