@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,7 @@ NO_TARGET = (
     "name what to probe: oomprobe run path/to/train.py:build, or a command after two dashes: "
     "oomprobe run -- python train.py --batch-size {batch}"
 )
+A_SCRIPT = ": to probe a script, type oomprobe run -- python {script} --batch-size {{batch}}"
 NO_DASHES = " If it is part of a command, put two dashes before the command: oomprobe run [options] -- python train.py --batch-size {batch}"
 WITH_COMMAS = "write --over as the argument of the step and its values: --over length=512,1024,2048, not {text} (tuples: only from Python)"
 TWO_AXES = (
@@ -69,7 +71,31 @@ NOT_FOR_COMMANDS = (
     "{options} cannot be given for a command: it runs as it is, in processes of its own. For {options}, write a target: "
     "oomprobe run path/to/train.py:build"
 )
-ONE_CARD = "a command is simulated on one card: name one, such as --device sim:RTX-4090"
+ONE_CARD = (
+    "a command is simulated on one card: name one, such as --device sim:RTX-4090. For a table of "
+    "cards, write a target: oomprobe run path/to/train.py:build --device sim:all"
+)
+
+
+OF_A_SIZE = ": --require N checks one size, and --start-batch N begins the search there"
+OF_A_GPU = ": --device sim:RTX-4090 simulates a GPU, and --device cuda:1 is one that is here"
+OF_RANKS = ": --nproc-per-node N runs a target on N GPUs; before a command, type torchrun"
+MEANT = {
+    "--batch": OF_A_SIZE,
+    "--batch-size": OF_A_SIZE,
+    "--bs": OF_A_SIZE,
+    "--card": OF_A_GPU,
+    "--gpu": OF_A_GPU,
+    "--gpus": OF_RANKS,
+    "--num-gpus": OF_RANKS,
+}
+LEFT = (
+    "oomprobe: the target or its step left the process, sys.exit({code!r}){place}: no answer. A "
+    "target is a function that only builds the model and its step. If this is your whole script, "
+    "which reads its arguments, probe the script:\n"
+    "  oomprobe run -- python {script} --batch-size {{batch}}\n"
+    "If only its file reads them, do so under if __name__ == '__main__'"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return InvalidArgumentError.exit_status
     if words[0] not in (known := [*COMMANDS, "-h", "--help", "--version"]):
         meant = did_you_mean(words[0], known)
-        if ":" in words[0]:
+        if words[0].endswith(".py"):
+            meant = A_SCRIPT.format(script=shlex.join(words))
+        elif ":" in words[0]:
             meant = f"; did you mean oomprobe run {words[0]}?"
         whole.error(f"there is no command {words[0]!r}{meant}")
     if words[0] == "run" and "--" in words:
@@ -97,7 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python flushes stdout again at exit
         return 0
     except BaseException as error:
-        return explain(error, required=getattr(arguments, "require", None) is not None)
+        return explain(
+            error,
+            required=getattr(arguments, "require", None) is not None,
+            target=getattr(arguments, "target", None) or "",
+        )
 
 
 def _refuse(unknown: Sequence[str], command: str, own: argparse.ArgumentParser) -> NoReturn:
@@ -107,11 +139,12 @@ def _refuse(unknown: Sequence[str], command: str, own: argparse.ArgumentParser) 
         hint = NO_DASHES if command == "run" else ""
         own.error(f"what is {' '.join(unknown)}?{hint}")
     options = re.findall(r"--[a-z-]+", own.format_help())
-    if option in options:
+    if option in options and option not in MEANT:
         own.error(
             f"there is no option {option} here; oomprobe {command} --help says which command has it"
         )
-    own.error(f"there is no option {option}{did_you_mean(option, options)}")
+    meant = MEANT.get(option) or did_you_mean(option, options)
+    own.error(f"there is no option {option}{meant}")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -635,8 +668,8 @@ def _flags(names: Sequence[str]) -> str:
     return ", ".join(map(_flag, names))
 
 
-def explain(error: BaseException, *, required: bool) -> int:
-    """Print why a command ended, and return its exit code."""
+def explain(error: BaseException, *, required: bool, target: str = "") -> int:
+    """Print why a command ended, which probed a `target`, and return its exit code."""
     notes = getattr(error, "__notes__", ())
     if isinstance(error, KeyboardInterrupt):
         tell("interrupted", *notes)
@@ -648,11 +681,9 @@ def explain(error: BaseException, *, required: bool) -> int:
         # Whatever its exit code, a target that exits has given no answer.
         frames = traceback.extract_tb(error.__traceback__)
         place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        tell(
-            *notes,
-            f"oomprobe: the target or its step left the process, sys.exit({error.code!r}){place}: no answer. If it parses sys.argv, "
-            "which holds the arguments of oomprobe, parse under if __name__ == '__main__' instead. Otherwise leave the exit out",
-        )
+        file = target.rpartition(":")[0]
+        script = file if file.endswith(".py") else "train.py"
+        tell(*notes, LEFT.format(code=error.code, place=place, script=script))
         return errors.StepFailedError.exit_status
     if not isinstance(error, errors.OomProbeError):
         tell(errors.traceback_of(error))

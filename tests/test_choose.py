@@ -84,7 +84,7 @@ def test_simulated_devices(text, gib):
     chosen = choose_device(text, ON_CPU)
     assert isinstance(chosen, oomprobe.SimulatedDevice)
     assert chosen.available_bytes() // GIB == gib
-    refused(NoDeviceError, "similar cards: P100-16GB, V100-16GB", "sim:H1000")
+    refused(NoDeviceError, "similar cards: H100-80GB, P100-16GB, V100-16GB", "sim:H1000")
 
 
 @no_accelerator

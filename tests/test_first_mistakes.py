@@ -1,6 +1,11 @@
-"""The mistakes that people make first, typed as they would be, and the sentences that answer them (golden/first_mistakes.txt)."""
+"""The mistakes that people make first, typed as they would be, and the sentences that answer them (golden/first_*.txt)."""
 
 import functools
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +13,7 @@ from helpers import same_as_golden
 from torch import nn
 
 import oomprobe
+from oomprobe.cli import main
 
 QUIET = {"device": "sim:1GiB", "progress": "off"}
 
@@ -88,6 +94,82 @@ MISTAKES = {
     ),
     "nothing fits": lambda: find(MODEL, step, min_batch=10_000_000),
 }
+
+
+SCRIPT = """
+import argparse
+import torch
+from torch import nn
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--bs", type=int)
+    parser.parse_args()
+
+def make(name, lr=0.1):
+    model = nn.Linear(8, 8)
+    return model, torch.optim.SGD(model.parameters(), lr=lr), lambda model, batch_size: None
+
+def triple():
+    return make("linear")
+
+def swapped():
+    model, optimizer, step = make("linear")
+    return step, model
+
+def alone():
+    return make("linear")[0]
+
+def on_meta():
+    with torch.device("meta"):
+        model, optimizer, step = make("linear")
+    return model, step
+
+if __name__ == "__main__":
+    main()
+"""
+CARD = "--device sim:1GiB"
+TYPED = [
+    "train.py --lr 3",
+    f"run train.py:main {CARD}",
+    f"run train.py:make {CARD}",
+    f"run train.py:triple {CARD}",
+    f"run train.py:swapped {CARD}",
+    f"run train.py:alone {CARD}",
+    f"run train.py:on_meta {CARD}",
+    "run train.py:alone --batch-size 64",
+    "run train.py:alone --gpu RTX-4090",
+    "run train.py:alone --gpus 2",
+    "run train.py:alone --device sim:MI300X",
+    "run train.py:alone --device sim:A100-80",
+    "run train.py:alone --device sim:0GiB",
+    f"run {CARD} -- python missing.py {{batch}}",
+    f"run {CARD} -- python train.py --batch-size {{batch}}",
+    "run --device RTX-4090 -- python train.py --bs {batch}",
+    "run --device sim:all -- python train.py --bs {batch}",
+]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch names its build")
+def test_each_command_line_is_answered_by_what_to_type(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    Path("train.py").write_text(SCRIPT)
+    answers = []
+    for typed in TYPED:
+        words = shlex.split(typed)
+        monkeypatch.setattr(sys, "argv", ["oomprobe", *words])
+        try:
+            status = main(words)
+        except SystemExit as error:
+            status = error.code
+        told = capsys.readouterr().err.replace(str(tmp_path.resolve()), "/home/me")
+        told = re.sub(r"\S+/argparse\.py:\d+", "argparse.py:1", told)
+        told = re.sub(r"\S+/python\S*: can't", "python: can't", told)
+        lines = [line for line in told.splitlines() if not line.startswith(("usage:", "       "))]
+        answers.append("\n".join([f"--- oomprobe {typed}", *lines, f"exit status {status}", ""]))
+        assert status in (2, 3, 4)
+    same_as_golden("\n".join(answers), "first_commands.txt")
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch names its build")

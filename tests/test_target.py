@@ -127,7 +127,8 @@ def test_a_file_named_like_a_module_does_not_replace_it(folder):
         ),
         (
             "my_train.py:the_wrong_way_round",
-            "my_train.py:the_wrong_way_round returned tuple, not a pair (model, step_fn).",
+            "my_train.py:the_wrong_way_round returned (function, Linear): return the model and the step, in this order and "
+            "without more. The step reaches the optimizer and all else as a variable of the function that builds them.",
         ),
     ],
 )

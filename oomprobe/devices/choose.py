@@ -24,7 +24,7 @@ ON_THE_CPU = (
 )
 FOR_COMMANDS = (
     "device={device!r} cannot be given for a command: it runs on the devices that it chooses (CUDA_VISIBLE_DEVICES narrows them), or on a "
-    "simulated card, such as 'sim:24GiB'"
+    "simulated card, such as 'sim:24GiB' or 'sim:RTX-4090'"
 )
 
 

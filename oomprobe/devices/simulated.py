@@ -330,10 +330,19 @@ class SimulatedDevice(Device):
         return replace(trial, peak_upper_bytes=upper)
 
 
+ON_META = (
+    "a tensor of the model is on the meta device and has no memory: call "
+    'model.to_empty(device="cuda") in build(), or model.to_empty(device="cpu") for a model that no '
+    "target builds; then initialise it and make its optimizer"
+)
+
+
 def _in_host_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors that are not fakes, which are on the card already; raise InvalidArgumentError if one is on a real accelerator."""
     real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]
     for tensor in real:
+        if tensor.is_meta:
+            raise InvalidArgumentError(ON_META)
         if tensor.device.type != "cpu":
             raise InvalidArgumentError(
                 f"a tensor of the model is on {tensor.device}: a simulated card needs the model in host memory: "

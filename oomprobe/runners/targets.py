@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 RECIPE = (
     "Write it as 'path/to/train.py:build' or 'package.module:build', where build() returns (model, step_fn); or probe a command: "
     "oomprobe run -- python train.py --batch-size {batch}"
+)
+
+
+NO_PAIR = (
+    "{target} returned {kind}: return the model and the step, in this order and without more. The "
+    "step reaches the optimizer and all else as a variable of the function that builds them. "
+    "{recipe}"
+)
+NEEDS_ARGUMENTS = (
+    "{target} is called without arguments, and it has {signature}: {error}. Give each argument a "
+    "default, or name a function that calls it: def build(): return make_model_and_step(...)"
 )
 
 
@@ -55,12 +67,31 @@ def build(target: str, device: Any = None) -> tuple[torch.nn.Module, StepFn]:
     from oomprobe.devices import Device
 
     with device.building() if isinstance(device, Device) else nullcontext():
-        built = load(target)()
-    if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], torch.nn.Module):
+        function = load(target)
+        check_call(target, function)
+        built = function()
+    if isinstance(built, tuple) and len(built) == 2 and isinstance(built[0], torch.nn.Module):
+        return built
+    kind = type(built).__name__
+    if isinstance(built, tuple):
+        kind = f"({', '.join(type(part).__name__ for part in built)})"
+        if any(isinstance(part, torch.nn.Module) for part in built):
+            raise InvalidArgumentError(NO_PAIR.format(target=target, kind=kind, recipe=RECIPE))
+    raise InvalidArgumentError(f"{target} returned {kind}, not a pair (model, step_fn). {RECIPE}")
+
+
+def check_call(target: str, function: Callable[..., Any]) -> None:
+    """Raise InvalidArgumentError unless the function of a target can be called without arguments."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a callable implemented in C
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
         raise InvalidArgumentError(
-            f"{target} returned {type(built).__name__}, not a pair (model, step_fn). {RECIPE}"
-        )
-    return built
+            NEEDS_ARGUMENTS.format(target=target, signature=signature, error=error)
+        ) from None
 
 
 def load(target: str) -> Callable[[], Any]:

@@ -32,6 +32,9 @@ _NOISE = re.compile(
     r"^ *sim *:|\b(?:nvidia|geforce|tesla|graphics|card|gpu)\b|\bhbm\d\w?|sxm\d?\b|[^a-z0-9]"
 )
 
+_MEMORY = re.compile(r"-?[\d.]+ *[kmgt]?i?b", re.IGNORECASE)
+_AMD = re.compile(r"\b(?:mi-?\d{2,3}|amd|instinct|radeon|rx)", re.IGNORECASE)
+
 _CONTEXT_MIB: dict[tuple[int, int], int] = {
     (6, 0): 512,  # no figure for a Pascal card: the V100's
     (6, 1): 512,
@@ -197,6 +200,8 @@ def card_of(device: str | int | Card) -> Card:
     try:
         stated_bytes = parse_bytes(text)
     except InvalidArgumentError:
+        if _MEMORY.fullmatch(text):
+            raise
         return find_card(text)
     return generic_card(stated_bytes)
 
@@ -225,8 +230,12 @@ def find_card(name: str) -> Card:
         problem = f"is ambiguous: {' or '.join(card.name for card in cards)}"
     elif name.removeprefix("sim:").isdecimal() and int(key) < LARGEST_GB:
         problem = f"is the name of no card; did you mean 'sim:{key}GiB'?"
+    elif _AMD.search(name):
+        problem = (
+            "is not in the catalogue, which has no AMD cards: state its memory, as in 'sim:192GiB'"
+        )
     else:
-        problem = f"is not in the catalogue{_similar(key)}"
+        problem = f"is not in the catalogue{_similar(name)}"
     raise NoDeviceError(
         f"{name!r} {problem}\n`oomprobe devices` lists all cards; 'sim:24GiB' is one of 24 GiB"
     )
@@ -248,8 +257,10 @@ def _fits(card: Card, stated: re.Match[str] | None) -> bool:
     return stated is None or 0.9 * int(stated[1]) <= card.total_bytes / 2**30 <= int(stated[1])
 
 
-def _similar(key: str) -> str:
-    """Name the cards with similar names: the RTX-4090 for a laptop 4090."""
-    close = nearest(key, [_key(card.name) for card in CATALOGUE], 5)
-    similar = [card.name for card in CATALOGUE if _key(card.name) in close]
+def _similar(name: str) -> str:
+    """Name the cards with similar names, the likeliest first: the RTX-4090 for a laptop 4090."""
+    close = nearest(_key(name), [_key(card.name) for card in CATALOGUE], 5)
+    names = [card.name for card in CATALOGUE if _key(card.name) in close]
+    likeliest = nearest(name.removeprefix("sim:").upper(), names)
+    similar = [*dict.fromkeys([*likeliest, *names])]
     return f"; similar cards: {', '.join(similar)}" if similar else ""

@@ -242,7 +242,10 @@ def test_memory_of_a_group_that_comes_back_late_is_waited_for(tmp_path, built_mi
 def test_a_bug_that_other_trials_leave_behind_is_none(tmp_path):
     """As with weights that trials have trained until the loss scaler sees only infinities: a new group decides."""
     result = on_ranks(tmp_path, lambda: probe(max_batch=2), fault="tires")
-    sizes = [trial.batch_size for trial in result.trials]
+    trials = [*result.trials]
+    phases = [trial.phase for trial in trials]
+    assert trials.pop(phases.index("confirm") - 1).batch_size == 1  # half of the answer
+    sizes = [trial.batch_size for trial in trials]
     assert sizes == [1, 2, 1, 2, 2, 2][: len(sizes)]
     # How soon calls repeat depends on the version, and on how busy the machine is.
     assert len(sizes) >= 5 or VERSION != (2, 14)

@@ -59,7 +59,9 @@ def test_finds_cards_as_people_write_them(name):
     ("name", "problem"),
     [
         ("A100", "is ambiguous: A100-40GB or A100-80GB"),
-        ("RTX 4095", "is not in the catalogue; similar cards: .*RTX-4090"),
+        ("RTX 4095", "is not in the catalogue; similar cards: RTX-4090, .*"),
+        ("A100-80", "is not in the catalogue; similar cards: A100-80GB, A100-40GB, .*"),
+        ("MI300X", "is not in the catalogue, which has no AMD cards: .* 'sim:192GiB'"),
         (
             "RTX 4090 Laptop GPU",
             "is not in the catalogue; similar cards: RTX-4090",

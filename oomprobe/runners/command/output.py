@@ -55,6 +55,10 @@ _SLURM_OOM = re.compile(r"^(?:slurmstepd|srun): error: .*(?:oom[-_]kill|OOM Kill
 _KILLED = re.compile(r"killed by signal|SIGKILL", re.IGNORECASE)  # a data loader's worker
 PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 
+# What Python and argparse write about a command that they cannot begin with.
+_REFUSAL = re.compile(
+    r"\S*python\S*: can't open file |\S+\.py: error: (?:unrecognized |ambiguous |the following |argument )"
+)
 OUT_OF_MEMORY = (Verdict.OOM, Verdict.HOST_OOM)
 QUOTED = "its output quotes an out-of-memory error, and not all of its processes report what they raise: {line}"
 
@@ -120,6 +124,8 @@ class Output:
             self._add(raised["name"], raised["text"] or "")
         elif cpp := _CPP_EXCEPTION.match(line):
             self._add("RuntimeError", cpp["text"])
+        elif _REFUSAL.match(line):
+            self._add("UsageError", line)
         elif self._waits_for and (failure := _NCCL_FAILURE.search(line)):
             self._add(self._waits_for, failure[0])
 

@@ -97,7 +97,9 @@ NOT_SIMULATED = (
     "or with an emptied environment (sudo, env -i, a container)"
 )
 WEAK_EXIT = (
-    "weak: no process reported an optimizer step, so a trial passed when the command exited with 0"
+    "weak: no process reported an optimizer step, so a trial passed when the command exited with "
+    "0. A program that does not train runs its whole course in each trial: let it end after a few "
+    "batches, or probe a target (docs/inference.md)"
 )
 WEAK_SECONDS = (
     "weak: no process reported an optimizer step, so a trial passed when the command had run for {seconds}, whatever it "
