@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import rand as distributed_rand
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -141,7 +142,7 @@ accumulating = partial(
 )
 
 
-def on_meta():
+def on_meta(initialise=lambda model: model.apply(reset)):
     join()
     with torch.device("meta"):
         model = Transformer()
@@ -149,9 +150,36 @@ def on_meta():
         fully_shard(layer, mp_policy=BF16)
     fully_shard(model, mp_policy=BF16)
     model.to_empty(device="cuda")
-    for parameter in model.parameters():
-        nn.init.normal_(parameter)
+    initialise(model)
     return training(model, torch.optim.AdamW(model.parameters()))
+
+
+def reset(module):
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def draw(model):
+    """Draw values by all that draws on a DTensor: `nn.init.eye_`, `orthogonal_`, `sparse_`, `random_` and `torch.normal` do not."""
+    weight = model.layers[0].feed_forward.w1.weight
+    for initialise in (
+        nn.init.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.ones_, nn.init.zeros_,
+        nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_,
+    ):  # fmt: skip
+        initialise(weight)
+    nn.init.constant_(weight, 0.1)
+    values = weight.detach()
+    for name in ("uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "log_normal_"):
+        assert getattr(values, name)() is values
+    values.geometric_(0.5)
+    for made in (
+        torch.rand_like(values), torch.randn_like(values), torch.randint_like(values, 3), torch.bernoulli(values),
+        F.dropout(values, 0.5), distributed_rand(*values.shape, device_mesh=weight.device_mesh),
+    ):  # fmt: skip
+        assert (type(made), made.shape) == (type(values), values.shape)
+
+
+drawn = partial(on_meta, draw)
 
 
 def large_on_meta():

@@ -10,7 +10,9 @@ import inspect
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from copy import copy
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -129,6 +131,10 @@ def _on_one_rank() -> Iterator[Patch]:
     for name, function in [*vars(ShardingPropagator).items()]:
         if name.startswith("_propagate_tensor_meta") and inspect.isfunction(function):
             yield ShardingPropagator, name, _off_card(function)
+    without_offsets = SimpleNamespace(
+        distribute_region_enabled=False, _distribute_region=lambda *_, **__: nullcontext()
+    )
+    yield _random, "_rng_tracker", without_offsets
     for module in (_api, _dispatch, _random):  # random values do not exist on the card
         if hasattr(module, "is_rng_supported_mesh"):
             yield module, "is_rng_supported_mesh", lambda _: False
@@ -181,11 +187,19 @@ def _is_compiled(modules: Iterable[torch.nn.Module]) -> bool:
 
 
 def _off_card(function: Any) -> Any:
-    """Run operators that have the shapes of all ranks together, and take no memory, outside of the simulation."""
+    """Run operators that have the shapes of all ranks together, and take no memory, outside of the simulation.
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    One that draws into its first argument, as those of `torch.nn.init` do, returns that: torch
+    would make the values by operators of CUDA.
+    """
+
+    def run(propagator: Any, schema: Any) -> Any:
+        operator = schema.op
+        draws = torch.Tag.nondeterministic_seeded in operator.tags
+        if draws and operator._schema.name.endswith("_"):
+            return schema.args_schema[0].tensor_meta
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            return function(*args, **kwargs)
+            return function(propagator, schema)
 
     return run
 

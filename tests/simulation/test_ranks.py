@@ -89,7 +89,7 @@ def whole_peak_bytes():
     return check("no_reshard").peak_allocated_bytes
 
 
-@pytest.mark.parametrize("name", ["recomputing", "on_meta", "hsdp", "tensor_parallel"])
+@pytest.mark.parametrize("name", ["recomputing", "on_meta", "drawn", "hsdp", "tensor_parallel"])
 def test_shards_take_less_than_whole_parameters(name):
     assert check(name).peak_allocated_bytes < whole_peak_bytes()
 
