@@ -23,7 +23,7 @@ from oomprobe import errors
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
-from oomprobe.ground.words import did_you_mean, visible
+from oomprobe.ground.words import WIDTH, did_you_mean, visible
 from oomprobe.records import savings
 from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.files import is_writable, write_file
@@ -36,6 +36,7 @@ from oomprobe.results.trials import trials_table
 from oomprobe.runners.targets import name_of
 
 STDOUT = Path("-")
+LEAST_COLUMNS = 40  # of a report on a terminal
 DEMO_CARD = "sim:H100-80GB"
 DEMO_BUDGET = "cpu:256MiB"  # large enough for activations to dominate, small enough for half a minute on two cores
 
@@ -164,10 +165,9 @@ def _run(arguments: argparse.Namespace) -> int:
         # Such an answer has no number that a script could take for the truth: it is explained, even to one that asks for silence.
         is_contaminated = any(result.contaminated for result in _results(probed))
         if is_contaminated or not arguments.quiet:
-            write(
-                sys.stderr if machine_reads else stdout,
-                as_text(probed.report(verbose=arguments.verbose)),
-            )
+            stream = sys.stderr if machine_reads else stdout
+            report = probed.report(verbose=arguments.verbose)
+            write(stream, as_text(report, columns(stream)))
         if arguments.json == STDOUT:
             write(stdout, probed.to_json())
         elif arguments.quiet and not is_contaminated:
@@ -306,7 +306,8 @@ def _demo(arguments: argparse.Namespace) -> int:
             *build(), device=device, multiple_of=multiple_of, progress=arguments.progress
         )
         report = result.report()
-        print(as_text(dataclasses.replace(report, blocks=report.blocks[:1])), flush=True)
+        first_part = dataclasses.replace(report, blocks=report.blocks[:1])
+        print(as_text(first_part, columns(sys.stdout)), flush=True)
     print("Next: oomprobe run train.py:build, where build() returns (model, step_fn)")
     return 0
 
@@ -314,7 +315,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     check_pictures(arguments)
     shown = read_result(arguments.result)
-    print(as_text(shown.report(verbose=arguments.verbose)), end="", flush=True)
+    write(sys.stdout, as_text(shown.report(verbose=arguments.verbose), columns(sys.stdout)))
     _save(shown, arguments)
     return 0
 
@@ -714,6 +715,13 @@ def write(stream: IO[str] | None, text: str) -> None:
     if stream is not None:
         stream.write(text)
         stream.flush()
+
+
+def columns(stream: IO[str] | None) -> int:
+    """Return the columns of a report: those of a job log, or fewer on a terminal that has fewer."""
+    if stream is None or not stream.isatty():
+        return WIDTH
+    return min(WIDTH, max(LEAST_COLUMNS, os.get_terminal_size(stream.fileno()).columns or WIDTH))
 
 
 @contextlib.contextmanager

@@ -3,13 +3,17 @@
 import argparse
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
 import re
 import shlex
+import struct
 import subprocess
 import sys
+import termios
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers import a_result, a_trial
@@ -511,3 +515,34 @@ def test_quiet_does_not_print_a_contaminated_answer(capsys, monkeypatch):
     assert (code, out) == (6, "")
     assert "no number printed" in err
     assert run(capsys, "run", "train:build")[0] == 0
+
+
+@pytest.mark.parametrize("across", [80, 60, 200])
+def test_a_report_fits_the_terminal(tmp_path, monkeypatch, capfd, across):
+    """It has the same words as in a pipe, and breaks no line between words but those of tables."""
+    path = tmp_path / "probe.json"
+    notes = ("a note of many words that no terminal shows in one line, " * 3,)
+    a_result(notes=notes).to_json(path)
+    assert cli.main(["show", str(path), "--verbose"]) == 0
+    piped = capfd.readouterr().out
+    screen, end = os.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 20, across, 0, 0))
+    with os.fdopen(end, "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        reader = ThreadPoolExecutor().submit(read_all, screen)
+        assert cli.main(["show", str(path), "--verbose"]) == 0
+    shown = reader.result()
+    assert shown.split() == piped.split()
+    assert max(map(len, shown.splitlines())) <= max(across, 76)
+    assert (shown == piped) is (across == 200)
+
+
+def read_all(screen):
+    text = b""
+    with (
+        contextlib.suppress(OSError),
+        os.fdopen(screen, "rb", buffering=0) as file,
+    ):  # its other end has closed
+        while part := file.read(2**16):
+            text += part
+    return text.decode().replace("\r\n", "\n")

@@ -17,10 +17,10 @@ _HIDDEN = re.compile(
 )
 
 
-def wrap(sentence: str, *, first: str = "", rest: str = "") -> list[str]:
+def wrap(sentence: str, *, first: str = "", rest: str = "", width: int = WIDTH) -> list[str]:
     """Wrap a sentence; indent the first line by `first` and all others by `rest`."""
     return textwrap.wrap(
-        clean(sentence), WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+        clean(sentence), width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
     )
 
 

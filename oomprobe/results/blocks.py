@@ -93,51 +93,54 @@ def measured_columns(
     return used_heads, used_rows
 
 
-def as_text(report: Report) -> str:
-    """Render a report; only its first line begins with ``verdict:``, and so does that of each part."""
-    verdict = f"{VERDICT}{clean(report.verdict)}"
-    paragraphs = [[verdict, *wrap(report.warning, first="!! ", rest="!! ")]]
+def as_text(report: Report, width: int = WIDTH) -> str:
+    """Render a report; only its first line begins with ``verdict:``, and so does that of each part.
+
+    On a terminal of fewer columns, `width`, sentences are wrapped; rows of tables keep their cells.
+    """
+    verdict = wrap(report.verdict, first=VERDICT, rest="  ", width=width)
+    paragraphs = [[*verdict, *wrap(report.warning, first="!! ", rest="!! ", width=width)]]
     for block in report.blocks:
         if block.content:
-            paragraphs.append(block_lines(block))
+            paragraphs.append(block_lines(block, width))
     text = "\n\n".join(map("\n".join, paragraphs)) + "\n"
     for name, part in report.parts.items():
-        text += f"\n--- {clean(name)} ---\n{as_text(part)}"
+        text += f"\n--- {clean(name)} ---\n{as_text(part, width)}"
     return text
 
 
-def block_lines(block: Block) -> list[str]:
+def block_lines(block: Block, width: int = WIDTH) -> list[str]:
     """Render a block that has content."""
     lines = []
     if block.caption:
-        lines.append(clean(f"{block.title} ({block.caption})"))
+        lines += wrap(f"{block.title} ({block.caption})", width=width)
     elif block.title:
         lines.append(clean(block.title))
     match block.content:
         case str(sentence):
-            lines += wrap(sentence, rest="  ")
+            lines += wrap(sentence, rest="  ", width=width)
         case Table() as table:
-            lines += _table_lines(table)
+            lines += _table_lines(table, width)
         case Mapping() as facts:
-            lines += _fact_lines(facts)
+            lines += _fact_lines(facts, width)
         case items:
             for item in items:
-                lines += wrap(item, first="  - ", rest="    ")
+                lines += wrap(item, first="  - ", rest="    ", width=width)
     return lines
 
 
-def _fact_lines(facts: Facts) -> list[str]:
+def _fact_lines(facts: Facts, width: int) -> list[str]:
     lines = []
     indent = "".ljust(LABEL_WIDTH)
     for label, sentences in facts.items():
         first = f"  {label}".ljust(LABEL_WIDTH)
         for fact in sentences:
-            lines += wrap(fact.text, first=first, rest=f"{indent}  ")
+            lines += wrap(fact.text, first=first, rest=f"{indent}  ", width=width)
             first = indent
     return lines
 
 
-def _table_lines(table: Table) -> list[str]:
+def _table_lines(table: Table, width: int) -> list[str]:
     rows = list(table.rows)
     if table.heads:
         rows.insert(0, Row(cells=table.heads))
@@ -151,9 +154,9 @@ def _table_lines(table: Table) -> list[str]:
         mark = "*" if is_marked else " "
         lines.append(clip(f"{mark} {'  '.join(cells)}".rstrip(), WIDTH))
         if row.remark and table.clips:
-            lines.append(clip(f"{indent}^ {clean(row.remark)}", WIDTH))
+            lines.append(clip(f"{indent}^ {clean(row.remark)}", width))
         elif row.remark:
-            lines += wrap(row.remark, first=f"{indent}^ ", rest=f"{indent}  ")
+            lines += wrap(row.remark, first=f"{indent}^ ", rest=f"{indent}  ", width=width)
     for line in table.foot:
         lines.append(clip(visible(line), WIDTH))
     return lines
