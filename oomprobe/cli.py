@@ -382,6 +382,8 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
 }
 EXAMPLES = """\
 examples:
+  oomprobe run --device sim:RTX-4090 -- python train.py --batch-size {batch}
+                                                    your script as it is, without a GPU
   oomprobe demo                                     two small models, with nothing to prepare
   oomprobe run train.py:build --device sim:24GiB    your model and step, on a simulated card
   oomprobe run --help                               all options, more examples, the exit statuses
@@ -390,6 +392,7 @@ What is measured: README.md and docs/ in the repository. The functions: help("oo
 """
 EXAMPLES_OF_RUN = """\
 examples:
+  oomprobe run --device sim:RTX-4090 -- python train.py --batch-size {batch}
   oomprobe run train.py:build --multiple-of 8 --json a.json --html a.html
   oomprobe run train.py:build --savings all --require 64 --device sim:RTX-4090
   oomprobe run --start-batch 16 -- torchrun --nproc-per-node 8 train.py --batch-size {batch}

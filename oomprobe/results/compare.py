@@ -54,7 +54,7 @@ def _values(name: str, records: Sequence[object]) -> list[Any]:
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    for name in sorted({*old, *new}):
+    for name in sorted({*old, *new} - {"date"}):
         if old.get(name) != new.get(name):
             yield f"{name}: {old.get(name)} -> {new.get(name)}"
 
