@@ -62,7 +62,8 @@ def compare_sizes(session: Session, answer: int, *, is_limited: bool) -> None:
 def _run_half(session: Session, now: Trial) -> Trial | None:
     """Run half of an answer whose memory is known; None if it does not run."""
     size = session.comparable.down(now.batch_size, 2)
-    if size == now.batch_size or not now.peak_allocated_bytes:
+    is_half = 2 * size <= now.batch_size  # nearer sizes may be rounded to the same
+    if not (is_half and now.peak_allocated_bytes):
         return None
     request = session.requested(size, Phase.GROW, session.budget.search_cap())
     try:

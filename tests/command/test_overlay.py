@@ -268,7 +268,8 @@ def test_what_a_trial_does_to_files_is_said(tmp_path, monkeypatch):
     code = "import os; [open(n, 'a') for n in ('data', 'b', 'c', '/etc/x')]; os.unlink('old'); os.unlink('c'); open('c', 'w'); os.rename('away', 'moved')"
     command = [sys.executable, "-c", f"{code}; os.system('echo > shell.txt')", "{batch}"]
     result = oomprobe.check_command(command, 8, memory_fraction=1.0, progress="off")
-    written, removed, changed = result.notes[:3]
+    notes = [note for note in result.notes if not note.startswith("no GPU is in sight")]
+    written, removed, changed = notes[:3]
     assert written.endswith("copies took the place of b, c, data and 2 files more")
     assert removed == "what trials remove is still there: away, old"
     assert changed.startswith("shell.txt changed while a trial ran")
