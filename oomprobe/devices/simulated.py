@@ -153,7 +153,8 @@ class SimulatedDevice(Device):
         return first_of(self.world_size, variables, self._assumed, self._sharding)
 
     def begin_probe(self, poll: Callable[[], None]) -> None:
-        self._card_mode.poll, self._card_mode.notes, self._card_mode.counts_values = poll, {}, False
+        self._card_mode.poll, self._card_mode.counts_values = poll, False
+        self._card_mode.notes.clear()
         self._card_mode.not_covered.clear()
 
     def place(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,28 +30,25 @@ from oomprobe.errors import SimulationError
 from oomprobe.ground import torch_versions
 from oomprobe.ground.frames import user_line
 from oomprobe.simulation.cuda_api import replacements
+from oomprobe.simulation.facts import Facts
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, Fakes, Results, Views, local
 from oomprobe.simulation.formulas import DeviceThread, Formulas, in_backward
 from oomprobe.simulation.kernels import convolutions, table
 from oomprobe.simulation.kernels.composites import composite_of
 from oomprobe.simulation.memory import CardMemory, no_workspace
 from oomprobe.simulation.unknown import (
-    KnownBools,
     lacks_cpu_kernel,
-    propagate_bool,
-    read_value,
     refuse_layout,
     refuse_missing_kernel,
     refuse_operator,
     wants_data,
 )
 from oomprobe.simulation.values import (
-    ALL_CHOSEN,
     COUNTED,
     MASKING,
+    Geometry,
     is_constant,
     is_random,
-    most_elements,
     of_geometry,
     with_positions,
 )
@@ -108,7 +104,7 @@ class CardMode(TorchDispatchMode):
         views = Views(self.fake_mode)
         self.fakes = Fakes(self.fake_mode, views, memory)
         self._results = Results(self.fake_mode, views)
-        self._known_bools: KnownBools = weakref.WeakKeyDictionary()
+        self.facts = Facts(self.fakes.values, self.fakes.fake, self.notes)
         self._formulas, self.device_thread = Formulas(), DeviceThread()
         # Whether a size has depended on values; whether the last operator was on the card.
         self.counts_values = self._was_on_card = False
@@ -267,6 +263,7 @@ class CardMode(TorchDispatchMode):
     ) -> Any:
         """Simulate an operator with tensors on the card, and perhaps others in host memory."""
         if _only_writes_lists(func):
+            self.fakes.values.forget(func, args, kwargs)
             return None
         if func is _aten.copy_.default and on_host and self._is_transfer(args[0], on_host):
             with self.memory.running(
@@ -303,6 +300,7 @@ class CardMode(TorchDispatchMode):
         if known and not self.is_building and func not in _RESIZING:
             self.fakes.values.keep(func, args, kwargs, result)
         else:
+            self.facts.follow(func, args, kwargs, result)
             self.fakes.values.forget(func, args, kwargs)
 
     def _simulate(
@@ -326,7 +324,6 @@ class CardMode(TorchDispatchMode):
         with self.memory.running(launch, use_workspace) as before_result:
             result = self._result(func, args, kwargs, known=known, to_card=to_card)
             self._formulas.ran(func, result)
-            propagate_bool(self._known_bools, func, args, result)
             if in_place and self.memory.holds(args[0].untyped_storage()):
                 if result.stride() != args[0].stride():
                     result = self._results.run(
@@ -365,13 +362,16 @@ class CardMode(TorchDispatchMode):
         except (DynamicOutputShapeException, DataDependentOutputException):
             if self.is_building:
                 raise
-            note, chosen = ALL_CHOSEN, most_elements(func, args)
             if known:
-                self.counts_values, note = True, COUNTED
-                chosen = of_geometry(self.fakes.values.compute(func, args, kwargs))
+                self.counts_values = True
+                self.notes[COUNTED.format(line=user_line())] = None
+                chosen: list[Geometry] | None = of_geometry(
+                    self.fakes.values.compute(func, args, kwargs)
+                )
+            else:
+                chosen = self.facts.most_elements(func, args, kwargs)
             if chosen is None:
                 raise
-            self.notes[note.format(line=user_line())] = None
             device = CARD if to_card else HOST
             with self.fake_mode:
                 made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in chosen]
@@ -401,13 +401,7 @@ class CardMode(TorchDispatchMode):
         if values is not None:
             with torch._C._DisableTorchDispatch():
                 return _aten._local_scalar_dense.default(values)
-        return self.invented_value(tensor)
-
-    def invented_value(self, tensor: torch.Tensor) -> Any:
-        """Return the value that stands for all those of a tensor whose own are unknown."""
-        if tensor.untyped_storage() in self._known_bools:
-            return self._known_bools[tensor.untyped_storage()]
-        return read_value(tensor, self.notes)
+        return self.facts.read(tensor)
 
     def _track(
         self, func: Any, result: Any, args: Any, result_bytes: int | None, before_result: Callable[[], None], *,

@@ -17,7 +17,8 @@ from oomprobe.ground.frames import user_line
 from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.cuda_api import LEGACY_TYPES, legacy_type
 from oomprobe.simulation.fakes import CARD, EXPLICIT_HOST, HOST, SEEN, requested_device
-from oomprobe.simulation.unknown import refuse_address, refuse_quantized
+from oomprobe.simulation.unknown import refuse_address, refuse_quantized, use_guesses
+from oomprobe.simulation.values import KEPT
 
 _T = torch.Tensor
 RECURRENT = (
@@ -53,6 +54,7 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             _T.cpu: lambda tensor, memory_format=None: self._move(
                 tensor, EXPLICIT_HOST, memory_format=memory_format
             ),
+            _T.item: self.to_number,
             _T.numpy: self._numpy,
             _T.__array__: self._as_array,
             _T.tolist: self.to_list,
@@ -78,6 +80,8 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             return self._property(func, args[0])
         if func.__name__ == "__set__" and getattr(func.__self__, "__name__", "") == "data":
             return self._set_data(func, *args)
+        if self._card_mode.facts.has_guessed:
+            use_guesses((args, *kwargs.values()))
         if func.__name__ in _RECURRENT:
             self._card_mode.notes[RECURRENT] = None
         device = requested_device(kwargs.get("device"))
@@ -167,6 +171,12 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
         is_number = tensor.dim() == 0 and spec
         return format(tensor.item() if is_number else str(tensor), spec)
 
+    def to_number(self, tensor: torch.Tensor) -> Any:
+        """Answer `item`."""
+        if tensor.dtype in KEPT and tensor.numel() == 1 and self._values_of(tensor) is None:
+            return self._card_mode.facts.guess(tensor)
+        return tensor.item()
+
     def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         values = self._values_of(tensor)
         return self._array(tensor) if values is None else values.numpy(**kwargs)
@@ -186,7 +196,7 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
         return self._card_mode.fakes.values.of(tensor)
 
     def _array(self, tensor: torch.Tensor) -> Any:
-        value = self._card_mode.invented_value(tensor)
+        value = self._card_mode.facts.read(tensor)
         dtype = torch.float32 if tensor.dtype is torch.bfloat16 else tensor.dtype
         numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
         return np.broadcast_to(numpy_dtype.type(value), tuple(tensor.shape)).view(

@@ -160,7 +160,9 @@ class Fakes:
 
     def has_values(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a real one in host memory."""
-        return not isinstance(tensor, FakeTensor) and not self.on_card(tensor)
+        if isinstance(tensor, FakeTensor) or self.on_card(tensor):
+            return False
+        return tensor.layout is not torch.strided or not _has_fake_storage(tensor)
 
     def block_of(self, tensor: torch.Tensor) -> int | None:
         """Return the allocator's handle of a real or fake tensor's block; None if it is not on the card."""

@@ -1,14 +1,10 @@
-"""Answers to questions about values, which simulated tensors do not have, and errors for what cannot be simulated.
+"""Errors for what cannot be simulated, and the integer that stands for one that is unknown.
 
-A step that asks `torch.isfinite(loss)` or `loss < best` should take the path that training takes. So comparisons are
-answered as if every element were 1, which is also what `.item()` returns; the answer follows its tensor until it is read.
 Errors name the line of the user's file and an alternative.
 """
 
 from __future__ import annotations
 
-import operator
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -19,67 +15,53 @@ from oomprobe.ground.frames import raised_at, user_line
 
 # --- answers ---
 
-KnownBools = weakref.WeakKeyDictionary[
-    torch.UntypedStorage, bool
-]  # values of boolean tensors, by storage
-
-_CONSTANT = {"isfinite": True, "isnan": False, "isinf": False}
-_COMPARE: dict[str, Callable[[Any, Any], bool]] = {
-    "gt": operator.gt, "ge": operator.ge, "lt": operator.lt, "le": operator.le, "eq": operator.eq, "ne": operator.ne,
-    **dict.fromkeys(("logical_and", "bitwise_and", "mul"), lambda a, b: bool(a) and bool(b)),
-    **dict.fromkeys(("logical_or", "bitwise_or"), lambda a, b: bool(a) or bool(b)),
-}  # fmt: skip
-_SAME = {
-    "any", "all", "clone", "_to_copy", "detach", "squeeze", "unsqueeze", "view", "reshape", "expand", "select", "amax",
-}  # fmt: skip
-_NOT = {"logical_not", "bitwise_not"}
+_ARITHMETIC = "add radd sub rsub mul rmul floordiv rfloordiv mod rmod neg pow "
+_DECIDING = "lt le gt ge eq ne bool"
 
 
-def propagate_bool(known: KnownBools, func: Any, args: Any, result: Any) -> None:
-    """Record the value of a boolean result if it follows from the operator's arguments."""
-    if not isinstance(result, torch.Tensor) or result.dtype is not torch.bool:
-        return
-    value = _bool_result(known, func.overloadpacket.__name__, args)
-    if value is not None:
-        known[result.untyped_storage()] = value
+class Guess(int):
+    """An integer that stands for an unknown one.
+
+    Once a comparison, or a size that torch gets, depends on it, it calls `used`.
+    """
+
+    used: Callable[[], object]
+    __hash__ = int.__hash__
+
+    @classmethod
+    def of(cls, value: int, used: Callable[[], object]) -> Guess:
+        """Return a guess."""
+        guess = cls(value)
+        guess.used = used
+        return guess
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
 
 
-def _bool_result(known: KnownBools, name: str, args: Any) -> bool | None:
-    if name in _CONSTANT:
-        return _CONSTANT[name]
-    values = [_value(known, arg) for arg in args[:2]]
-    if None in values or not values:
-        return None
-    if name in _SAME:
-        return bool(values[0])
-    if name in _NOT:
-        return not values[0]
-    if name in _COMPARE and len(values) == 2:
-        return bool(_COMPARE[name](*values))
-    return None
+def _noting(name: str, *, decides: bool) -> Callable[..., Any]:
+    def operation(guess: Guess, *others: Any) -> Any:
+        if decides:
+            guess.used()
+        result = getattr(int, name)(guess, *others)
+        return Guess.of(result, guess.used) if type(result) is int else result
+
+    return operation
 
 
-def _value(known: KnownBools, arg: Any) -> Any:
-    """Return the value of all elements of an argument; None if unknown."""
-    if not isinstance(arg, torch.Tensor):
-        return arg if isinstance(arg, int | float) else 0
-    if arg.dtype is torch.bool:
-        return known.get(arg.untyped_storage())
-    return 1
+for _name in (_ARITHMETIC + _DECIDING).split():
+    setattr(Guess, f"__{_name}__", _noting(f"__{_name}__", decides=_name in _DECIDING.split()))
 
 
-def read_value(tensor: torch.Tensor, notes: dict[str, None]) -> Any:
-    """Return 1.0 for a floating-point tensor; 1 for an integer and False for a boolean one, with a note."""
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return 1.0
-    if tensor.dtype is torch.bool:
-        value: int = False
-        problem = "reads a boolean from a tensor without data and gets False. If the step then does less work"
-    else:
-        value = 1
-        problem = "reads an integer from a tensor without data and gets 1. If a size depends on it"
-    notes[f"{user_line()} {problem}, this answer is wrong"] = None
-    return value
+def use_guesses(value: Any) -> None:
+    """Take note that guesses among the arguments of a function of torch are made sizes."""
+    if type(value) is Guess:
+        value.used()
+    elif type(value) in (list, tuple):
+        for item in value:
+            use_guesses(item)
+    elif type(value) is slice:
+        use_guesses((value.start, value.stop, value.step))
 
 
 # --- refusals ---

@@ -1,4 +1,4 @@
-"""Values that simulated tensors keep: integers and booleans that came from the host, and what operators make of these alone.
+"""Values that simulated tensors keep: integers, booleans and a few numbers that came from the host, and what operators make of these alone.
 
 So a mask of labels or of padding selects as many elements as it would. Where values are unknown, an operator whose result depends on
 them is counted as if it selected all elements, which is the most it can.
@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _aten = torch.ops.aten
 KEPT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 MOST_BYTES = 2**26  # of one tensor, whatever the batch
+MOST_FLOAT_BYTES = 64  # of floating-point numbers: flags, scales, means of colours
 COUNTED = "{line} counts elements by values of this batch: a batch with more of them takes more memory; make every batch the worst case"
 ALL_CHOSEN = "{line} chooses elements by values that are unknown: counted as if it chose all of them, the most it can"
 
@@ -74,8 +75,8 @@ class Values:
         self._origins[simulated] = ref(real)
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is of integers or booleans whose values are known."""
-        if tensor.dtype not in KEPT:
+        """Whether a tensor's values are known, of a kind that is kept."""
+        if not _is_kept(tensor):
             return False
         return self._is_real(tensor) or self._storage_of(self._fake(tensor)) is not None
 
@@ -92,7 +93,7 @@ class Values:
             return values.set_(known, fake.storage_offset(), fake.shape, fake.stride())
 
     def _storage_of(self, fake: torch.Tensor) -> _Storage | None:
-        if fake.dtype not in KEPT:
+        if not _is_kept(fake):
             return None
         storage = fake.untyped_storage()
         if (
@@ -124,9 +125,7 @@ class Values:
     def keep(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         """Keep the values of the results of an operator on known values, and what it writes to tensors."""
         fakes = [
-            leaf
-            for leaf in tree_leaves(result)
-            if isinstance(leaf, FakeTensor) and leaf.dtype in KEPT
+            leaf for leaf in tree_leaves(result) if isinstance(leaf, FakeTensor) and _is_kept(leaf)
         ]
         largest_bytes = max((fake.untyped_storage().nbytes() for fake in fakes), default=0)
         if largest_bytes > MOST_BYTES:
@@ -148,7 +147,7 @@ class Values:
         """Keep the values of a fake that has a storage of its own."""
         storage = fake.untyped_storage()
         if (
-            fake.dtype not in KEPT
+            not _is_kept(fake)
             or storage.nbytes() > MOST_BYTES
             or self._known.get(storage) is not None
         ):
@@ -161,9 +160,20 @@ class Values:
 
     def forget(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Forget the values of tensors, and of all their views, to which an operator writes something unknown."""
+        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return  # the gradients of training are finite, so the flag stays as it is
         for tensor in written(func, args, kwargs):
-            if tensor.dtype in KEPT and not self._is_real(tensor):
+            if _is_kept(tensor) and not self._is_real(tensor):
                 self._known[self._fake(tensor).untyped_storage()] = None
+
+
+def _is_kept(tensor: torch.Tensor) -> bool:
+    if tensor.dtype in KEPT:
+        return True
+    is_small = tensor.is_floating_point() and tensor.numel() <= MOST_FLOAT_BYTES
+    if not is_small or tensor.layout is not torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() <= MOST_FLOAT_BYTES
 
 
 def is_constant(func: Any) -> bool:
@@ -233,17 +243,3 @@ def _is_mask(index: Any) -> bool:
 def of_geometry(results: Any) -> list[Geometry]:
     """Return the shapes and dtypes of an operator's results."""
     return [(tensor.shape, tensor.dtype) for tensor in tree_leaves(results)]
-
-
-def most_elements(func: Any, args: Any) -> list[Geometry] | None:
-    """Return the largest results, as shapes and dtypes, of an operator whose results depend on values; None if they are unknown."""
-    name, tensor = func.overloadpacket.__name__, args[0]
-    count = tensor.numel()
-    if name == "nonzero":
-        return [((count, tensor.dim()), torch.int64)]
-    if name in ("_unique2", "unique_consecutive"):
-        return [((count,), tensor.dtype), (tensor.shape, torch.int64), ((count,), torch.int64)]
-    if name == "unique_dim":
-        length = tensor.shape[args[1]]
-        return [(tensor.shape, tensor.dtype), ((length,), torch.int64), ((length,), torch.int64)]
-    return None

@@ -4,6 +4,7 @@ import functools
 import gc
 import io
 import os
+import pickle
 import re
 import signal
 import traceback
@@ -324,17 +325,49 @@ ON_HOST = {
 )
 def test_a_loss_reads_as_one_and_host_tensors_keep_their_values(read, value):
     bench = Bench()
-    assert bench.run(lambda: read(torch.zeros((), device="cuda") + 3)) == value
+    assert bench.run(lambda: read(torch.randn((), device="cuda") + 3)) == value
     assert bench.notes == ""
 
 
-@pytest.mark.parametrize(
-    ("dtype", "value", "kind"), [(torch.int64, 1, "an integer"), (torch.bool, False, "a boolean")]
-)
-def test_invented_values_are_noted_with_the_line(dtype, value, kind):
+def unknown(dtype):
+    return torch.empty(4, dtype=dtype, device="cuda")[1]
+
+
+def index():
+    return torch.randn(5, device="cuda").argmax().item()
+
+
+DECIDING = {
+    "boolean": lambda: unknown(torch.bool).item(),
+    "branch": lambda: index() > 3,
+    "a list's choice": lambda: index() in [3, 4],
+    "number of turns": lambda: [*range(unknown(torch.int64).item())],
+    "size": lambda: torch.zeros(2 * (index() + 2)),
+    "slice": lambda: torch.zeros(9)[: index()],
+    "a list": lambda: unknown(torch.int64)[None].tolist(),
+    "int": lambda: int(unknown(torch.int64)),
+}
+HARMLESS = {
+    "counts": lambda: 5 + (torch.randn(8, device="cuda") > 0).sum().item(),
+    "printed": lambda: f"{index()} {index() / 7:.2f}",
+    "an index": lambda: [*range(5)][index()],
+    "indices": lambda: torch.randn(4, 3, device="cuda").argmax(1).tolist(),
+    "kept": lambda: copy.deepcopy(pickle.loads(pickle.dumps(index()))),
+}
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_unknown_values_are_noted_where_something_depends_on_them(name):
     bench = Bench()
-    assert bench.run(lambda: torch.empty(4, dtype=dtype, device="cuda")[1].item()) == value
-    assert re.search(rf"test_card_mode\.py:\d+ reads {kind}", bench.notes)
+    bench.run(DECIDING[name])
+    assert re.search(r"test_card_mode\.py:\d+ reads an? (integer|boolean)", bench.notes)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_unknown_values_are_not_noted_where_nothing_depends_on_them(name):
+    bench = Bench()
+    bench.run(HARMLESS[name])
+    assert bench.notes == ""
 
 
 @torch.library.custom_op("oomprobe_tests::twice", mutates_args=())
@@ -366,7 +399,7 @@ def test_refusals_name_the_line(message, act):
     with pytest.raises(
         UnreliableError, match=message.replace("LINE", rf"test_card_mode\.py:{line}\b")
     ):
-        Bench().run(lambda: act(torch.zeros(5, device="cuda")))
+        Bench().run(lambda: act(torch.randn(5, device="cuda")))
 
 
 COPIES = {
