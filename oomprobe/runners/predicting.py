@@ -28,6 +28,7 @@ from oomprobe.records.trials import (
     Verdict,
 )
 from oomprobe.rules import program
+from oomprobe.rules.look import differ
 from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.tape.fit import Predictor
 
@@ -331,9 +332,9 @@ class Predicting:
         """Take what a trial asked for as evidence; return whether that proves replayed trials wrong."""
         trial, calls = outcome.trial, self._card.calls
         names = [record.step for record in outcome.records]
+        expected = self._replays.predict(request) or trial
         if not trial.passed:
-            expected = self._replays.predict(request)
-            return request.confirms or (expected is not None and expected.passed)
+            return request.confirms or expected.passed
         if self._card.counts_values:
             return not self._replays.predictor.give_up(COUNTS_VALUES)
         if self._shortens:
@@ -343,7 +344,10 @@ class Predicting:
         names += names[-1:] * (len(calls) - len(names))
         self._stepped = outcome.records[-1].stepped
         self._replays.predictor.workspace_bytes[trial.batch_size] = self._card.workspace_bytes
-        return not self._replays.predictor.learn(trial.batch_size, names, calls)
+        # Between its steps, a command may do what none of the calls that it wrote down has done.
+        peaks = (expected.peak_reserved_bytes or 0, trial.peak_reserved_bytes or 0)
+        was_another = not self._shortens and differ(*peaks)
+        return was_another or not self._replays.predictor.learn(trial.batch_size, names, calls)
 
     def _extended(self, request: Request, outcome: Outcome) -> Outcome:
         """Return the outcome with all its calls, of which the last ones are replayed."""

@@ -154,15 +154,10 @@ class Facts:
 
         None if there is no bound.
         """
-        applied, count = (
-            Applied(self, func, args, kwargs, ()),
-            _MOST.get(func.overloadpacket.__name__),
-        )
-        if count is None:
-            return None
+        applied = Applied(self, func, args, kwargs, ())
         try:
-            largest_results = count(applied)
-        except OverflowError:  # there is no largest value
+            largest_results = _MOST[func.overloadpacket.__name__](applied)
+        except (KeyError, OverflowError):  # no such operator, or no largest value
             return None
         if applied.fact().high >= (applied["minlength"] or 0):
             self._notes[ALL_CHOSEN.format(line=user_line())] = None
@@ -218,11 +213,10 @@ def as_dtype(fact: Bounds, dtype: torch.dtype) -> Bounds:
         return fact if 0 <= low <= high <= 1 else negated(equal(fact, NO))
     if dtype.is_floating_point or dtype.is_complex:
         return Bounds(low, high)
-    limits = torch.iinfo(dtype)
-    ends = [math.trunc(end) if math.isfinite(end) else end for end in (low, high)]
-    if any(math.isfinite(end) and not limits.min <= end <= limits.max for end in ends):
+    limits, whole = torch.iinfo(dtype), monotone(math.trunc, fact)
+    if any(math.isfinite(end) and not limits.min <= end <= limits.max for end in whole[:2]):
         return _OF_DTYPE.get(dtype, UNKNOWN)
-    return Bounds(ends[0], ends[1], 1.0 if answer is None else answer)
+    return whole if answer is not None else whole._replace(answer=1.0)
 
 
 def corners(operation: Callable[[Any, Any], float], left: Bounds, right: Bounds) -> Bounds:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -49,7 +49,10 @@ MOST_CALLS = 12  # that do not repeat, before a program is taken not to
 
 
 def enter(name: str, variables: dict[str, str]) -> Program | None:
-    """Put this process on a simulated card; return None if it is a launcher, which only learns how many cards there are.
+    """Put this process on a simulated card.
+
+    Return None if it hides all cards from itself, or is a launcher, which only learns how many
+    cards there are.
 
     Args:
         name: Name of the card, ``"sim:..."``.
@@ -62,6 +65,8 @@ def enter(name: str, variables: dict[str, str]) -> Program | None:
     if VERSION < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise SimulationError(TOO_OLD.format(version=torch.__version__, oldest=oldest))
+    if hides_cards(variables):
+        return None
     if _is_launcher(sys.orig_argv[1:]):
         torch.cuda.is_available = lambda: True
         torch.cuda.device_count = lambda: 1
@@ -71,6 +76,12 @@ def enter(name: str, variables: dict[str, str]) -> Program | None:
         SEEN.claim(int(variables["LOCAL_RANK"]))
     program.enter()
     return program
+
+
+def hides_cards(variables: Mapping[str, str]) -> bool:
+    """Whether the program has hidden all cards from itself, and not the user before."""
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    return visible in ("", "-1") and visible != variables.get("OOMPROBE_VISIBLE")
 
 
 def _is_launcher(words: list[str]) -> bool:
@@ -181,6 +192,11 @@ class Program:
         return self._memory.largest_workspace_bytes
 
     @property
+    def read_at(self) -> str:
+        """The line that read last what has no value."""
+        return self._mode.facts.read_at
+
+    @property
     def notes(self) -> list[str]:
         """Assumptions made so far."""
         return list(self._mode.notes)
@@ -237,6 +253,7 @@ class Program:
             func(*example_inputs if isinstance(example_inputs, list | tuple) else (example_inputs,))
             return func
 
+        yield torch.cuda, "is_available", lambda: not hides_cards(os.environ)
         yield SimulationError, "__init__", __init__
         yield BaseProcess, "run", run_process
         yield torch, "compile", compile_nothing

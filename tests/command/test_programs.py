@@ -426,6 +426,94 @@ def test_a_command_that_does_not_use_its_size_is_no_answer(tmp_path, probe, rows
         probe(words, **limit, device="sim:1GiB", progress="off")
 
 
+FAILING = {
+    "after its third step": ("train(3, options.batch_size); print({}['loss'])", "KeyError: 'loss'\nThis is not about memory"),
+    "a value that is made up": (
+        "names = {0: 'cat', 7: 'dog'}\nmodel, _, loss = train(2, options.batch_size)\n"
+        "names[model(torch.randn(4, 512).cuda()).argmax().item()]",
+        r"KeyError: \d\nTensors of a simulated card have no values, and train\.py:23 was the last to read one",
+    ),
+    "a terminal": (
+        "input('Name of the run: ')",
+        "EOFError: EOF when reading a line\nA command has no input and no terminal: give it what it asks for",
+    ),
+    "a file without data": (
+        "import numpy as np\nmodel, _, _ = train(2, options.batch_size)\nmodel[0].weight.detach().cpu().numpy().tofile('predicted')\n"
+        "np.load('predicted')",
+        "The command wrote predicted: on a simulated card these are copies, and tensors in them have no values",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_failure_says_what_the_simulation_may_have_to_do_with_it(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    ends, said = FAILING[name]
+    words = command(tmp_path, script=SCRIPT.partition("if __name__")[0] + ends)
+    with pytest.raises(errors.StepFailedError, match=said):
+        oomprobe.check_command(words, 64, device="sim:64MiB", progress="off")
+
+
+def test_a_failure_that_a_shell_hides_is_named(tmp_path):
+    """It exits with 0; so does a program that has made its steps."""
+    words = command(tmp_path, script=SCRIPT.partition("if __name__")[0] + "train(3); {}['loss']")
+    words = ["sh", "-c", f"{' '.join(words)}; true"]
+    with pytest.raises(errors.StepFailedError, match="KeyError: 'loss'"):
+        oomprobe.check_command(words, 64, device="sim:64MiB", progress="off")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_program_may_hide_the_card(tmp_path, when):
+    hides = "os.environ['CUDA_VISIBLE_DEVICES'] = ''\n"
+    script = SCRIPT.replace(
+        'default="cuda"', 'default="cuda" if torch.cuda.is_available() else "cpu"'
+    )
+    script = (
+        script.replace("parser = arg", f"{hides}parser = arg", 1)
+        if when == "after"
+        else f"import os; {hides}{script}"
+    )
+    with pytest.raises(
+        SimulationError, match=r"train on the CPU \(.*an emptied CUDA_VISIBLE_DEVICES"
+    ):
+        oomprobe.check_command(
+            command(tmp_path, script=script), 64, device="sim:1GiB", progress="off"
+        )
+
+
+def test_a_card_that_the_user_hides_from_all_programs_is_simulated(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert (
+        oomprobe.check_command(command(tmp_path), 64, device="sim:1GiB", progress="off").batch_size
+        == 64
+    )
+
+
+EVALUATES = """
+    for _ in range(4):
+        model, _, _ = train(3, options.batch_size)
+        kept = torch.empty(2**18 * options.batch_size // 64, device="cuda")
+        for _ in range(4):
+            train(3, options.batch_size, model)
+"""
+
+
+def test_a_peak_that_no_replay_has_shown_ends_replaying_with_a_note(tmp_path):
+    """The calls that it writes down repeat, and between later ones it takes more."""
+    script = SCRIPT.partition("if __name__")[0] + "if True:\n" + EVALUATES
+    words = command(tmp_path, script=script)
+    result = oomprobe.probe_command(
+        words,
+        device="sim:64MiB",
+        start_batch=512,
+        multiple_of=256,
+        progress="off",
+        memory_fraction=1.0,
+    )
+    assert not any(trial.replayed for trial in result.trials[-2:])
+    assert any("replay" in note for note in result.notes)
+
+
 def test_ranks_are_cards_of_their_own(tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     words = command(

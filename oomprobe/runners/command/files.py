@@ -43,6 +43,10 @@ NO_ROOM = (
     "copies: set TMPDIR to a folder with more, let the command save less while you probe, or on a "
     "real card pass --keep-writes"
 )
+NO_DATA = (
+    "The command wrote {names}: on a simulated card these are copies, and tensors in them have no "
+    "values. What it read back from them may be why it failed"
+)
 ONLY_PYTHON = (
     "What trials write are copies ({names}), which only Python finds: if the command hands such a "
     "file to another program, let it write below {{dir}}"
@@ -110,9 +114,13 @@ class TrialFiles:
             raise UnreliableError(NO_ROOM.format(folder=folder, size=size))
 
     def hint(self, error: str) -> Iterator[str]:
-        """Yield what may be the cause if the command did not find a file."""
-        if self._written and "No such file" in error:
+        """Yield what may be the cause if the command did not find a file or what it had saved."""
+        if not self._written:
+            return
+        if "No such file" in error:
             yield ONLY_PYTHON.format(names=_named_in_words(self._written))
+        elif self._on_card:
+            yield NO_DATA.format(names=_named_in_words(self._written))
 
     def notes(self) -> Iterator[Note]:
         """Yield what a reader should know of the trials so far."""

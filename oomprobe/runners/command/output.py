@@ -59,6 +59,17 @@ PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _REFUSAL = re.compile(
     r"\S*python\S*: can't open file |\S+\.py: error: (?:unrecognized |ambiguous |the following |argument )"
 )
+# What programs say that want somebody to answer: input(), getpass, stty, and those that look first.
+_WANTS_TERMINAL = re.compile(
+    r"EOF when reading a line|Inappropriate ioctl|not a (?:tty|terminal)|"
+    r"(?:requires?|needs?) a (?:tty|terminal)|not running (?:in|on) a terminal|interactive terminal",
+    re.IGNORECASE,
+)
+NO_TERMINAL = (
+    "A command has no input and no terminal: give it what it asks for as an argument, a file or a "
+    "variable"
+)
+
 OUT_OF_MEMORY = (Verdict.OOM, Verdict.HOST_OOM)
 QUOTED = "its output quotes an out-of-memory error, and not all of its processes report what they raise: {line}"
 
@@ -164,6 +175,7 @@ class Ending:
     error: str
     where: str | None = None
     context: Sequence[str] = ()  # lines of the output that show it
+    read_at: str = ""  # the line that read, on a simulated card, what has no value
 
 
 def cause_of(
@@ -190,9 +202,10 @@ def cause_of(
     if cause is not None:
         return Ending(
             verdict=verdict,
-            error=_named(cause.text, cause.who),
+            error=with_hint(_named(cause.text, cause.who)),
             where=cause.where,
             context=cause.context,
+            read_at=seen.read_at,
         )
     if output.oom_line and not all_told:
         return Ending(verdict=Verdict.OOM, error=QUOTED.format(line=output.oom_line))
@@ -206,7 +219,7 @@ def _crash(errors: Sequence[ReportedError], output: Output, status: int) -> str:
         crash += f" ({errors[0].text})"
     if tail:
         crash = "\n".join([crash, "the end of its output:", *tail])
-    return crash
+    return with_hint(crash)
 
 
 def _judged(
@@ -253,6 +266,11 @@ def _context(text: str, printed: Sequence[ReportedError]) -> tuple[str, ...]:
         if text and error.facts[0].text == text.partition("\n")[0]:
             return error.context
     return ()
+
+
+def with_hint(error: str) -> str:
+    """Add what to do about an error that a command's lack of a terminal explains."""
+    return f"{error}\n{NO_TERMINAL}" if _WANTS_TERMINAL.search(error) else error
 
 
 def _named(error: str, who: str) -> str:

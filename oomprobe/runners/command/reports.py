@@ -71,6 +71,7 @@ class ProcessReport:
     not_covered: tuple[str, ...] = ()  # what was left out
     not_compared: str = ""  # what nobody has compared with torch's allocator
     refusal: str = ""  # why the program, or a part of it, cannot be simulated
+    read_at: str = ""  # the line that read last what has no value
 
     @property
     def name(self) -> str:
@@ -187,6 +188,11 @@ class RunReports:
     def refusal(self) -> str:
         """Why the command cannot be simulated; "" if nothing was refused."""
         return next((report.refusal for report in self.reports if report.refusal), "")
+
+    @property
+    def read_at(self) -> str:
+        """The line that read an unknown value before a process failed; "" if none did."""
+        return next((report.read_at for report in self.reports if report.errors), "")
 
     @property
     def caught_oom(self) -> bool:

@@ -78,6 +78,7 @@ class Run:
             "PYTHONPATH": os.pathsep.join(python_path),
             "PYTHONUNBUFFERED": "1",  # otherwise the last lines of a killed process are lost
             BATCH_VARIABLE: str(batch_size),
+            "OOMPROBE_VISIBLE": os.environ.get("CUDA_VISIBLE_DEVICES", "all"),
             "OOMPROBE_REPORTS": str(self._reports),
             processes.MARK: self._mark,
             **redirecting,

@@ -64,6 +64,11 @@ NOT_COVERED = (
     "data loader workers and their host memory",
 )
 ALONE = "Run the command with {batch_size} in place of {{batch}} to see it"
+NO_VALUES = (
+    "Tensors of a simulated card have no values, and {line} was the last to read one, so this may "
+    "be no error of yours: the program may have gone by a value that was made up. Leave that out "
+    "while you probe, or probe on a real card"
+)
 UNUSED = (
     f"the command does not use the batch size: put {BATCH} where its number stands (--batch-size {BATCH}), or let the program "
     f"read the environment variable {BATCH_VARIABLE}. If a file that the command does not name reads the variable, begin "
@@ -93,7 +98,8 @@ MISSING = (
 )
 REFUSED = "the command cannot be simulated as it is. At batch {size}: {why}"
 NOT_SIMULATED = (
-    "at batch {size}, no process of the command used the simulated card. It may train on the CPU (--device cuda?), run Python with -I, -E or -S, "
+    "at batch {size}, no process of the command used the simulated card. It may train on the CPU (--device cuda? "
+    "an emptied CUDA_VISIBLE_DEVICES?), run Python with -I, -E or -S, "
     "or with an emptied environment (sudo, env -i, a container)"
 )
 WEAK_EXIT = (
@@ -332,7 +338,7 @@ class CommandRunner:
         _check_refusal(request, seen)
         if swallowed := _swallowed(run, request, seen):
             return swallowed
-        if run.status == 0:
+        if run.status == 0 and not seen.is_in_trouble:
             if not seen.reports and run.left_running:
                 raise UnreliableError(LEFT_RUNNING.format(size=size))
             reports_steps = steps or self._last_passed[1].training
@@ -345,7 +351,7 @@ class CommandRunner:
         if self._card is not None and misses_cuda and not seen.reports:
             raise SimulationError(NOT_SIMULATED.format(size=size))
         # What fails after the steps of a trial, such as an evaluation without its data, would not have been seen.
-        if steps >= wanted and failure.verdict in (Verdict.BUG, Verdict.CRASHED):
+        if steps >= len(request.calls) and failure.verdict in (Verdict.BUG, Verdict.CRASHED):
             return FITS
         return failure
 
@@ -541,10 +547,11 @@ def _failed(request: Request, ending: Ending, files: TrialFiles) -> str:
             "--multiple-of if only some sizes are"
         )
     where = f" ({ending.where})" if ending.where else ""
-    lines = [
-        f"the command failed at batch size {size}{where}: {ending.error}",
-        f"This is not about memory, {help_}. {ALONE.format(batch_size=size)}",
-    ]
+    lines = [f"the command failed at batch size {size}{where}: {ending.error}"]
+    if ending.read_at:
+        lines.append(NO_VALUES.format(line=ending.read_at))
+    else:
+        lines.append(f"This is not about memory, {help_}. {ALONE.format(batch_size=size)}")
     lines += files.hint(ending.error)
     if ending.context:
         lines += ["The end of its output:", *ending.context]

@@ -249,6 +249,7 @@ class Watch:
             program = self.program
             report.update(notes=program.notes, not_covered=program.not_covered)
             report.update(not_compared=program.not_compared, refusal=program.refusal)
+            report["read_at"] = program.read_at
         path = os.path.join(self.folder, "%s-%d.json" % (report["host"], self.pid))
         with open(path + ".part", "w") as file:
             json.dump(report, file)
