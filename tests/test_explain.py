@@ -255,8 +255,8 @@ FREE = {"action": "free_completed", "addr": 2**41, "size": 512, "stream": 0, "fr
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"allocator_settings": {"max_split_size": 2**27}}, "max_split_size=134217728"),
-        ({"allocator_settings": {"roundup_power2_divisions": {"256": 4}}}, "roundup_power2_divisions"),
+        ({"allocator_settings": {"max_split_size": 2**20}}, "settings, as the snapshot tells them, are none"),
+        ({"allocator_settings": {"roundup_power2_divisions": {"256": 3}}}, "the allocator's settings"),
         ({"device_traces": []}, "no request was recorded"),
         # As _record_memory_history(True) of old versions leaves it.
         ({"device_traces": [[FREE]]}, "no request was recorded, so that this is the state at the end"),

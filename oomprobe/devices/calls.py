@@ -12,6 +12,7 @@ import torch
 from oomprobe.allocator.caching import CachingAllocator, adopt
 from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.devices.statistics import Statistics
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.tape.calls import LiveBlocks, RecordedCall, ReplayedTrial
 from oomprobe.tape.record import NotRecorded, cut_calls
 from oomprobe.tape.reductions import Processors
@@ -84,7 +85,7 @@ class CallHistory:
         self._blocks: dict[int, int] = {}  # when the trial began
         self._before = (0, 0, 0)  # requests, frees and retries, when it began
         self._ends: list[tuple[int, int]] = []
-        self._capacity_bytes = 0
+        self._capacity_bytes, self._settings = 0, AllocatorSettings()
 
     @property
     def bare_processors(self) -> Processors:
@@ -112,10 +113,16 @@ class CallHistory:
             return
         if user_records():
             self.reason = USER_RECORDS
-        else:
-            self._history.start()
-            self._blocks, self._capacity_bytes = self._history.blocks(), self._usable_bytes()
-            self._before, self._ends, self._is_on = self._counts(), [], True
+            return
+        self._history.start()
+        try:
+            self._settings = AllocatorSettings.from_snapshot(self._history.settings)
+        except InvalidArgumentError as error:  # one that is not simulated
+            self._history.stop()
+            self.reason = str(error)
+            return
+        self._blocks, self._capacity_bytes = self._history.blocks(), self._usable_bytes()
+        self._before, self._ends, self._is_on = self._counts(), [], True
 
     def end_call(self) -> None:
         """Take note that a call has ended."""
@@ -147,9 +154,7 @@ class CallHistory:
         """Replay a trial from where the last recorded one began; what convolutions want is in what was recorded."""
         if not self._capacity_bytes:
             return None
-        expands = bool(self._history.settings.get("expandable_segments"))
-        settings = AllocatorSettings(expandable_segments=expands)
-        allocator = CachingAllocator(self._capacity_bytes, settings)
+        allocator = CachingAllocator(self._capacity_bytes, self._settings)
         handles, room_ends = list[int](), sys.maxsize
         for segment in self._history.segments:
             start, nbytes = segment["address"], segment["total_size"]

@@ -14,12 +14,8 @@ from dataclasses import replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from oomprobe.allocator.caching import (
-    SMALL_SEGMENT,
-    AllocatorOutOfMemory,
-    CachingAllocator,
-    oom_message,
-)
+from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator, oom_message
+from oomprobe.allocator.segments import SMALL_SEGMENT
 from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.devices.base import Counters, Device, History, Usage
 from oomprobe.errors import InvalidArgumentError, NothingFitsError

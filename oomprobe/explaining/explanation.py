@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from oomprobe.allocator.caching import LARGE_SEGMENT, SMALL_SEGMENT, segment_size
+from oomprobe.allocator.segments import LARGE_SEGMENT, SMALL_SEGMENT, segment_size
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.explaining.encodings import unpacked
 from oomprobe.explaining.log import ALMOST_FULL, LogStory, OomText, read_log

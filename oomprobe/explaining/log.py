@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from oomprobe.allocator.caching import LARGE_SEGMENT
+from oomprobe.allocator.segments import LARGE_SEGMENT
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.explaining.encodings import plain_lines, said_in
 from oomprobe.explaining.messages import ENGINES, KINDS, MessageKind, tensor_bytes

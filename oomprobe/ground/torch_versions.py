@@ -28,24 +28,6 @@ def untested_note() -> str | None:
     return UNTESTED.format(version=torch.__version__, newest=".".join(map(str, NEWEST_TESTED)))
 
 
-# --- the allocator ---
-
-
-class BlockOrder(StrEnum):
-    """Which of several free blocks of one size is used first: the one with the lowest address, or the oldest."""
-
-    ADDRESS = "address"  # up to torch 2.11
-    BLOCK = "block"  # 2.12: the oldest; splitting a block makes a new one in front
-    SEGMENT = "segment"  # later: of the oldest segment, and in it the lowest address
-
-
-BLOCK_ORDER = BlockOrder.SEGMENT
-if VERSION < (2, 12):
-    BLOCK_ORDER = BlockOrder.ADDRESS
-elif VERSION == (2, 12):
-    BLOCK_ORDER = BlockOrder.BLOCK
-
-
 # --- workspaces of cuBLAS and cuBLASLt ---
 
 

@@ -135,8 +135,8 @@ def ask_for_the_same(
     Blocks of an allocator are rounded, so small sizes may differ only in what the model got.
     """
     calls, calls_then = taken[now.batch_size], taken[then.batch_size]
-    served = zip(calls.each_served_bytes, calls_then.each_served_bytes, strict=False)
-    same_requests = all(one == two for one, two in served)
+    both = min(len(calls.each_served_bytes), len(calls_then.each_served_bytes))  # made these calls
+    same_requests = calls.each_served_bytes[:both] == calls_then.each_served_bytes[:both]
     same_peak = abs(_peak(now) - _peak(then)) <= HOST_NOISE_BYTES * device.on_host
     is_known = device.counts_bytes or calls.values + sum(calls.each_served_bytes) > 0
     return is_known and calls.values == calls_then.values and same_requests and same_peak

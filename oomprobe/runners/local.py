@@ -546,15 +546,17 @@ class LocalRunner:
         """
         torch.clear_autocast_cache()  # of casts of the weights, where autocast is entered once around everything
         self._work.savings.start_trial()
-        self._tracker.start_cold(gc.collect if keeps_cache else self._release)
+
+        def let_go() -> None:
+            gc.collect()
+            if not keeps_cache:
+                self._device.release()
+
+        self._tracker.start_cold(let_go)
         for put, state in self._generators:
             with suppress(Exception):  # a captured graph may have taken the generator over
                 put(state)
         self._is_cold = True
-
-    def _release(self) -> None:
-        gc.collect()
-        self._device.release()
 
     def _end_backward(self) -> None:
         """Make the autograd thread let go of a failed backward's tensors, as it does before its next task.

@@ -69,12 +69,15 @@ class Replays:
         self.predictor = Predictor(processors=card.bare_processors)
         self.is_off = False
 
-    def start_row(self, row: int) -> bool:
-        """Forget what trials of another row of a table asked for; return whether the row is new."""
-        if row == self.row:
-            return False
-        self.row, self.predictor = row, Predictor(processors=self._card.bare_processors)
-        return True
+    def start_row(self, row: int) -> None:
+        """Forget what trials of another row of a table asked for."""
+        if row != self.row:
+            self.row, self.predictor = row, Predictor(processors=self._card.bare_processors)
+
+    @property
+    def largest(self) -> int:
+        """The largest size of the row that has run."""
+        return max(self.predictor.workspace_bytes, default=0)
 
     def predict(self, request: Request) -> Trial | None:
         """Replay a cold trial; None if it does not follow from those that ran."""
@@ -124,14 +127,12 @@ class PredictingOnCard:
     def __init__(self, recorder: CallRecorder, runner: Runner) -> None:
         self._recorder, self._runner = recorder, runner
         self._replays = Replays(recorder, lambda request: request.cap_bytes)
-        self._largest = 0  # size of the row that ran, and passed
         self._mistakes = 0
 
     @property
     def facts(self) -> RunnerInfo:
         """What the runner knows. The environment's "predicted" is true, or says why nothing was."""
-        facts, predictor = self._runner.facts, self._replays.predictor
-        predicted = WRONG if self._replays.is_off else predictor.reason
+        facts, predicted = self._runner.facts, self._replays.predictor.reason
         return replace(facts, environment={**facts.environment, "predicted": predicted or True})
 
     def measure(self) -> Measured:
@@ -140,11 +141,12 @@ class PredictingOnCard:
 
     def run(self, request: Request) -> Outcome:
         """Answer a request from what has run, or run it and learn from it."""
-        if self._replays.start_row(request.row):
-            self._largest = 0
+        self._replays.start_row(request.row)
         if request.accumulation_steps > 1 or any(call.is_recorded for call in request.calls):
             return self._runner.run(request)
         expected = self._replays.predict(request)
+        if request.confirms or request.looks:  # unrecorded, as that would slow them down
+            return self._judge(self._runner.run(request), expected)
         if expected is not None and self._may_answer(request, expected):
             return Outcome(trial=expected)
         with self._recorder.recording():
@@ -155,21 +157,21 @@ class PredictingOnCard:
 
     def _may_answer(self, request: Request, expected: Trial) -> bool:
         """Return whether a replay will do. If it passes, a size near the limit must have run."""
-        if request.exact or request.looks or request.phase is Phase.RECHECK:
+        if request.exact or request.phase is Phase.RECHECK:
             return False
         if request.phase is not Phase.GROW or not expected.passed:
             return True
-        if request.batch_size > FURTHEST * self._largest:
+        if request.batch_size > FURTHEST * self._replays.largest:
             return False
-        has_run_near = not self._reaches(request, self._largest)
+        has_run_near = not self._reaches(request, self._replays.largest)
         return has_run_near or self._reaches(request, request.batch_size)
 
     def _lengthen(self, request: Request) -> Request:
         """Return a trial with more calls, whose failures would not count, where it may teach something."""
         predictor, until = self._replays.predictor, request.until
         is_new = len(predictor.workspace_bytes) < HOPEFUL_SIZES
-        hopes = not self._replays.is_off and (predictor.lines is not None or is_new)
-        if request.looks or request.phase not in (Phase.GROW, Phase.RECHECK) or not hopes:
+        hopes = predictor.lines is not None or is_new
+        if request.phase not in (Phase.GROW, Phase.RECHECK) or not hopes:
             return request
         if until is not None:  # nobody knows yet how many calls a full step takes
             return replace(request, until=replace(until, full_steps=until.full_steps + ADDED_CALLS))
@@ -186,7 +188,6 @@ class PredictingOnCard:
     def _learn(self, outcome: Outcome) -> None:
         size, calls = outcome.trial.batch_size, self._recorder.calls
         names = [record.step for record in outcome.records[: len(calls)]]
-        self._largest = max(self._largest, size)
         self._replays.predictor.workspace_bytes[size] = 0  # it is among what was recorded
         if names:
             self._replays.predictor.learn(size, names, calls)
@@ -202,7 +203,7 @@ class PredictingOnCard:
         if is_wrong:
             self._mistakes += 1
             if self._mistakes > MOST_MISTAKES or not outcome.trial.passed:
-                self._replays.is_off = True
+                self._replays.predictor.give_up(WRONG)
         return replace(outcome, contradicts_replay=is_wrong)
 
 

@@ -333,6 +333,13 @@ def called_by_torch(memory: CardMemory) -> dict[str, Callable[..., Any]]:
             ("_cuda_emptyCache", "_accelerator_emptyCache"),
             lambda: memory.empty_cache(by_step=True),
         ),
+        **dict.fromkeys(
+            (
+                "_accelerator_setAllocatorSettings",
+                "_cuda_cudaCachingAllocator_set_allocator_settings",
+            ),
+            memory.change_settings,
+        ),
         "_accelerator_isAllocatorInitialized": lambda: True,
         "_cuda_synchronize": lambda: None,
     }

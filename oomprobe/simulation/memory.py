@@ -128,6 +128,14 @@ class CardMemory:
         self.fraction = fraction
         self.set_limit(self.limit_bytes)
 
+    def change_settings(self, text: str) -> None:
+        """Answer ``torch._C._accelerator_setAllocatorSettings``."""
+        settings = self.allocator.settings.updated(text)
+        self.allocator.set(settings)
+        self.tape.changed(settings)
+        if "per_process_memory_fraction" in text:
+            self.set_fraction(settings.per_process_memory_fraction)
+
     def allowed(self, limit_bytes: int | None) -> int:
         """Return what the process may reserve under its own fraction, the card's memory and a cap."""
         if limit_bytes is None:

@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.tape.reductions import Processors, Reduction, buffers
 
 # Bytes of a block to take; -n, to give back the n-th last of the blocks that the kernel holds; RESULT, where its next result
@@ -70,10 +71,12 @@ def parts_of(kernel: Kernel, numbers: tuple[int, ...]) -> tuple[tuple[int, ...],
 # (KERNEL, index, (kernel, part)) before each result of a kernel with scratch memory and after the last.
 # An index points into the list of sizes; a kernel's sizes are the numbers from which its rule computes
 # its scratch memory. (SWITCHED, stream, 0) makes a stream the current one, and
-# (SHARED, calls ago, (index, stream)) lets another stream use a block.
-ALLOCATED, FREED, RELEASED, KERNEL, SWITCHED, SHARED = range(6)
+# (SHARED, calls ago, (index, stream)) lets another stream use a block. (SET, 0, settings) changes the allocator's.
+ALLOCATED, FREED, RELEASED, KERNEL, SWITCHED, SHARED, SET = range(7)
 Event = tuple[int, int, Any]
-LiveBlocks = dict[tuple[int, int], int]  # handles by (calls ago, index in that call)
+_END: Event = (-1, 0, 0)
+Name = tuple[int, int]  # of a block: calls ago, index in that call
+LiveBlocks = dict[Name, int]  # handles
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,32 @@ class RecordedCall:
             if kind != FREED or ago == 0:
                 core.append(event)
         return tuple(core)
+
+    @cached_property
+    def _earlier(self) -> tuple[dict[Name, None], dict[Name, None]]:
+        """Names of blocks of earlier calls that it frees, and of those that it shares."""
+        freed, shared = dict[Name, None](), dict[Name, None]()
+        for kind, ago, detail in self.events:
+            if kind == FREED and ago:
+                freed[ago, detail] = None
+            elif kind == SHARED and ago:
+                shared[ago, detail[0]] = None
+        return freed, shared
+
+    @cached_property
+    def _programs(self) -> dict[object, Program]:
+        return {}
+
+    def program(self, live: LiveBlocks) -> Program:
+        """Return its program, without the blocks that a clean-up between calls has freed."""
+        freed, shared = self._earlier
+        key = (
+            tuple(name for name in freed if live.get(name)),
+            tuple(name for name in shared if live.get(name) and name not in freed),
+        )
+        if key not in self._programs:
+            self._programs[key] = Program(self, *key)
+        return self._programs[key]
 
     @cached_property
     def closed(self) -> bool:
@@ -188,8 +217,84 @@ class Tape:
         call_number, index = name
         self._events.append((SHARED, self.call_number - call_number, (index, stream)))
 
+    def changed(self, settings: AllocatorSettings) -> None:
+        self._events.append((SET, 0, settings))
+
     def finish(self) -> RecordedCall:
         return RecordedCall(tuple(self._events), tuple(self._sizes))
+
+
+class Program:
+    """A call as `CachingAllocator.run` takes it.
+
+    Its blocks are numbered: first those of earlier calls, then its own in turn.
+
+    Attributes:
+        freed: Names of blocks of earlier calls that it frees.
+        shared: Names of those that it only lets another stream use.
+        parts: Requests, and the event that follows them and is none.
+        left: Number of each block that it leaves, by index.
+        empty: Indices of those that it leaves without a byte.
+        nbytes: Bytes of each block by number, 0 for those of earlier calls.
+    """
+
+    def __init__(self, call: RecordedCall, freed: Sequence[Name], shared: Sequence[Name]) -> None:
+        self.freed, self.shared = freed, shared
+        numbers = {name: number for number, name in enumerate([*freed, *shared])}
+        self.nbytes = [0] * len(numbers)
+        self.parts: list[tuple[list[int], Event]] = []
+        self._sized: dict[object, list[int]] = {}
+        self._requests: list[int] = []
+        scratch = defaultdict[int, list[int]](list)  # of kernels
+        for kind, index, detail in (*call.events, _END):
+            if kind == ALLOCATED:
+                numbers[0, index] = self._ask(call.sizes[index])
+            elif kind == FREED:
+                self._give(numbers.pop((index, detail), -1))  # `index` is calls ago
+            elif kind == KERNEL:
+                kernel, part = detail
+                parts = parts_of(kernel, call.sizes[index : index + kernel.count])
+                self._serve(parts[part], scratch[index], is_last=part == len(parts) - 1)
+            else:
+                if kind == SHARED:
+                    name, detail = detail
+                    index = numbers.get((index, name), -1)
+                self.parts.append((self._requests, (kind, index, detail)))
+                self._requests = []
+        own = {index: number for (ago, index), number in numbers.items() if ago == 0}
+        self.left = {index: number for index, number in own.items() if number >= 0}
+        self.empty = own.keys() - self.left.keys()
+
+    def sized(self, allocator: CachingAllocator) -> Iterator[tuple[list[int], Event]]:
+        """Yield the parts with requests as this allocator rounds them by then."""
+        for number, (part, event) in enumerate(self.parts):
+            key = number, allocator.settings.roundup_power2_divisions
+            if key not in self._sized:
+                self._sized[key] = allocator.in_sizes(part)
+            yield self._sized[key], event
+
+    def _ask(self, nbytes: int) -> int:
+        """Request a block; return its number, -1 for no bytes."""
+        if nbytes <= 0:
+            return -1
+        self._requests.append(nbytes)
+        self.nbytes.append(nbytes)
+        return len(self.nbytes) - 1
+
+    def _give(self, number: int) -> None:
+        if number >= 0:
+            self._requests.append(number - len(self.nbytes))
+
+    def _serve(self, steps: Iterable[int], scratch: list[int], *, is_last: bool) -> None:
+        """Make the requests of a part of a kernel, which holds these blocks until its last part."""
+        for step in steps:
+            if step < 0:
+                self._give(scratch.pop(step))
+            else:
+                scratch.append(self._ask(step))
+        if is_last:
+            for number in scratch:
+                self._give(number)
 
 
 def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlocks) -> LiveBlocks:
@@ -203,41 +308,31 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
     Returns:
         The blocks alive after the call, named for the next call.
     """
-    live, scratch = dict(live), defaultdict[int, list[int]](list)
-    sizes, malloc, free = call.sizes, allocator.malloc, allocator.free
-    for kind, index, detail in call.events:
-        if kind == ALLOCATED:
-            live[0, index] = malloc(sizes[index])
-        elif kind == FREED:
-            free(live.pop((index, detail), 0))  # `index` is calls ago; 0 is no block
-        elif kind == KERNEL:
-            kernel, part = detail
-            _serve_part(
-                allocator,
-                parts_of(kernel, sizes[index : index + kernel.count]),
-                part,
-                scratch[index],
-            )
-        elif kind == RELEASED:
+    program = call.program(live)
+    live = dict(live)
+    blocks = allocator.unnamed([live.pop(name) for name in program.freed])
+    blocks += [allocator.block(live[name]) for name in program.shared]
+    for requests, (kind, index, detail) in program.sized(allocator):
+        allocator.run(requests, blocks)
+        if kind == RELEASED:
             allocator.empty_cache()
         elif kind == SWITCHED:
             allocator.use_stream(index)
-        elif kind == SHARED:
-            number, stream = detail
-            allocator.record_stream(live.get((index, number), 0), stream)
+        elif kind == SHARED and index >= 0:
+            allocator.share(blocks[index], detail)
+        elif kind == SET:
+            allocator.set(detail)
     allocator.synchronize()
-    return {(ago + 1, index): block for (ago, index), block in live.items()}
-
-
-def _serve_part(
-    allocator: CachingAllocator, parts: Sequence[tuple[int, ...]], part: int, blocks: list[int]
-) -> None:
-    """Make the requests of a part of a kernel, which holds these blocks until its last part."""
-    allocator.serve(parts[part], blocks)
-    if part == len(parts) - 1:
-        for block in blocks:
-            allocator.free(block)
-        blocks.clear()
+    numbers = program.left.values()
+    handles = allocator.named(
+        [blocks[number] for number in numbers], [program.nbytes[number] for number in numbers]
+    )
+    allocator.served += len(blocks) - len(program.freed) - len(program.shared) - len(handles)
+    allocator.served_bytes += sum(program.nbytes)
+    left = {(ago + 1, index): block for (ago, index), block in live.items()}
+    left |= {(1, index): 0 for index in program.empty}
+    left |= {(1, index): handle for index, handle in zip(program.left, handles, strict=True)}
+    return left
 
 
 def replay_calls(
@@ -300,8 +395,22 @@ def state_of(allocator: CachingAllocator, live: LiveBlocks) -> object:
 
 def peak_bytes(calls: Sequence[RecordedCall]) -> int:
     """Return the most bytes that calls, made one after the other, request at any time."""
-    allocator = CachingAllocator(2**62)
-    allocator.log = []
-    for _ in replay_calls(allocator, calls, {}):
-        pass
-    return max(accumulate(nbytes for _, nbytes in allocator.log), default=0)
+    now = most = 0
+    live: dict[Name, int] = {}
+    for call in calls:
+        program = call.program(live)
+        nbytes = program.nbytes.copy()
+        for number, name in enumerate(program.freed):
+            nbytes[number] = live.pop(name)
+        count = len(program.freed) + len(program.shared)
+        for requests, _ in program.parts:
+            for request in requests:
+                if request < 0:
+                    now -= nbytes[count + request]
+                else:
+                    count += 1
+                    now += request
+                most = max(most, now)
+        live = {(ago + 1, index): size for (ago, index), size in live.items()}
+        live |= {(1, index): nbytes[number] for index, number in program.left.items()}
+    return most

@@ -145,7 +145,7 @@ def recognize_reductions(
         pair = partial, semaphores
         frees = [(FREED, 0, index) for index in pair]
         after = events[at + 3 : at + 3 + _MOST_FREES]
-        if not all(free in after for free in frees):
+        if not {*frees} <= {*after}:
             continue
         kernel_and_numbers = _reduction(call.sizes, batch_size, processors, (result, *pair))
         if kernel_and_numbers is None:
@@ -154,8 +154,7 @@ def recognize_reductions(
         events[at + 3 : at + 3 + _MOST_FREES] = [event for event in after if event not in frees]
         events[at + 1 : at + 3] = [(KERNEL, len(sizes), (kernel, 0))]
         sizes += numbers
-        for index in pair:
-            sizes[index] = 0
+        sizes[partial] = sizes[semaphores] = 0
     return RecordedCall(tuple(events), tuple(sizes))
 
 
@@ -164,16 +163,14 @@ def _reduction(
 ) -> tuple[Kernel, tuple[int, ...]] | None:
     """Return the reduction over a multiple of the batch that asks for these sizes, if any does."""
     result_bytes, *pair = (sizes[index] for index in asked)
-    for item_bytes in (4, 2):
+    for item_bytes, result_item_bytes in ((4, 4), (2, 4), (2, 2)):
         kind = Reduction(processors, item_bytes, 4, (True, False))
-        for columns in {max(1, result_bytes // 4), max(1, result_bytes // item_bytes)}:
-            row_bytes = item_bytes * columns
-            rows = {nbytes // row_bytes for nbytes in {*sizes} if nbytes % row_bytes == 0}
-            for count in sorted(rows):
-                if count % batch_size or not count:
-                    continue
-                if buffers(kind, (count, columns), (columns, 1), 0) == (tuple(pair),):
-                    return Kernel(reducing, (kind,), 5), (0, count, columns, columns, 1)
+        columns = max(1, result_bytes // result_item_bytes)
+        row_bytes = item_bytes * columns
+        inputs = sorted({*sizes} - {0})
+        for rows in [size // row_bytes for size in inputs if size % (row_bytes * batch_size) == 0]:
+            if buffers(kind, (rows, columns), (columns, 1), 0) == (tuple(pair),):
+                return Kernel(reducing, (kind,), 5), (0, rows, columns, columns, 1)
     return None
 
 
@@ -271,9 +268,10 @@ class Predictor:
         """Learn from a trial that ran, with calls of these steps; return False if they contradict the lines and take another peak."""
         if self._given_up:
             return True
+        longest = 1
         if self._processors is not None:
             calls = [recognize_reductions(call, batch_size, self._processors) for call in calls]
-        longest = 1 if self._processors is None else LONGEST_PERIOD
+            longest = LONGEST_PERIOD
         trial = _Trial.of(batch_size, names, calls, longest_period=longest)
         changing = trial.changing_step
         if changing is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from oomprobe.allocator.caching import LARGE_SEGMENT, SMALLEST_BLOCK
+from oomprobe.allocator.blocks import SMALLEST_BLOCK
+from oomprobe.allocator.segments import LARGE_SEGMENT
 from oomprobe.tape.snapshot import Event, Frames, Snapshot
 
 _MAKES = {

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import reprlib
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from oomprobe.allocator.caching import (
-    LARGE_SEGMENT,
-    SMALL_SEGMENT,
-    AllocatorOutOfMemory,
-    CachingAllocator,
-    adopt,
-)
-from oomprobe.allocator.settings import AllocatorSettings
-from oomprobe.ground.torch_versions import BlockOrder
+from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator, adopt
+from oomprobe.allocator.segments import LARGE_SEGMENT, SMALL_SEGMENT
+from oomprobe.allocator.settings import AllocatorSettings, BlockOrder
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 from oomprobe.tape.history import Contradiction, History
-from oomprobe.tape.snapshot import MOST_INT, NO_POOL, Event, Snapshot
+from oomprobe.tape.snapshot import MOST_INT, NO_POOL, Event
 
 _UNLIMITED = 2**41  # more than any card has, and little beside the addresses that there are
 _RELEASES = ("segment_free", "segment_unmap")
-# The values of settings that change blocks or segments, as a snapshot of an allocator without them has them.
-_NOT_SET = {
-    "max_split_size": (-1, None),
-    "garbage_collection_threshold": (0, None),
-    "max_round_threshold": (-1, None),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +56,31 @@ def replayed(history: History) -> Replay:
         NotSimulated: the allocator had settings, or pools, that are not simulated.
         Contradiction: the blocks in use when recording began overlap.
     """
-    _require_simulated(history.snapshot)
+    snapshot = history.snapshot
+    if not any(event.action in ("alloc", "oom") for event in snapshot.events):
+        raise NotSimulated("no request was recorded, so that this is the state at the end")
+    if snapshot.pools() != {NO_POOL}:
+        raise NotSimulated("it has private pools, as CUDA graphs use them, which are not simulated")
     try:
-        return _replayed(history)
+        return _replayed(history, _recorded(history))
     except AllocatorOutOfMemory:
         raise NotSimulated(
             f"it takes more than {format_bytes(_UNLIMITED)}, which no card has"
         ) from None
 
 
-def _replayed(history: History) -> Replay:
-    as_recorded = AllocatorSettings(expandable_segments=history.is_expandable)
+def _recorded(history: History) -> AllocatorSettings:
+    """Return the settings that a snapshot tells."""
+    try:
+        settings = AllocatorSettings.from_snapshot(history.snapshot.settings)
+    except (InvalidArgumentError, TypeError, AttributeError):
+        raise NotSimulated(
+            "the allocator's settings, as the snapshot tells them, are none of torch's"
+        ) from None
+    return replace(settings, expandable_segments=history.is_expandable)
+
+
+def _replayed(history: History, as_recorded: AllocatorSettings) -> Replay:
     requests = sum(event.action == "alloc" for event in history.events)
     same = -1
     for order in BlockOrder:
@@ -96,24 +98,6 @@ def _replayed(history: History) -> Replay:
     return Replay(
         same, requests, least_bytes, least_bytes_expandable, cap_bytes, cap_bytes_expandable
     )
-
-
-def _require_simulated(snapshot: Snapshot) -> None:
-    if not any(event.action in ("alloc", "oom") for event in snapshot.events):
-        raise NotSimulated("no request was recorded, so that this is the state at the end")
-    for name, values in _NOT_SET.items():
-        value = snapshot.settings.get(name)
-        if value not in values:
-            raise NotSimulated(
-                f"the allocator was set to {name}={reprlib.repr(value)}, which is not simulated"
-            )
-    divisions = snapshot.settings.get("roundup_power2_divisions")
-    if isinstance(divisions, dict) and any(divisions.values()):
-        raise NotSimulated(
-            "the allocator was set to roundup_power2_divisions, which is not simulated"
-        )
-    if snapshot.pools() != {NO_POOL}:
-        raise NotSimulated("it has private pools, as CUDA graphs use them, which are not simulated")
 
 
 def _same(history: History, settings: AllocatorSettings) -> int:
@@ -175,7 +159,7 @@ def _peak_bytes(
                 allocator.free(allocator.malloc(event.size))
     except AllocatorOutOfMemory:
         return None
-    return allocator.peak_reserved_bytes
+    return int(allocator.peak_reserved_bytes)
 
 
 def _serve(
@@ -186,6 +170,9 @@ def _serve(
         history, allocator, requests_begin=settings.expandable_segments and not history.tells_pages
     )
     was_release = False
+    # With these, the allocator gives back some segments and keeps others; pages always all.
+    is_partial = bool(settings.max_split_size_mb or settings.garbage_collection_threshold)
+    is_partial &= not settings.expandable_segments
     for event in history.events:
         is_release = event.action in _RELEASES
         match event.action:
@@ -194,7 +181,9 @@ def _serve(
                 blocks[event.address] = allocator.malloc(event.size)
             case "free_completed":
                 allocator.free(blocks.pop(event.address))
-        if is_release and not was_release:
+        if is_release and is_partial:
+            allocator.segments.release_one(event.size)
+        elif is_release and not was_release:
             allocator.empty_cache()
         was_release = is_release
         yield event

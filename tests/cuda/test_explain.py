@@ -1,5 +1,6 @@
 """`oomprobe.explain` on snapshots that torch's own allocator wrote on the bed, and its counterfactuals, run there too."""
 
+import random
 import re
 from functools import partial
 from unittest.mock import ANY
@@ -10,6 +11,7 @@ from bed import forked
 from torch import nn
 
 import oomprobe
+from oomprobe.ground.torch_versions import VERSION
 from oomprobe.tape.snapshot import read_snapshot
 
 MIB, GIB = 2**20, 2**30
@@ -71,6 +73,27 @@ def record(path, lengths, *, late=0, fraction=None, entries=100_000, streams=Fal
         "peak": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
     }
+
+
+@pytest.mark.parametrize(
+    ("settings", "fraction"),
+    [
+        ("max_split_size_mb:32", None),
+        ("expandable_segments:True,max_split_size_mb:32", None),
+        ("max_split_size_mb:20,roundup_power2_divisions:[1:8,>:2]", None),
+        ("garbage_collection_threshold:0.5", 0.9),
+        ("large_segment_size_mb:64", None),
+    ],
+)
+def test_a_recording_is_replayed_with_its_settings(settings, fraction, tmp_path):
+    if VERSION < (2, 10) and "large" in settings:
+        pytest.skip("a setting since torch 2.10")
+    path, lengths = tmp_path / "snapshot.pickle", random.Random(3).sample(range(500, 9000), 24)
+    run = partial(record, str(path), lengths, fraction=fraction)
+    forked(run, memory="500MiB", context="0", PYTORCH_CUDA_ALLOC_CONF=settings)
+    text = str(oomprobe.explain(path))
+    requests, same = re.search(r"Replayed ([\d,]+) requests: after ([\d,]+) of them", text).groups()
+    assert requests == same
 
 
 def stated(message, pattern, abs=0):

@@ -1,5 +1,6 @@
 """The simulated card compared with torch's own allocator: requests, cold steps and answers; test_sequences.py has the operators."""
 
+import itertools
 import random
 import sys
 import textwrap
@@ -10,7 +11,6 @@ import torch
 from bed import forked
 from processes import in_child
 from sequences import A100, simulated
-from simulation.bench import ALLOCATOR_SETTINGS
 from torch import nn
 from zoo import conv_net, gpt, mlp, peaks, runs
 
@@ -34,33 +34,58 @@ STATS = [
 ]  # fmt: skip
 
 
-def operations(seed, count, streams):
-    """Yield random operations in phases of growing and shrinking memory."""
-    draw = random.Random(seed).random
+SETTINGS = {
+    "default": "",
+    "expandable": "expandable_segments:True",
+    "split": "max_split_size_mb:24",
+    "rounding": "max_split_size_mb:20,max_non_split_rounding_mb:40",
+    "divisions": "roundup_power2_divisions:4",
+    "divisions by size": "roundup_power2_divisions:[1:8,4:2,32:4,>:1]",
+    "garbage": "garbage_collection_threshold:0.6",
+    "fraction": "per_process_memory_fraction:0.08",
+    "large": "large_segment_size_mb:12",
+}
+SINCE_2_10 = ("per_process_memory_fraction", "large_segment_size_mb")
+PAIRS = [f"{one},{two}" for one, two in itertools.combinations(list(SETTINGS.values())[1:], 2)]
+OFTEN = [(text, 1500) for text in SETTINGS.values()]
+OFTEN += [
+    (f"max_split_size_mb:24,{text}", 1500) for text in (SETTINGS["expandable"], SETTINGS["large"])
+]
+PAIRS = [text for text in PAIRS if text.count("divisions") < 2]
+ON_REQUEST = [pytest.param(text, 20_000, marks=pytest.mark.slow) for text in SETTINGS.values()]
+ON_REQUEST += [pytest.param(text, 20_000, marks=pytest.mark.slow) for text in PAIRS]
+
+
+def operations(count, streams):
+    """Yield random operations in phases of growing and shrinking memory, half of them of large blocks only."""
+    draw = random.Random(count + streams).random
     sizes = [int(2 ** (draw() * 27)) for _ in range(30)]
-    sizes += [1, 512, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 8_519_680, 21 * MIB]
-    live, grows = [], 0.6
+    sizes += [1, 512, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 8_519_680, 21 * MIB, 24 * MIB + 512]
+    live, grows, is_coarse = [], 0.6, False
     for number in range(count):
         if number % 150 == 0:
-            grows = 0.4 + draw() * 0.25
+            grows, is_coarse = 0.4 + draw() * 0.25, draw() < 0.5
         kind = draw()
-        if kind < 0.006:
+        if kind < 0.004:
             yield "empty", None, None
-        elif kind < 0.01:
+        elif kind < 0.007:
             yield "limit", 0.05 + int(draw() * 4) / 80, None
-        elif kind < 0.01 + 0.06 * (streams > 1):
+        elif kind < 0.007 + 0.06 * (streams > 1):
             yield "stream", int(draw() * streams), None
         elif not live or draw() < grows:
             live.append(number)
-            yield "malloc", number, sizes[int(draw() * len(sizes))] + int(draw() * 2) * 5000
+            nbytes = sizes[int(draw() * len(sizes))]
+            if is_coarse:
+                nbytes = 9 * MIB + int(draw() * 12) * 3 * MIB
+            yield "malloc", number, nbytes + int(draw() * 2) * 5000
         else:
             yield "free", live.pop(-1 - int(draw() ** 3 * len(live))), None
 
 
-def outcomes(streams, malloc, free, empty_cache, limit, use_stream, stats):
+def outcomes(count, streams, malloc, free, empty_cache, limit, use_stream, stats):
     """Return the figures and any error message after each operation."""
     handles, results = {}, []
-    for kind, number, nbytes in operations(7, 3000, streams):
+    for kind, number, nbytes in operations(count, streams):
         message = ""
         if kind == "malloc":
             try:
@@ -81,7 +106,7 @@ def outcomes(streams, malloc, free, empty_cache, limit, use_stream, stats):
     return results
 
 
-def torchs_outcomes(text, streams):
+def torchs_outcomes(text, count, streams):
     cuda, since_2_10 = torch.cuda, getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (since_2_10 or cuda.memory._set_allocator_settings)(text)
     cuda.init()
@@ -91,15 +116,15 @@ def torchs_outcomes(text, streams):
     def use_stream(number):
         cuda.set_stream(made[number])
 
-    limit = cuda.set_per_process_memory_fraction
-    return outcomes(streams, malloc, free, cuda.empty_cache, limit, use_stream, cuda.memory_stats)
+    limit, stats = cuda.set_per_process_memory_fraction, cuda.memory_stats
+    return outcomes(count, streams, malloc, free, cuda.empty_cache, limit, use_stream, stats)
 
 
 @pytest.mark.parametrize("streams", [1, 3])
-@pytest.mark.parametrize("text", ALLOCATOR_SETTINGS)
-def test_requests_have_the_same_outcome_as_in_torch(text, streams):
+@pytest.mark.parametrize(("text", "count"), [*OFTEN, *ON_REQUEST])
+def test_requests_have_the_same_outcome_as_in_torch(text, count, streams):
     settings = AllocatorSettings.from_text(text)
-    if settings.per_process_memory_fraction < 1 and VERSION < (2, 10):
+    if VERSION < (2, 10) and any(name in text for name in SINCE_2_10):
         pytest.skip("a setting since torch 2.10")
     # The large total gives an expandable segment room for everything; the driver would place a second one elsewhere.
     allocator = CachingAllocator(290 * MIB, settings, total_bytes=3000 * MIB)
@@ -117,8 +142,13 @@ def test_requests_have_the_same_outcome_as_in_torch(text, streams):
         allocator.use_stream,
         allocator.stats,
     )
-    simulated = outcomes(streams, *functions)
-    assert simulated == forked(torchs_outcomes, text, streams, memory="3000MiB", context="2710MiB")
+    expected = forked(
+        torchs_outcomes, text, count, streams, memory="3000MiB", context="2710MiB", limit_s=300
+    )
+    for number, (here, there) in enumerate(
+        zip(outcomes(count, streams, *functions), expected, strict=True)
+    ):
+        assert here == there, number
 
 
 # --- on several streams ---

@@ -23,6 +23,39 @@ from oomprobe.simulation.memory import CardMemory
 from oomprobe.tape.calls import replay_call
 
 WIDTH = 256
+MIB = 2**20
+
+
+def set_by_torch(text):
+    torch._C._accelerator_setAllocatorSettings(text)
+
+
+def set_by_cuda(text):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        torch.cuda.memory._set_allocator_settings(text)
+
+
+@pytest.mark.skipif(VERSION < (2, 10), reason="without CUDA it has neither function")
+@pytest.mark.parametrize("change", [set_by_torch, set_by_cuda])
+def test_settings_change_at_run_time(change):
+    device = SimulatedDevice("1GiB")
+    device.start_trial()
+
+    def step():
+        before = torch.empty(5 * MIB, dtype=torch.uint8, device="cuda")
+        change("roundup_power2_divisions:2,per_process_memory_fraction:0.5")
+        after = torch.empty(5 * MIB, dtype=torch.uint8, device="cuda")
+        assert torch.cuda.memory_allocated() == before.nbytes + after.nbytes + MIB
+        assert torch.cuda.get_per_process_memory_fraction() == 0.5
+        return torch.cuda.memory_stats()["reserved_bytes.all.current"]
+
+    with device.session():
+        assert step() == 20 * MIB
+    replayed = device.replay(device.calls, None, 0)
+    assert replayed.peak_allocated_bytes == 11 * MIB
+    with device.session(), pytest.raises(oomprobe.InvalidArgumentError, match="'block_size:1'"):
+        change("block_size:1")
 
 
 def probed(act):

@@ -8,9 +8,9 @@ from gpu_check.models import MODELS
 from recordings import NAMES, Recording, replay
 
 from oomprobe.allocator.caching import CachingAllocator
-from oomprobe.allocator.settings import AllocatorSettings
+from oomprobe.allocator.settings import AllocatorSettings, BlockOrder
 from oomprobe.devices.simulated import SimulatedDevice
-from oomprobe.ground.torch_versions import VERSION, BlockOrder
+from oomprobe.ground.torch_versions import VERSION
 
 MIB = 2**20
 APART = 2**44  # between segments, so that only their order matters
@@ -28,9 +28,6 @@ class Replayed(CachingAllocator):
         )
         super().__init__(recording.capacity_bytes, settings)
 
-    def address(self, block):
-        return self._live[block].address
-
 
 class Addressed(Replayed):
     """Its segments get the recorded addresses; it counts those that it releases."""
@@ -43,14 +40,20 @@ class Addressed(Replayed):
         ]
         self.released = Counter()
 
-    def _next_range(self, nbytes):
+        self.segments.next_range = self.next_range
+        self.release_whole = self.segments.release_whole
+        self.segments.release_whole = self.count_released
+
+    def next_range(self, nbytes):
         segment, size = self.to_make.pop(0)
         assert nbytes == size
         return segment * APART
 
-    def _release(self, block):
-        super()._release(block)
-        self.released[block.address // APART] += 1
+    def count_released(self, block):
+        segment = self.segments.blocks.address(block) // APART
+        size = self.release_whole(block)
+        self.released[segment] += size > 0
+        return size
 
 
 @pytest.mark.parametrize("name", SEGMENTS)
