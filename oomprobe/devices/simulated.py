@@ -23,7 +23,7 @@ from oomprobe.ground.torch_versions import half_of
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.trials import UNSIMULATED
 from oomprobe.simulation.card_mode import CardMode
-from oomprobe.simulation.cards import Card
+from oomprobe.simulation.cards import Card, leave
 from oomprobe.simulation.catalogue import card_of
 from oomprobe.simulation.fakes import SEEN
 from oomprobe.simulation.memory import CardMemory
@@ -51,12 +51,14 @@ class SimulatedDevice(Device):
         card: Name in the catalogue (``"H100-80GB"``, see ``oomprobe devices``), a size in bytes or as text (``"24GiB"``),
             all of which the allocator may use, or a `Card` of your own.
         settings: Settings of the allocator; None: those in ``PYTORCH_ALLOC_CONF``.
+        available_bytes: What it leaves to the allocator, 1 to its total memory; None: what is left
+            beside the context and the kernels of one process.
         world_size: Ranks of which the step is the first; each then keeps back memory for NCCL. Only `probe_target` and
             `check_target`, with ``nproc_per_node``, make the process group.
 
     Raises:
         NoDeviceError: the catalogue has no such card.
-        InvalidArgumentError: the settings are invalid or not simulated.
+        InvalidArgumentError: the settings are invalid or not simulated; the card has less memory.
 
     Examples:
         >>> import torch, oomprobe
@@ -81,8 +83,11 @@ class SimulatedDevice(Device):
         *,
         settings: AllocatorSettings | None = None,
         world_size: int = 1,
+        available_bytes: int | None = None,
     ) -> None:
         self.card = card_of(card)
+        if available_bytes is not None:
+            self.card = leave(self.card, available_bytes)
         SEEN.forget()
         self.world_size, self.half = world_size, half_of(self.card.compute_capability)
         self.torch_device = torch.device("cpu")  # where the model stays

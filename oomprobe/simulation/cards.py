@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.torch_versions import has_large_workspace
@@ -78,6 +78,24 @@ class Card:
             if has_large_workspace(self.compute_capability)
             else _SMALL_WORKSPACE_BYTES
         )
+
+
+def leave(card: Card, available_bytes: int) -> Card:
+    """Return the card with this much memory for the allocator; something else takes the rest.
+
+    Raises:
+        InvalidArgumentError: it has no such memory.
+
+    Example:
+        >>> leave(generic_card(2**30), 2**29).context_bytes == 2**29
+        True
+    """
+    if not 0 < available_bytes <= card.total_bytes:
+        raise InvalidArgumentError(
+            f"available_bytes={available_bytes:,} is not between 1 and the {card.total_bytes:,} "
+            f"bytes of {card.full_name}"
+        )
+    return replace(card, context_bytes=card.total_bytes - available_bytes)
 
 
 def generic_card(total: int) -> Card:

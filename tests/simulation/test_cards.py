@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+import oomprobe
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.ground import torch_versions
 from oomprobe.ground.units import parse_bytes
@@ -100,6 +101,22 @@ def test_cublas_workspace_size(monkeypatch, card, config, workspace_bytes):
     if config is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
     assert find_card(card).cublas_workspace_bytes == workspace_bytes
+
+
+def test_a_card_may_leave_less_to_the_allocator():
+    whole = oomprobe.SimulatedDevice("sim:A100-40GB")
+    card = oomprobe.SimulatedDevice("sim:A100-40GB", available_bytes=12 * 2**30)
+    assert card.available_bytes() == 12 * 2**30 < whole.available_bytes()
+    assert (card.total_bytes, card.name) == (whole.total_bytes, whole.name)
+    assert oomprobe.SimulatedDevice(
+        "A100-40GB", available_bytes=whole.total_bytes
+    ).available_bytes() == (whole.total_bytes)
+
+
+@pytest.mark.parametrize("available_bytes", [0, -1, 2**40])
+def test_a_card_cannot_leave_what_it_does_not_have(available_bytes):
+    with pytest.raises(InvalidArgumentError, match=r"is not between 1 and the .* bytes of"):
+        oomprobe.SimulatedDevice("sim:A100-40GB", available_bytes=available_bytes)
 
 
 def test_a_generic_card_leaves_all_its_memory_to_torch():
