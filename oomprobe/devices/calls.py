@@ -25,8 +25,11 @@ USER_RECORDS = "the process records the allocator itself"
 
 
 def user_records() -> bool:
-    """Return whether the process records its allocator already: there is one recording for each process. Torch tells since 2.14."""
-    return bool(getattr(torch._C, "_cuda_isHistoryEnabled", lambda: False)())
+    """Return whether the process records its allocator already: there is one recording for each."""
+    is_enabled = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    if is_enabled is not None:
+        return bool(is_enabled())
+    return any(torch.cuda.memory._snapshot()["device_traces"])  # before torch 2.14
 
 
 class MemoryHistory:

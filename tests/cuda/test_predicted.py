@@ -157,6 +157,15 @@ def recorded_by_the_user():
     return found(mlp)
 
 
+def recorded_beside_an_older_torch():
+    """Which does not tell; but what was recorded is there."""
+    del torch._C._cuda_isHistoryEnabled
+    found(mlp)
+    kept = torch.cuda.memory._snapshot()["device_traces"]
+    assert not any(kept)  # nothing of the probe's own
+    return recorded_by_the_user()
+
+
 def on_two_streams():
     model, step = mlp()
     side = torch.cuda.Stream()
@@ -175,6 +184,7 @@ def on_two_streams():
     ("search", "why"),
     [
         (recorded_by_the_user, "the process records the allocator itself"),
+        (recorded_beside_an_older_torch, "the process records the allocator itself"),
         (on_two_streams, "blocks wait for other streams"),
     ],
 )
