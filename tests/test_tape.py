@@ -1,0 +1,121 @@
+"""Calls cut from torch's memory history, and what is predicted from their bare sizes."""
+
+import pytest
+
+from oomprobe.tape.calls import ALLOCATED, FREED, RELEASED, SWITCHED, RecordedCall, peak_bytes
+from oomprobe.tape.fit import Predictor, borrow_slopes, lines_through, recognize_reductions
+from oomprobe.tape.record import POOLS, STREAMS, NotRecorded, cut_calls
+from oomprobe.tape.reductions import Processors, Reduction, buffers
+
+A100 = Processors((8, 0), 108, 2048)
+
+
+def asked(address, size, stream=0, **more):
+    return {"action": "alloc", "addr": address, "size": size, "stream": stream, **more}
+
+
+def freed(address):
+    return [
+        {"action": action, "addr": address, "size": 0, "stream": 0}
+        for action in ("free_requested", "free_completed")
+    ]
+
+
+GAVE_BACK = {"action": "segment_free", "addr": 7, "size": 0, "stream": 0}
+MADE = {"action": "segment_alloc", "addr": 7, "size": 0, "stream": 0}
+
+
+def test_a_history_is_cut_where_calls_end():
+    entries = [
+        *(MADE, asked(1, 10), asked(2, 20), *freed(1)),
+        *(*freed(2), asked(1, 30), *freed(100), *freed(1)),
+        asked(3, 40),  # after the last call
+    ]
+    first, second = cut_calls(entries, [99, 100], [(2, 1), (3, 4)], may_retry=False)
+    assert first == RecordedCall(((ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (FREED, 0, 0)), (10, 20))
+    # The second block of the call before, and the second of those before the trial.
+    assert second.events == ((FREED, 1, 1), (ALLOCATED, 0, 0), (FREED, 0, 0), (FREED, 2, 1))
+    assert second.sizes == (30,)
+
+
+@pytest.mark.parametrize(("may_retry", "events"), [(False, [(RELEASED, 0, 0)]), (True, [])])
+def test_only_a_step_that_meets_no_retry_gives_back_segments(may_retry, events):
+    [call] = cut_calls([GAVE_BACK, GAVE_BACK, asked(1, 10)], [], [(1, 0)], may_retry=may_retry)
+    assert [*call.events] == [*events, (ALLOCATED, 0, 0)]
+
+
+def test_a_stream_is_switched_to_once():
+    [call] = cut_calls([asked(1, 10, 5), asked(2, 20, 5)], [], [(2, 0)], may_retry=False)
+    assert call.events == ((SWITCHED, 5, 0), (ALLOCATED, 0, 0), (ALLOCATED, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("entries", "ends", "why"),
+    [
+        ([asked(1, 10), freed(1)[0], asked(2, 10), freed(1)[1]], (2, 1), STREAMS),
+        ([asked(1, 10, pool_id=(0, 1))], (1, 0), POOLS),
+    ],
+)
+def test_what_a_tape_cannot_tell_is_refused(entries, ends, why):
+    with pytest.raises(NotRecorded, match=why):
+        cut_calls(entries, [], [ends], may_retry=False)
+
+
+# --- bare sizes ---
+
+
+def linear(batch_size, *, with_pair=True):
+    """Return the backward of a linear layer of 1024 columns: its input's and bias's gradients, as an A100's history has them."""
+    events, sizes = [(ALLOCATED, 0, 0), (ALLOCATED, 1, 0)], [4096 * batch_size, 4096]
+    kind = Reduction(A100, 4, 4, (True, False))
+    pairs = buffers(kind, (batch_size, 1024), (1024, 1), 0)
+    for pair in pairs if with_pair else ():
+        sizes += pair
+        events += [(ALLOCATED, 2, 0), (ALLOCATED, 3, 0), (FREED, 0, 2), (FREED, 0, 3)]
+    events += [(FREED, 0, 0), (FREED, 0, 1)]
+    return RecordedCall(tuple(events), tuple(sizes))
+
+
+@pytest.mark.parametrize("recorded", [4096, 20_000])
+@pytest.mark.parametrize("size", [2, 3000, 8192, 40_000])
+def test_scratch_of_reductions_follows_its_rule(recorded, size):
+    """A large size shows the scratch that small ones do not have."""
+    assert len(linear(2).sizes) == 2 < len(linear(recorded).sizes)
+    lines = lines_through(1, [linear(1)], 2, [linear(2)])
+    assert lines[0].at(recorded) != linear(recorded)
+    [line] = borrow_slopes(
+        lines, recorded, [recognize_reductions(linear(recorded), recorded, A100)]
+    )
+    assert peak_bytes([line.at(size)]) == peak_bytes([linear(size)])
+
+
+def test_a_size_off_its_line_moves_the_lines():
+    """As a padded shape does: the next prediction starts from the largest size that ran."""
+
+    def padded(batch_size):
+        rows = -(-batch_size // 64) * 64
+        return RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0)), (1000 * rows,))
+
+    predictor = Predictor(processors=A100)
+    for size in (1, 2, 640):
+        assert predictor.learn(size, ["step"] * 3, [padded(size)] * 3)
+    assert predictor.reason == ""
+    assert predictor.calls(640, ["step"]) == [padded(640)]
+    assert predictor.calls(1280, ["step"])[0].sizes >= padded(640).sizes
+
+
+def test_micro_batches_are_predicted_in_turn():
+    def calls(size):
+        """Return three full steps of two micro-batches."""
+        return [
+            RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0)), (n * size,)) for n in (5, 1, 2) * 3
+        ]
+
+    predictor = Predictor(processors=A100)
+    for size in (1, 2):
+        assert predictor.learn(size, ["step"] * 9, calls(size))
+    assert predictor.period == 3
+    assert [call.sizes for call in predictor.calls(10, ["step"] * 7)] == [
+        *[(50,), (10,), (20,)] * 2,
+        (50,),
+    ]
