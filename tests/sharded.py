@@ -173,7 +173,7 @@ def draw(model):
         assert getattr(values, name)() is values
     values.geometric_(0.5)
     for made in (
-        torch.rand_like(values), torch.randn_like(values), torch.randint_like(values, 3), torch.bernoulli(values),
+        torch.rand_like(values), torch.randn_like(values), torch.randint_like(values, 3), torch.bernoulli(torch.rand_like(values)),
         F.dropout(values, 0.5), distributed_rand(*values.shape, device_mesh=weight.device_mesh),
     ):  # fmt: skip
         assert (type(made), made.shape) == (type(values), values.shape)

@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader
 from zoo import numbered
 
 import oomprobe
+from oomprobe.runners.hooks import InputWatch
 
 CALLS = 23
 SAMPLES = torch.arange(1600.0).view(400, 4).sin()
@@ -81,12 +82,28 @@ class Watched:
 
     def __call__(self, model, batch_size):
         if len(self.trials) < len(self.device.caps):
-            self.trials.append(
-                (seen(model, self.look.held), random.random(), torch.rand(()).item(), Returned())
-            )
+            with without_watch(model):
+                begins = seen(model, self.look.held)
+            self.trials.append((begins, random.random(), torch.rand(()).item(), Returned()))
         returned = self.step(model, batch_size)
         self.trials[-1][-1].add(returned)
         self.device.take(batch_size * MIB)
+
+
+@contextlib.contextmanager
+def without_watch(model):
+    """Take away, for a while, the hook that counts what reaches the model in some trials."""
+    kept = [
+        dict(hooks) for hooks in (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs)
+    ]
+    for number, hook in kept[0].items():
+        if isinstance(getattr(hook, "__self__", None), InputWatch):
+            del model._forward_pre_hooks[number], model._forward_pre_hooks_with_kwargs[number]
+    try:
+        yield
+    finally:
+        model._forward_pre_hooks.update(kept[0])
+        model._forward_pre_hooks_with_kwargs.update(kept[1])
 
 
 class Returned:

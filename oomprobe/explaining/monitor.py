@@ -141,9 +141,9 @@ class PeakMonitor:
         >>> monitor.probed_bytes == result.confirmation.peak_allocated_bytes, monitor.ok, monitor.to_dict()["steps"]
         (True, True, 3)
         >>> monitor.peak_bytes  # None, as there is no GPU here
-        >>> monitor.compare_at(32)
+        >>> monitor.compare_at(16)
         >>> monitor.to_dict()["notes"][0]
-        'the probe has no peak at batch 32; it has those of batch 64'
+        'the probe has no peak at batch 16; it has those of batch 32, 64'
     """
 
     def __init__(

@@ -129,9 +129,9 @@ class InputWatch:
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
         """Count what reaches the model inside, by a hook that is gone afterwards."""
         self.examples = self.values = 0
-        modules = [*model.modules()]
-        kinds = {type(part).__name__ for part in (*modules, *model.parameters())}
-        is_compiled = any(module._compiled_call_impl for module in modules)
+        # No module is kept in a variable here: the step may drop it.
+        kinds = {type(part).__name__ for part in (*model.modules(), *model.parameters())}
+        is_compiled = any(module._compiled_call_impl for module in model.modules())
         if is_compiled or kinds & UNWATCHED:
             yield
             return
