@@ -418,10 +418,8 @@ def _is_check(result: ProbeResult) -> bool:
     """Return whether one size was checked, beside half of it; a search would grow to it."""
     sizes = {trial.batch_size for trial in result.trials}
     phases = {trial.phase for trial in result.trials if trial.batch_size == result.batch_size}
-    return phases <= {Phase.CONFIRM, Phase.RECHECK} and sizes <= {
-        result.batch_size,
-        result.batch_size // 2,
-    }
+    is_alone = sizes <= {result.batch_size, result.batch_size // 2}
+    return is_alone and phases in ({Phase.CONFIRM}, {Phase.CONFIRM, Phase.RECHECK})
 
 
 def _checked(result: ProbeResult) -> Fact:
