@@ -199,11 +199,7 @@ class CachingAllocator:
             if (
                 by_block and self.segments.blocks.is_free[self.segments.blocks.after[block]]
             ):  # it has been split off: a new one
-                offset = place[block] & OFFSETS
-                place[block] = (
-                    self.segments.new_order(self.segments.blocks.address(block) - offset * 512)
-                    | offset
-                )
+                self.segments.reorder(block)
             return
         block = blocks[request]
         order = place[block] & ~OFFSETS

@@ -79,6 +79,15 @@ class Segments:
         self.blocks.addresses[order] = address
         return order << OFFSET_BITS
 
+    def reorder(self, block: int) -> None:
+        """Give a block an order of its own, in the same segment."""
+        blocks, place = self.blocks, self.blocks.place[block]
+        offset = place & OFFSETS
+        new_place = self.new_order(blocks.address(block) - offset * SMALLEST_BLOCK)
+        if blocks.is_expandable(block):
+            blocks.expandable.add(new_place >> OFFSET_BITS)
+        blocks.place[block] = new_place | offset
+
     def next_range(self, nbytes: int) -> int:
         self.next_address -= nbytes
         return self.next_address

@@ -208,7 +208,10 @@ def _open_accelerator(device: torch.device, stated_bytes: int | None = None) -> 
 
 def may_have_gpu() -> bool:
     """Return whether some program of this machine can use a GPU, with whatever torch it has."""
-    return any(map(os.path.exists, DRIVERS)) or current_accelerator() is not None
+    if any(map(os.path.exists, DRIVERS)):
+        return True
+    # To ask a torch for CUDA would use CUDA in this process.
+    return torch.version.cuda is None and current_accelerator() is not None
 
 
 def current_accelerator() -> torch.device | None:
