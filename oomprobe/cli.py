@@ -345,6 +345,9 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     explanation = explanation_of(arguments.file, device=arguments.index)
     text = json.dumps(explanation.to_dict(), indent=1) + "\n"
+    if arguments.html is not None:
+        explanation.to_html(arguments.html)
+        _tell_written(arguments.html)
     if arguments.json == STDOUT:
         write(sys.stdout, text)
         return 0
@@ -416,7 +419,7 @@ HELP = {
     "--keep-writes": "trials of a command change your files; otherwise Python changes copies",
     "--passes-after": "a command whose processes report nothing passes after S seconds (last resort)",
     "--json": "write the result as JSON; - for stdout",
-    "--html": "write a self-contained page (needs matplotlib)",
+    "--html": "write a self-contained page (with plots, for which it needs matplotlib)",
     "--plot": "draw memory against batch size (needs matplotlib)",
     "--quiet": "print only the batch size, and errors and warnings on stderr",
     "--verbose": "add all trials, fit, estimates, and what is not covered in full",
@@ -490,8 +493,9 @@ def parser() -> argparse.ArgumentParser:
     for place in (output, own["explain"]):
         add(place, "--json", type=_file, metavar="FILE", default=None)
     add(output, "--quiet", action="store_true", default=False)
-    for place in (output, own["show"]):
+    for place in (output, own["show"], own["explain"]):
         add(place, "--html", type=_file, metavar="FILE", default=None)
+    for place in (output, own["show"]):
         add(place, "--plot", type=_file, metavar="FILE", default=None)
         add(place, "--verbose", action="store_true", default=False)
     for place in (output, own["demo"]):

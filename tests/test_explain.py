@@ -503,6 +503,10 @@ def test_explain_on_the_command_line(written, tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("verdict: no request was refused")
     explanation = oomprobe.explain(path)
     assert json.loads((tmp_path / "why.json").read_text()) == explanation.to_dict()
+    assert main(["explain", str(path), "--html", str(tmp_path / "why.html")]) == 0
+    page = (tmp_path / "why.html").read_text()
+    assert "<h1>No request was refused" in page
+    capsys.readouterr()
     assert main(["explain", str(path), "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == explanation.to_dict()
     log = OLD.format(asked=2.0, free=1.04, processes="", live=12.1, unused=22.31)

@@ -119,10 +119,9 @@ class AllocatorSettings:
             items.append(f"max_split_size_mb:{recorded['max_split_size'] // 2**20}")
         if recorded.get("garbage_collection_threshold", 0):
             items.append(f"garbage_collection_threshold:{recorded['garbage_collection_threshold']}")
-        by_size = recorded.get("roundup_power2_divisions", {}).items()
+        by_size = recorded.get("roundup_power2_divisions", {"1": 0}).items()
         divisions = ",".join(f"{size}:{number}" for size, number in by_size)
-        if divisions:
-            items.append(f"roundup_power2_divisions:[{divisions}]")
+        items.append(f"roundup_power2_divisions:[{divisions}]")
         expands = bool(recorded.get("expandable_segments"))
         return replace(cls.from_text(",".join(items)), expandable_segments=expands)
 

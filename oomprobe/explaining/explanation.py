@@ -23,8 +23,9 @@ from oomprobe.explaining.remedies import (
 )
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import clean, clip, shortened
-from oomprobe.records.files import read_file
+from oomprobe.records.files import read_file, write_file
 from oomprobe.results.blocks import Block, Fact, Report, Row, Table, as_text
+from oomprobe.results.html import page
 from oomprobe.simulation.catalogue import CATALOGUE
 from oomprobe.tape.history import Contradiction, History, Moment
 from oomprobe.tape.replay import NotSimulated, Replay, replayed
@@ -159,6 +160,14 @@ class Explanation:
             "notes": [*self.notes],
         }
         return asdict(self) | lists
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the report as one self-contained HTML file, whole or not at all.
+
+        Raises:
+            InvalidArgumentError: the file cannot be written.
+        """
+        write_file(path, page(self._report()).encode())
 
     def __str__(self) -> str:
         """Return the report, of at most 100 columns."""
