@@ -129,6 +129,8 @@ class Explanation:
         ('fragmentation', 2147483648, 12.1)
         >>> found.to_dict()["reserved_bytes"]
         23955180093
+        >>> with tempfile.NamedTemporaryFile(suffix=".html") as file:
+        ...     found.to_html(file.name)
     """
 
     source: str
