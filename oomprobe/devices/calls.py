@@ -66,12 +66,19 @@ class MemoryHistory:
 
     def blocks(self) -> dict[int, int]:
         """Return the requested bytes of the blocks that were in use when recording began, by address."""
-        base = {}
+        base: dict[int, int] = {}
         for segment in self.segments:
-            for block in segment["blocks"]:
-                if block["state"] != "inactive":
-                    base[block["address"]] = block["requested_size"]
+            base |= in_use(segment)
         return base
+
+
+def in_use(segment: Mapping[str, Any]) -> dict[int, int]:
+    """Return the requested bytes of a segment's blocks in use, by address."""
+    return {
+        block["address"]: block["requested_size"]
+        for block in segment["blocks"]
+        if block["state"] != "inactive"
+    }
 
 
 class CallHistory:
@@ -85,10 +92,9 @@ class CallHistory:
         self.calls: Sequence[RecordedCall] = ()
         self.reason = ""
         self._is_wanted = self._is_on = False
-        self._blocks: dict[int, int] = {}  # when the trial began
+        self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # when the trial began
         self._before = (0, 0, 0)  # requests, frees and retries, when it began
         self._ends: list[tuple[int, int]] = []
-        self._capacity_bytes, self._settings = 0, AllocatorSettings()
 
     @property
     def bare_processors(self) -> Processors:
@@ -119,13 +125,26 @@ class CallHistory:
             return
         self._history.start()
         try:
-            self._settings = AllocatorSettings.from_snapshot(self._history.settings)
-        except InvalidArgumentError as error:  # one that is not simulated
+            self._cold = self._begin()
+        except (InvalidArgumentError, ValueError) as error:  # settings or blocks that no model has
             self._history.stop()
             self.reason = str(error)
             return
-        self._blocks, self._capacity_bytes = self._history.blocks(), self._usable_bytes()
         self._before, self._ends, self._is_on = self._counts(), [], True
+
+    def _begin(self) -> tuple[CachingAllocator, LiveBlocks]:
+        """Return the model of the allocator as it is now, and its blocks in use."""
+        settings = AllocatorSettings.from_snapshot(self._history.settings)
+        most_bytes, room_ends = self._usable_bytes(), sys.maxsize
+        allocator, handles = CachingAllocator(most_bytes, settings), list[int]()
+        for segment in self._history.segments:
+            start, nbytes = segment["address"], segment["total_size"]
+            allocator.use_stream(segment["stream"])
+            room = min(room_ends - start - nbytes, most_bytes)  # for pages, if it is expandable
+            handles += adopt(allocator, start, nbytes, [*in_use(segment).items()], room)
+            room_ends = start
+        allocator.use_stream(0)
+        return allocator, {(1, number): handle for number, handle in enumerate(handles)}
 
     def end_call(self) -> None:
         """Take note that a call has ended."""
@@ -147,27 +166,20 @@ class CallHistory:
         self._is_on, entries = False, self._history.stop()
         may_retry = self._counts()[2] > self._before[2]
         try:
-            self.calls = cut_calls(entries, self._blocks, self._ends, may_retry=may_retry)
+            self.calls = cut_calls(entries, self._history.blocks(), self._ends, may_retry=may_retry)
         except NotRecorded as error:
             self.reason = str(error)
 
     def replay(
         self, calls: Sequence[RecordedCall], cap_bytes: int | None, workspace_bytes: int
     ) -> ReplayedTrial | None:
-        """Replay a trial from where the last recorded one began; what convolutions want is in what was recorded."""
-        if not self._capacity_bytes:
+        """Replay a trial from where the last recorded one began.
+
+        What convolutions want is in what was recorded.
+        """
+        if self._cold is None:
             return None
-        allocator = CachingAllocator(self._capacity_bytes, self._settings)
-        handles, room_ends = list[int](), sys.maxsize
-        for segment in self._history.segments:
-            start, nbytes = segment["address"], segment["total_size"]
-            inside = range(start, start + nbytes)
-            blocks = [block for block in self._blocks.items() if block[0] in inside]
-            allocator.use_stream(segment["stream"])
-            room = min(room_ends - inside.stop, self._capacity_bytes)  # for pages, if expandable
-            handles += adopt(allocator, start, nbytes, blocks, room)
-            room_ends = start
-        allocator.use_stream(0)
+        cold, live = self._cold
+        allocator = cold.copy()
         allocator.limit_bytes = cap_bytes
-        live: LiveBlocks = {(1, number): handle for number, handle in enumerate(handles)}
         return ReplayedTrial.of(allocator, calls, live)

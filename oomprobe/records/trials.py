@@ -121,8 +121,8 @@ class Trial:
         where: Where it failed, such as ``"backward, model.py:142"``.
         step_name: Which of several named steps failed, or had the highest peak; None for a single step.
         accumulation_steps: Micro-batches per optimizer step; 1 unless an accumulation plan was run.
-        replayed: Whether a simulated device replayed the recorded allocations of the step instead of running it. Such
-            trials guide the search; deciding trials run the step.
+        replayed: Whether what smaller trials asked of the allocator was replayed at this size, and the step did not run.
+            Such trials guide the search; deciding trials run the step.
         ranks: What each rank said, if there were several. The trial's own peaks are then the highest of any rank, its times
             those of the slowest.
         limiting_rank: The rank that failed by itself; of several, and of passes, the one with the least memory left.
@@ -306,9 +306,7 @@ class Request:
     watches_inputs: bool = False  # whether to count what reaches the model
     fresh: bool = False  # whether nothing may have run before: in a new process, if there are any, and compiled anew
     as_built: bool = False  # whether the first trial of a process that `builds` keeps what building left in the cache
-    exact: bool = (
-        True  # whether a simulated device must run the step instead of predicting the trial
-    )
+    exact: bool = True  # whether a runner that replays trials must run this one
     deadline_s: float | None = (
         None  # on this machine's monotonic clock, at the time of the request; None: no limit
     )

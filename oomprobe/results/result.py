@@ -55,8 +55,8 @@ class ProbeResult(Reported):
 
     Attributes:
         batch_size: The answer: it ran, at exactly this size, with the allocator capped at `budget_bytes`.
-        limit_batch_size: Largest size that ran at all (on a simulated device, or was replayed).
-        first_failing_batch_size: Smallest size that failed without the margin, or None.
+        limit_batch_size: Largest size that ran, or passed a replay, at all.
+        first_failing_batch_size: Smallest size that failed without the margin, if only in a replay; or None.
         limited_by: ``"memory"``, ``"host_memory"``, ``"max_batch"``, ``"size_limit"``, ``"time_limit"`` or ``"step"``: the step
             splits its batch itself, so memory limits no size.
         limiting_step: Name of the step that limits, when several were given.

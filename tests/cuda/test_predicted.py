@@ -97,7 +97,10 @@ def replays_as_it_ran(build, sizes):
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp accumulating", "conv", "gpt"])
-@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+@pytest.mark.parametrize(
+    "settings",
+    ["", "expandable_segments:True", "max_split_size_mb:20", "roundup_power2_divisions:4"],
+)
 def test_a_replay_takes_what_the_trial_took(name, settings):
     sizes = (1, 2, 16, 64)
     rows = forked(replays_as_it_ran, MODELS[name], sizes, PYTORCH_CUDA_ALLOC_CONF=settings, **BED)
