@@ -306,7 +306,7 @@ class Request:
     watches_inputs: bool = False  # whether to count what reaches the model
     fresh: bool = False  # whether nothing may have run before: in a new process, if there are any, and compiled anew
     as_built: bool = False  # whether the first trial of a process that `builds` keeps what building left in the cache
-    exact: bool = True  # whether a runner that replays trials must run this one
+    exact: bool = True  # whether the trial must run rather than be replayed
     deadline_s: float | None = (
         None  # on this machine's monotonic clock, at the time of the request; None: no limit
     )

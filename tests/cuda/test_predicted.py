@@ -1,6 +1,7 @@
 """Searches on torch's own allocator that replay most sizes: what is recorded, what is replayed, and what must run."""
 
 import statistics
+from itertools import pairwise
 
 import pytest
 import torch
@@ -62,6 +63,15 @@ def test_what_decides_has_run(searches, name):
     failed = [size for size, phase, passed, _ in ran if phase == "recheck" and not passed]
     assert failed
     assert answer < min(failed) <= answer + max(1, answer // 64)
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_no_prediction_reaches_far_beyond_what_ran(searches, name):
+    """One of 64 times the last size runs, so that time is known; one at an eighth of the limit, so that kernels are."""
+    ran, answer = searches[name][0]["ran"], searches[name][0]["answer"]
+    grown = sorted(size for size, phase, *_ in ran if phase == "grow")
+    assert grown[-1] >= answer / 8
+    assert all(after <= 2 * 64 * before for before, after in pairwise(grown))
 
 
 def test_a_predicted_search_takes_few_trials(searches):
