@@ -50,10 +50,13 @@ def step(model, batch_size, length):  # the longest batch of this bucket
     train(torch.randint(1000, (batch_size, length)))
 
 
-table = oomprobe.find_max_batches(model, step, over={"length": [128, 256, 512]}, device=args.device, multiple_of=8)
-print(table)  # table.mixed: the sizes that ran in turn, as training in buckets does
+epoch = oomprobe.Epoch({"length": lengths}, calls=200)
+table = oomprobe.find_max_batches(
+    model, step, over={"length": [128, 256, 512]}, epoch=epoch, device=args.device, multiple_of=8
+)
+print(table)
 
 if args.device is None:  # set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before; docs/tables.md says why
-    for tokens in DataLoader(dataset, batch_sampler=BucketSampler(lengths, table.mixed), collate_fn=collate):
+    for tokens in DataLoader(dataset, batch_sampler=BucketSampler(lengths, table.batch_sizes()), collate_fn=collate):
         train(tokens)
         print(f"trained on {len(tokens)} sequences of up to {len(tokens[0])} tokens")

@@ -25,8 +25,10 @@ _NAMES = {
     "explaining": ("Explanation", "PeakMonitor", "explain"),
     "probe": (
         *("check", "check_command", "check_target"),
-        *("find_max_batch", "find_max_batches", "find_savings", "probe_command", "probe_target"),
+        *("find_max_batch", "find_max_batches", "find_max_tokens", "find_savings"),
+        *("probe_command", "probe_target"),
     ),
+    "records.epoch": ("Epoch", "EpochRecord"),
     "records.fit": ("LinearFit",),
     "records.options": ("Step",),
     "records.plan": ("PlanEntry",),
@@ -57,9 +59,12 @@ if TYPE_CHECKING:
     from oomprobe.probe import check_target as check_target
     from oomprobe.probe import find_max_batch as find_max_batch
     from oomprobe.probe import find_max_batches as find_max_batches
+    from oomprobe.probe import find_max_tokens as find_max_tokens
     from oomprobe.probe import find_savings as find_savings
     from oomprobe.probe import probe_command as probe_command
     from oomprobe.probe import probe_target as probe_target
+    from oomprobe.records.epoch import Epoch as Epoch
+    from oomprobe.records.epoch import EpochRecord as EpochRecord
     from oomprobe.records.fit import LinearFit as LinearFit
     from oomprobe.records.options import Step as Step
     from oomprobe.records.plan import PlanEntry as PlanEntry

@@ -17,7 +17,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, Literal, NoReturn
 
 from oomprobe import errors
 from oomprobe.errors import InvalidArgumentError
@@ -26,6 +26,7 @@ from oomprobe.ground.version import __version__
 from oomprobe.ground.words import WIDTH, did_you_mean, visible
 from oomprobe.records import savings
 from oomprobe.records.axis import CARDS, Axis
+from oomprobe.records.epoch import Epoch, read_numbers, tokens_of
 from oomprobe.records.files import is_writable, write_file
 from oomprobe.records.options import Options
 from oomprobe.results.blocks import as_text
@@ -36,6 +37,8 @@ from oomprobe.results.trials import trials_table
 from oomprobe.runners.targets import name_of
 
 STDOUT = Path("-")
+# Of a size that does not train: whether orders died, or none could be replayed.
+REQUIRED_STATUS = {True: errors.REQUIRED_FAILS, False: errors.UnreliableError.exit_status}
 LEAST_COLUMNS = 40  # of a report on a terminal
 DEMO_CARD = "sim:H100-80GB"
 DEMO_BUDGET = "cpu:256MiB"  # large enough for activations to dominate, small enough for half a minute on two cores
@@ -55,7 +58,12 @@ TWO_AXES = (
 TWO_TARGETS = "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
 OVER_CARDS = "--over and several devices make a table each: leave one out, and let build() return a step for one value of the other"
 TWO_TABLES = "--savings makes a table of its own: leave out --over, and name one device"
-NO_TABLE = "--no-mixed is about a table: add --over, or leave it out"
+WITH_FILES = (
+    "write --epoch as arguments of the step and files: --epoch length=lengths.txt, not {text}"
+)
+OF_EPOCHS = ("epoch", "draw", "tokens", "packed", "orders", "calls")
+ONE_EPOCH = "--draw, --packed, --orders and --calls are about an epoch: add --epoch NAME=FILE, or --tokens FILE, and not both"
+OF_ANOTHER = "--draw is for --epoch, and --packed for --tokens"
 TABLE_OF_CHECKS = "--require checks one size, and --over makes a table: leave one out"
 TABLE_OF_PLANS = "--global-batch and --world-size plan for one answer, and --over has many: in Python, table.rows[value].plan(...) does it"
 RANKS_TWICE = "--nproc-per-node says how many ranks there are, so --world-size cannot be given too: leave it out"
@@ -183,12 +191,16 @@ def _run(arguments: argparse.Namespace) -> int:
 def _exit_status(
     probed: ProbeResult | ProbeTable, required: int | None, options: dict[str, Any]
 ) -> int:
-    if isinstance(probed, ProbeTable) and probed.savings is not None:
+    if isinstance(probed, ProbeResult):
+        if required is None or probed.trains:
+            return 0
+        return REQUIRED_STATUS[probed.epoch is not None and bool(probed.epoch.deaths)]
+    if probed.savings is not None:
         if required is not None and probed.cheapest(required) is None:
             return errors.REQUIRED_FAILS
-    elif isinstance(probed, ProbeTable):
+    else:
         is_cut_short = len(probed.rows) < len(options["over"][probed.axis])
-        if probed.mixed_failed or is_cut_short:
+        if is_cut_short or any(not result.trains for result in _results(probed)):
             return errors.UnreliableError.exit_status
         if required is not None and probed.smallest() is None:
             return errors.REQUIRED_FAILS
@@ -213,10 +225,7 @@ def _tell_warnings(probed: ProbeResult | ProbeTable, is_contaminated: bool) -> N
 
 
 def _numbers(probed: ProbeResult | ProbeTable) -> str:
-    """Return the batch size; of a table, a line with each value and its size, ``-`` if it does not fit; or the smallest card or cheapest saving.
-
-    Sizes that ran with all values in turn come first: a script may train with them.
-    """
+    """Return the batch size; of a table, a line with each value and its size, ``-`` if it does not fit; or the smallest card or cheapest saving."""
     if isinstance(probed, ProbeResult):
         return f"{probed.batch_size}\n"
     chosen = None
@@ -225,7 +234,7 @@ def _numbers(probed: ProbeResult | ProbeTable) -> str:
     elif probed.savings is not None and probed.savings.required:
         chosen = probed.cheapest(probed.savings.batch_size)
     else:
-        sizes = probed.mixed or probed.batch_sizes()
+        sizes = probed.batch_sizes()
         return "".join(f"{value} {sizes.get(value, '-')}\n" for value in probed.rows)
     return "" if chosen is None else f"{chosen}\n"
 
@@ -408,7 +417,13 @@ HELP = {
     "--savings": "find out what would make a batch fit: run the step with each saving of memory, all or NAME,NAME",
     "--world-size": "ranks that share the global batch, one of which is probed (1)",
     "--over": "make a table: the largest size for each value of an argument of the step, such as length=512,1024,2048",
-    "--no-mixed": "with --over: do not look for sizes that run with all values in turn, as training with buckets does",
+    "--epoch": "find the largest size that trains with these shapes in many orders: arguments of the step, and files with a number "
+    "for each example of the data set, as NAME=FILE,NAME=FILE",
+    "--draw": "with --epoch: a batch is padded to its longest example, or its examples add up (longest)",
+    "--tokens": "find the largest number of tokens in a batch, with the lengths of the examples in FILE",
+    "--packed": "with --tokens: examples follow each other without padding",
+    "--orders": "with --epoch or --tokens: orders that are tried (40)",
+    "--calls": "with --epoch or --tokens: calls of each order (1000)",
     "--device": "cuda, cuda:1, cuda:8GiB, xpu, mps, cpu, cpu:4GiB, sim:24GiB, sim:H100-80GB (default: where the model is); for a table of "
     "simulated cards, names with commas, or sim:all",
     "--device N": "the index of a device in a snapshot (that on which a request was refused)",
@@ -478,7 +493,12 @@ def parser() -> argparse.ArgumentParser:
     add(search, "--world-size", type=_size, metavar="N", default=None)
     add(search, "--over", type=_axis, action="append", metavar="NAME=V,V,...")
     add(search, "--savings", type=_savings, metavar="all|NAME,NAME")
-    add(search, "--no-mixed", action="store_false", dest="mixed")
+    add(search, "--epoch", type=_files, metavar="NAME=FILE,...")
+    add(search, "--draw", choices=("longest", "sum"))
+    add(search, "--tokens", type=Path, metavar="FILE")
+    add(search, "--packed", action="store_true")
+    add(search, "--orders", type=_size, metavar="N")
+    add(search, "--calls", type=_size, metavar="N")
     add(where, "--device")
     add(
         where,
@@ -514,6 +534,16 @@ def _axis(text: str) -> tuple[str, list[object]]:
     if axis is None:
         raise argparse.ArgumentTypeError(WITH_COMMAS.format(text=text))
     return axis[1], [_number(value) for value in axis[2].split(",")]
+
+
+def _files(text: str) -> dict[str, Path]:
+    files = {}
+    for part in text.split(","):
+        name, _, file = part.partition("=")
+        if not name.isidentifier() or not file:
+            raise argparse.ArgumentTypeError(WITH_FILES.format(text=text))
+        files[name] = Path(file)
+    return files
 
 
 def _savings(text: str) -> str:
@@ -568,7 +598,30 @@ def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
         del given["device"]
     if "savings" in given:
         given["require"] = arguments.require
+    drawn = {name: given.pop(name) for name in OF_EPOCHS if name in given}
+    if drawn:
+        given["epoch"] = _epoch(**drawn)
     return given
+
+
+def _epoch(
+    *,
+    epoch: dict[str, Path] | None = None,
+    tokens: Path | None = None,
+    packed: bool | None = None,
+    draw: Literal["longest", "sum"] | None = None,
+    **numbers: int,
+) -> Epoch:
+    """Return the epoch that options of the command line state."""
+    if (epoch is None) == (tokens is None):
+        raise InvalidArgumentError(ONE_EPOCH)
+    if (packed and tokens is None) or (draw and epoch is None):
+        raise InvalidArgumentError(OF_ANOTHER)
+    if tokens is not None:
+        return tokens_of(read_numbers(tokens), packed=bool(packed), **numbers)
+    assert epoch is not None
+    values = {name: read_numbers(file) for name, file in epoch.items()}
+    return Epoch(values, draw=draw or "longest", **numbers)
 
 
 def _cards(arguments: argparse.Namespace) -> list[object]:
@@ -609,7 +662,7 @@ def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str |
         return ONLY_FOR_COMMANDS if is_for_commands else None
     if arguments.target is not None:
         return TWO_TARGETS.format(target=arguments.target)
-    of_targets = ("breakdown", "isolate", "nproc_per_node", "over", "savings")
+    of_targets = ("breakdown", "isolate", "nproc_per_node", "over", "savings", "epoch", "tokens")
     options = _flags([name for name in of_targets if hasattr(arguments, name)])
     if options:
         return NOT_FOR_COMMANDS.format(options=options)
@@ -628,7 +681,7 @@ def _about_table(arguments: argparse.Namespace, given: dict[str, Any]) -> str | 
     if "savings" in given and (axes or _cards(arguments)):
         return TWO_TABLES
     if not axes:
-        return NO_TABLE if "mixed" in given else None
+        return None
     if axes > 1:
         return TWO_AXES.format(count=axes)
     if _cards(arguments):

@@ -15,6 +15,7 @@ import torch
 from oomprobe.devices import Device
 from oomprobe.errors import FramesHidden, InvalidArgumentError
 from oomprobe.probing.cards import search_cards
+from oomprobe.probing.epochs import check_epoch
 from oomprobe.probing.finish import finish
 from oomprobe.probing.opening import open_command, open_model, open_target
 from oomprobe.probing.order import CheckOptions, Order, SearchOptions, refuse_unknown
@@ -23,15 +24,21 @@ from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
 from oomprobe.records.axis import CARDS, NO_AXIS, Axis
+from oomprobe.records.epoch import Epoch, tokens_of
 from oomprobe.records.options import RESOLUTION, Options, Steps
 from oomprobe.records.savings import ALL
 from oomprobe.results.log import logged
 from oomprobe.results.progress import Progress
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable
+from oomprobe.rules.search import Found
 from oomprobe.runners.targets import name_of
 
 TWO_TABLES = "over and savings make a table each: leave one out, and make a table of savings for each value of the other"
+NO_SHAPES = (
+    "a command draws its own batches, whose shapes nobody sees: for an epoch, write a target whose "
+    "step takes them, and probe that"
+)
 COMMAND_RESOLUTION = 1 / 64  # each trial is a whole run of the command
 
 
@@ -54,6 +61,7 @@ def find_max_batch(
     trial_time_limit_s: float | None = None,
     breakdown: bool = False,
     progress: Progress = "auto",
+    epoch: Epoch | Mapping[str, Epoch] | None = None,
     **misspelt: Never,
 ) -> ProbeResult:
     """Find the largest batch size that truly fits, by running it.
@@ -96,6 +104,9 @@ def find_max_batch(
         breakdown: Run one more step at the answer to record what held the memory (`ProbeResult.breakdown`).
         progress: "auto" (on stderr: a live line on a terminal and in a notebook, otherwise a line for each trial), "plain",
             "off", or a function that is called with each `Trial`.
+        epoch: The shapes of a data set's batches, for training whose lengths vary: the answer trains in many orders of them
+            (`ProbeResult.epoch`). The step gets their numbers by name, ``step_fn(model, batch_size, length=...)``. Of several
+            named steps, a mapping of those that have one.
         **misspelt: Refused, by the name of the nearest option.
 
     Returns:
@@ -138,7 +149,13 @@ def find_max_batch(
             trial_time_limit_s=trial_time_limit_s,
             breakdown=breakdown,
         )
-        order = Order(options=options, device=device, preserve=preserve, progress=progress)
+        order = Order(
+            options=options,
+            device=device,
+            preserve=preserve,
+            progress=progress,
+            axis=NO_AXIS.drawing(epoch),
+        )
         with open_model(
             order, model, step_fn
         ) as session:  # `_answer` would be one more frame above the step
@@ -151,7 +168,6 @@ def find_max_batches(
     step_fn: Steps,
     over: Mapping[str, Iterable[Any]] | None = None,
     *,
-    mixed: bool = True,
     require: int | None = None,
     **options: Unpack[SearchOptions],
 ) -> ProbeTable:
@@ -170,11 +186,10 @@ def find_max_batches(
         step_fn: ``step_fn(model, batch_size, length=...)``, or a mapping of several. You choose the name of the extra argument.
         over: The argument's name and its values, ``{"length": [512, 1024, 2048]}``: numbers, tuples such as ``(640, 480)``,
             or any other hashable values. They are searched in this order. None for a table of cards.
-        mixed: Also run all values in turn, in random order in one process, as training with a bucket for each does: at the
-            answers or, while that runs out of memory, at a smaller share of them. These sizes are in `ProbeTable.mixed`.
         require: Of cards: name the smallest on which this batch size runs, and run the answer there.
         **options: Those of `find_max_batch`, for each row; but `start_batch` is for the first row, and `time_limit_s` for the
-            whole table. When that time is over, the table has the rows that are finished.
+            whole table. With an `epoch`, rows are buckets, an example goes to the smallest that holds it, and the answers are
+            lowered together until orders that mix all rows train. When that time is over, the table has the rows that are finished.
 
     Returns:
         The results by value; None for a value with which nothing fits.
@@ -203,12 +218,58 @@ def find_max_batches(
         if over is not None and [*over] == [CARDS]:
             opened = partial(open_model, model=model, step_fn=step_fn)
             return logged(search_cards(over[CARDS], Order.of(given), opened, required=require))
-        axis = _axis(over, require)
-        return _table(
-            axis,
-            open_model(Order.of(given, axis=axis), model, step_fn),
-            mixed=mixed,
-        )
+        order = Order.of(given, axis=_axis(over, require))
+        return _table(order.axis, open_model(order, model, step_fn))
+
+
+def find_max_tokens(
+    model: torch.nn.Module,
+    step_fn: Steps,
+    lengths: Sequence[float],
+    packed: bool = False,
+    *,
+    calls: int = 1000,
+    orders: int = 40,
+    seed: int = 0,
+    **options: Unpack[SearchOptions],
+) -> ProbeResult:
+    """Find the largest number of tokens in a batch, for training whose batches hold tokens rather than examples.
+
+    With padding, a batch takes examples while examples times the longest stay within the number; packed, while their sum does.
+    The answer trains in all of many orders, as that of `find_max_batch` with an epoch does.
+
+    Args:
+        model: The model, already on its device.
+        step_fn: ``step_fn(model, batch_size, length)``: it gets how many examples, and the longest, or with `packed` the sum.
+        lengths: The length of each example of the data set.
+        packed: Whether examples follow each other without padding.
+        calls: Calls of each order, at least 1.
+        orders: Orders that are tried, at least 1.
+        seed: Of the orders, as in `Epoch`.
+        **options: Those of `find_max_batch`, whose sizes count tokens here; `global_batch` means nothing.
+
+    Returns:
+        A result whose `batch_size` counts tokens, and whose `unit` is "tokens".
+
+    Raises:
+        InvalidArgumentError: an argument is wrong, or an example is longer than `max_batch`.
+        OomProbeError: as for `find_max_batch`.
+
+    Examples:
+        >>> model = torch.nn.Linear(32, 32)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> def step(model, batch_size, length):
+        ...     optimizer.zero_grad()
+        ...     model(torch.randn(batch_size, length, 32, device="cuda")).square().mean().backward()
+        ...     optimizer.step()
+        >>> lengths = [10, 20, 40] * 100
+        >>> result = find_max_tokens(model, step, lengths, calls=20, orders=2, device="sim:64MiB", progress="off")
+        >>> result.unit, result.epoch.deaths
+        ('tokens', 0)
+    """
+    with FramesHidden():
+        epoch = tokens_of(lengths, packed=packed, calls=calls, orders=orders, seed=seed)
+        return _answer(open_model(Order.of({**options, "epoch": epoch}), model, step_fn))
 
 
 def find_savings(
@@ -314,7 +375,6 @@ def probe_target(
     target: str | Callable[[], Any],
     *,
     over: Mapping[str, Iterable[Any]],
-    mixed: bool = ...,
     require: int | None = ...,
     isolate: bool = ...,
     nproc_per_node: int | Literal["gpu"] | None = ...,
@@ -327,7 +387,6 @@ def probe_target(
     *,
     over: Mapping[str, Iterable[Any]] | None = None,
     savings: str | Sequence[str] | None = None,
-    mixed: bool = True,
     require: int | None = None,
     isolate: bool = True,
     nproc_per_node: int | Literal["gpu"] | None = None,
@@ -350,7 +409,6 @@ def probe_target(
             returns ``(model, step_fn)``.
         over: Make a table of the answers for these values; see `find_max_batches`.
         savings: Make a table of the answers with each of these savings of memory; see `find_savings`.
-        mixed: Only with `over`; see `find_max_batches`.
         require: Only with ``over={"device": [...]}``, see `find_max_batches`; or with `savings`, the `batch_size` of `find_savings`.
         isolate: Run trials in child processes (Linux only); False to build the target and run the trials in this process.
         nproc_per_node: Ranks, at least 1, or "gpu" for as many as there are accelerators; None for one process without a
@@ -395,7 +453,7 @@ def probe_target(
         order = Order.of(options, axis=axis)
         if over is None:
             return _answer(open_order(order), target=name)
-        return _table(axis, open_order(order), mixed=mixed, target=name)
+        return _table(order.axis, open_order(order), target=name)
 
 
 def check_target(
@@ -490,6 +548,8 @@ def check_command(
 
 def _refuse_for_commands(options: Mapping[str, object]) -> None:
     """Raise InvalidArgumentError for options that would need the command's processes to be ours."""
+    if options.get("epoch") is not None:
+        raise InvalidArgumentError(NO_SHAPES)
     if refused := [name for name in ("preserve", "isolate", "savings") if name in options]:
         raise InvalidArgumentError(
             f"{', '.join(refused)} cannot be given for a command, whose state is its own"
@@ -511,9 +571,14 @@ def _answer(
 ) -> ProbeResult:
     """Search, or check one size."""
     with opened as session:
-        answer = finish(
-            session, session.find() if batch_size is None else session.confirm_only(batch_size)
-        )
+        if batch_size is None:
+            answer = finish(session, session.find())
+        elif session.axis.epoch is None:
+            answer = finish(session, session.confirm_only(batch_size))
+        else:
+            session.confirm_only(batch_size)
+            check_epoch(session, batch_size)
+            answer = Found(batch_size=batch_size)
     return logged(result_of(session, answer, target))
 
 
@@ -521,9 +586,8 @@ def _table(
     axis: Axis,
     opened: AbstractContextManager[Session],
     *,
-    mixed: bool,
     target: str | None = None,
 ) -> ProbeTable:
     with Rows(axis, target) as rows, opened as session:
-        rows.search(session, mixed=mixed)
+        rows.search(session)
     return logged(rows.table())

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import IterableDataset, Subset, default_collate
 
 from oomprobe.errors import InvalidArgumentError, check_size
+from oomprobe.records.epoch import Epoch
 from oomprobe.records.notes import Note, NoteKind, tell
 from oomprobe.records.options import check_seconds
 
@@ -40,6 +41,17 @@ class LargestFirst:
     known: bool  # at least one example has a size
     leaders: int  # number of examples at the front that are the largest in some field
     scan_s: float  # seconds that the scan was given
+    extents: Mapping[int, Mapping[Any, int]]  # of each scanned example, by field and side
+
+    def varying_sides(self) -> dict[str, tuple[int, ...]]:
+        """Return the sides that differ among examples, by a name of their field and place; equal ones once."""
+        in_order = [self.extents[index] for index in sorted(self.extents)]
+        sides: dict[tuple[int, ...], str] = {}
+        for field, side in in_order[0]:
+            column = tuple(extents.get((field, side), 0) for extents in in_order)
+            if side is not None and len({*column}) > 1:
+                sides.setdefault(column, f"{field}[{side}]")
+        return {name: column for column, name in sides.items()}
 
     def batch(self, size: int, number: int) -> list[int]:
         """Return the indices of batch `number`, which begins with the leaders that did not fit into the batch before."""
@@ -105,6 +117,7 @@ def largest_first(
         complete=are_images or len(sizes) == len(indices),
         known=any(sizes.values()),
         scan_s=scan_s,
+        extents=extents,
     )
 
 
@@ -174,6 +187,29 @@ class WorstCaseBatches:
         """Return the same batches on a device."""
         return WorstCaseBatches(self.examples, self._collate_fn, device)
 
+    def epoch(self, *names: str, **numbers: Any) -> Epoch:
+        """Return the epoch of the data set that was scanned, for a step that takes the sizes of its batches.
+
+        Args:
+            names: The step's arguments, in the order of the sides of examples that vary; default: "length", if one does.
+            **numbers: `draw`, `calls`, `orders` and `seed` of an `Epoch`.
+
+        Raises:
+            InvalidArgumentError: as many sides do not vary as there are names, or examples were not scanned.
+
+        Examples:
+            >>> import oomprobe
+            >>> oomprobe.worst_case_batches(["a", "longer"]).epoch(calls=10).values
+            {'length': (1, 6)}
+        """
+        sides = self.examples.varying_sides()
+        if not self.examples.complete or len(sides) != len(names or ("length",)):
+            raise InvalidArgumentError(
+                f"the scanned examples vary in {len(sides)} sides ({', '.join(sides) or 'none'}): name an argument of the step "
+                "for each, or make an Epoch of the numbers that it takes"
+            )
+        return Epoch(dict(zip(names or ("length",), sides.values(), strict=True)), **numbers)
+
     def __call__(self, batch_size: int) -> Any:
         """Return a batch of the largest examples, repeated if the data set has fewer.
 
@@ -203,7 +239,8 @@ def worst_case_batches(
 ) -> WorstCaseBatches:
     """Return a function of the batch size that makes a batch of the largest examples, for a step to train on.
 
-    Batches of other examples take less memory, so a size that fits with these fits with all. Warns if some examples were not
+    Batches of other examples ask for less memory at once. But training that meets many shapes one after the other may reserve
+    more, since blocks that one leaves do not fit the next: `WorstCaseBatches.epoch` tries that. Warns if some examples were not
     scanned, or have no size that can be read.
 
     Args:

@@ -4,6 +4,7 @@ import dataclasses
 
 from hypothesis import strategies as st
 
+from oomprobe.records.epoch import EpochRecord
 from oomprobe.records.fit import LinearFit
 from oomprobe.records.notes import NoteKind
 from oomprobe.records.trials import Phase, RankTrial, Trial, Verdict
@@ -46,6 +47,10 @@ def built(kind, **chosen):
     return st.builds(kind, **chosen)
 
 
+BY_TYPE["tuple[int | None, ...]"] = st.lists(maybe(sizes), max_size=3).map(tuple)
+BY_TYPE["tuple[int, int]"] = st.tuples(counts, counts)
+BY_TYPE["Mapping[str, int]"] = st.dictionaries(words, counts, max_size=3)
+BY_TYPE["EpochRecord"] = built(EpochRecord)
 BY_TYPE["tuple[RankTrial, ...]"] = st.lists(built(RankTrial), max_size=3).map(tuple)
 trials = built(Trial, accumulation_steps=st.integers(1, 64))
 results = built(

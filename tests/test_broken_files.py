@@ -51,7 +51,7 @@ def results():
     yield "ranks", of_ranks
     result = ProbeResult.from_dict(of_ranks)
     yield "table", ProbeTable(
-        axis="length", rows={512: result, 1024: result, 2048: None}, mixed={512: 2, 1024: 1},
+        axis="length", rows={512: result, 1024: result, 2048: None},
         unfit={2048: "no"}, notes=("a note",), elapsed_s=3.0,
     ).to_dict()  # fmt: skip
     yield (

@@ -281,7 +281,8 @@ WRONG = [
         ["run", "x:y", "--over", "length=1", "--global-batch", "64"],
         "--global-batch and --world-size plan for one answer",
     ),
-    (["run", "x:y", "--no-mixed"], "--no-mixed is about a table"),
+    (["run", "x:y", "--orders", "3"], "add --epoch NAME=FILE, or --tokens FILE"),
+    (["run", "x:y", "--epoch", "length"], "write --epoch as arguments of the step and files"),
     (
         ["run", "x:y", "--savings", "all", "--over", "length=1,2"],
         "--savings makes a table of its own",

@@ -102,7 +102,7 @@ def test_a_foreign_integer_is_refused_with_advice(value, kind):
 def test_options_are_stated_once():
     """Where a type checker or a reader needs them again, they are the same."""
     fields = {option.name: option for option in dataclasses.fields(Options)}
-    riders = {"device", "preserve", "progress"}
+    riders = {"device", "preserve", "progress", "epoch"}
     searches = {*fields, *riders}
     checks = {name for name, option in fields.items() if option.metadata["in_checks"]} | riders
     signature = inspect.signature(oomprobe.find_max_batch).parameters

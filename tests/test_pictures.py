@@ -88,7 +88,7 @@ def test_a_plot_has_a_second_part_if_throughput_was_measured():
 @pytest.mark.parametrize("model", [{"model": "GPT"}, {"model": "GPT", "command": "GPT"}])
 def test_a_plot_says_model_card_and_answer(model):
     result = replace(gpu(), environment=model)
-    table = a_table(rows={512: result, 1024: result}, mixed={}, unfit={})
+    table = a_table(rows={512: result, 1024: result}, unfit={})
     titles = [" ".join(one.plot().get_suptitle().split()) for one in (result, table)]
     card = "fits in 21.60 GiB (90 % of 24.00 GiB on NVIDIA GeForce RTX 4090)"
     assert titles == [

@@ -19,6 +19,7 @@ from zoo import training_step
 import oomprobe
 from oomprobe import InvalidArgumentError, ProbeTable, cli
 from oomprobe.records.axis import Axis
+from oomprobe.records.epoch import EpochRecord
 
 QUIET = {"device": "sim:64MiB", "progress": "off"}
 
@@ -60,15 +61,24 @@ def alternates():
     return model, step
 
 
+def trained(result, alone):
+    """Return a result that four orders of an epoch have lowered from its answer alone."""
+    record = EpochRecord(
+        batch_size=result.batch_size, ends=(None,) * 4, deaths=0, longest_only_batch_size=alone
+    )
+    return replace(result, epoch=record)
+
+
 def a_table(**changes):
-    short = gpu()
+    short = trained(gpu(), 104)
     other = replace(
-        short, batch_size=32, notes=("the answer ran for 25 calls; rarer events were not measured",)
+        trained(gpu(), 40),
+        batch_size=32,
+        notes=("the answer ran for 25 calls; rarer events were not measured",),
     )
     given = {
         "axis": "length",
         "rows": {512: short, 1024: other, 8192: None, 16384: None},
-        "mixed": {512: 80, 1024: 28},
         "unfit": {
             8192: "batch 1, the smallest allowed, does not fit",
             16384: "not tried, since length 8192 does not fit",
@@ -133,9 +143,7 @@ def test_a_value_that_other_processes_cannot_get_is_refused():
 
 def test_rows_on_a_simulated_card_equal_probes_of_their_own():
     model, step = linear()
-    table = oomprobe.find_max_batches(
-        model, step, {"length": [1024, 4096]}, start_batch=2, mixed=False, **QUIET
-    )
+    table = oomprobe.find_max_batches(model, step, {"length": [1024, 4096]}, start_batch=2, **QUIET)
     assert [result.trials[0].batch_size for result in table.rows.values()] == [2, 1]
     alone = oomprobe.find_max_batch(model, lambda model, n: step(model, n, length=4096), **QUIET)
     assert table.rows[4096].batch_size == alone.batch_size
@@ -145,7 +153,7 @@ def test_rows_on_a_simulated_card_equal_probes_of_their_own():
 def test_rows_on_host_memory():
     options = {"device": "cpu:512MiB", "progress": "off", "max_batch": 2}
     table = oomprobe.find_max_batches(*linear(), {"length": [8, 16]}, **options)
-    assert (table.batch_sizes(), table.mixed) == ({8: 2, 16: 2}, {})
+    assert table.batch_sizes() == {8: 2, 16: 2}
 
 
 def test_each_row_is_compiled_as_if_training_had_started_with_it():
@@ -161,7 +169,7 @@ def test_each_row_is_compiled_as_if_training_had_started_with_it():
     def step(model, batch_size, length):
         forward(model, torch.randn(batch_size, length, 16)).backward()
 
-    options = {"device": LedgerDevice(), "max_batch": 1, "progress": "off", "mixed": False}
+    options = {"device": LedgerDevice(), "max_batch": 1, "progress": "off"}
     oomprobe.find_max_batches(model, step, {"length": [4, 8]}, **options)
     # A second length in the same process would be compiled for any length.
     assert inputs
@@ -172,7 +180,7 @@ def test_each_row_is_compiled_as_if_training_had_started_with_it():
 
 
 def test_a_table_comes_back_from_json():
-    sizes = a_table(axis="size", rows={(640, 480): gpu()}, mixed={}, unfit={}, notes=())
+    sizes = a_table(axis="size", rows={(640, 480): gpu()}, unfit={}, notes=())
     for table in (a_table(), sizes):
         assert ProbeTable.from_dict(json.loads(table.to_json())) == table
     for data in ({}, [], {"schema_version": 1}, {"schema_version": 9, "axis": "x"}):
@@ -186,14 +194,14 @@ def test_csv_has_a_line_for_each_value(tmp_path):
     rows = list(csv.DictReader(io.StringIO(text)))
     assert [row["length"] for row in rows] == ["512", "1024", "8192", "16384"]
     assert [row["batch_size"] for row in rows] == ["98", "32", None, None]
-    assert (rows[0]["mixed_batch_size"], rows[0]["batch_size_x_length"]) == ("80", str(98 * 512))
+    assert rows[0]["batch_size_x_length"] == str(98 * 512)
 
 
 def test_the_mapping_and_the_best_value():
     assert a_table().batch_sizes() == {512: 98, 1024: 32}
     assert a_table().best() == 512
-    assert a_table(rows={"short": gpu()}, mixed={}, unfit={}).best() is None
-    assert a_table(rows={(2, 3): gpu()}, mixed={}, unfit={}).product((2, 3)) == 6 * 98
+    assert a_table(rows={"short": gpu()}, unfit={}).best() is None
+    assert a_table(rows={(2, 3): gpu()}, unfit={}).product((2, 3)) == 6 * 98
 
 
 def test_a_brief_report_is_the_verbose_one_without_those_of_the_rows():
@@ -233,7 +241,7 @@ def test_rows_with_the_largest_product_are_starred_alike():
     assert re.findall(r"<td>\* (\d+)</td>", page_of(table)) == ["512", "1024"]
     assert "* largest batch x length: 32768" in page_of(table)
     for without in (
-        replace(table, rows={"a": gpu()}, unfit={}, mixed={}),
+        replace(table, rows={"a": gpu()}, unfit={}),
         replace(table, rows={9: None}),
     ):
         assert "*" not in report(without)
@@ -245,7 +253,7 @@ def test_a_table_is_one_line_or_a_flat_summary():
         == "<ProbeTable: 2 of 4 values of length fit in 21.60 GiB (90 % of 24.00 GiB on NVIDIA GeForce RTX 4090)>"
     )
     told = a_table().summary()
-    assert (told["length=512/batch_size"], told["length=512/mixed_batch_size"]) == (98, 80)
+    assert told["length=512/batch_size"] == 98
     assert told["length=8192/batch_size"] is None
     assert all(value is None or isinstance(value, str | int | float) for value in told.values())
 
@@ -284,15 +292,6 @@ def test_where_nothing_fits_the_exit_status_is_1(capsys):
     out = capsys.readouterr().out
     assert "verdict: 0 of 2 values of length fit" in out
     assert "not tried, since length 1 does not fit" in out
-
-
-def test_quiet_sizes_that_did_not_run_in_turn_exit_with_6(capsys):
-    options = ["--over", "length=8,16", "--max-batch", "2", "--quiet"]
-    assert run("alternates", *options) == 6
-    said = capsys.readouterr()
-    assert said.out == "8 2\n16 2\n"
-    assert "another length" in said.err
-    assert run("alternates", *options, "--no-mixed") == 0
 
 
 def test_a_bug_in_a_later_row_keeps_the_finished_ones(tmp_path, capsys):

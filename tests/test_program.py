@@ -125,12 +125,6 @@ def test_a_breakdown_records_one_full_step_more():
     assert [call.is_recorded for call in without_optimizer.calls] == [False, True]
 
 
-def test_mixed_rows_are_one_list():
-    request = program().in_turn([(0, 8), (1, 4), (0, 8)])
-    assert [(call.row, call.batch_size) for call in request.calls] == [(0, 8), (1, 4), (0, 8)]
-    assert (request.batch_size, request.row) == (8, -1)
-
-
 def test_a_bug_ends_a_confirmation_only_in_calls_that_it_need_not_make():
     confirming, growing = program().confirming(8), program().growing(8)
     assert [call.is_extra for call in confirming.calls] == [False] * 3 + [True] * 47

@@ -26,6 +26,8 @@ def test_a_result_of_version_1_is_read():
     read = ProbeResult.from_dict(written).to_dict()
     later = {
         "breakdown": None,
+        "epoch": None,
+        "unit": "samples",
         "world_size": 1,
         "limiting_rank": None,
         "note_kinds": {},

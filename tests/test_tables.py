@@ -14,14 +14,13 @@ LENGTHS = (512, 1024, 2048)
 class Limited(ARunner):
     """A runner whose trials pass up to the limit of each row; a limit may be an error, raised from the second trial of its row on."""
 
-    def __init__(self, *limits, mixed=100, **facts):
+    def __init__(self, *limits, **facts):
         super().__init__(**facts)
-        self.limits, self.mixed, self.tried = limits, mixed, []
+        self.limits, self.tried = limits, []
 
     def run(self, request):
-        rows = {call.row for call in request.calls}
         self.tried.append((request.row, request.batch_size))
-        limit = self.mixed if len(rows) > 1 else self.limits[request.row]
+        limit = self.limits[request.row]
         if isinstance(limit, BaseException):
             if sum(row == request.row for row, _ in self.tried) > 1:
                 raise limit
@@ -37,10 +36,10 @@ class Limited(ARunner):
         return Outcome(trial=trial, records=records(trial.steps))
 
 
-def table_of(runner, values=LENGTHS, *, mixed=False, **options):
+def table_of(runner, values=LENGTHS, **options):
     opened = runner.session(**options)
     with Rows(Axis("length", values), "a target") as rows:
-        rows.search(opened, mixed=mixed)
+        rows.search(opened)
     return rows.table()
 
 
@@ -97,21 +96,6 @@ def test_answers_that_are_alike_are_noted(limits, options, noted):
         notes
         == ("all values of length have the same batch size: does the step use length?",) * noted
     )
-
-
-@pytest.mark.parametrize(
-    ("runner", "mixed", "failed"),
-    [
-        (Limited(64, 32, 16), {512: 64, 1024: 32, 2048: 16}, False),
-        (Limited(64, 32, 16, mixed=32), {512: 32, 1024: 16, 2048: 8}, False),
-        (Limited(64, 32, 16, mixed=0), {}, True),
-        (Limited(64, 0, 0), {512: 64}, False),
-    ],
-)
-def test_the_sizes_that_run_in_turn_are_in_the_table(runner, mixed, failed):
-    table = table_of(runner, mixed=True)
-    assert (table.mixed, table.mixed_failed) == (mixed, failed)
-    assert not table_of(runner).mixed
 
 
 def test_an_error_of_a_later_row_carries_the_table():

@@ -22,6 +22,7 @@ from oomprobe.errors import (
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.trials import DeviceInfo
 from oomprobe.tape.calls import RecordedCall, ReplayedTrial
+from oomprobe.tape.record import Recording
 from oomprobe.tape.reductions import Processors
 
 
@@ -80,6 +81,9 @@ class Replayable(Protocol):
     ) -> ReplayedTrial | None:
         """Replay a cold trial under a cap; None if no trial has shown how one begins."""
 
+    def recorded(self) -> Recording | None:
+        """Return what the last trial asked for, and how it began; None if it was not recorded."""
+
 
 class CallRecorder(Replayable, Protocol):
     """Records what the calls of a trial ask of an allocator.
@@ -92,8 +96,8 @@ class CallRecorder(Replayable, Protocol):
     calls: Sequence[RecordedCall]
     reason: str
 
-    def recording(self) -> AbstractContextManager[None]:
-        """Return the context in which a trial is recorded."""
+    def recording(self, most_calls: int = ...) -> AbstractContextManager[None]:
+        """Return the context in which the first calls of a trial are recorded."""
 
 
 class Device(ABC):

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from oomprobe.allocator.caching import CachingAllocator, adopt
-from oomprobe.allocator.settings import AllocatorSettings
+from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.tape.calls import LiveBlocks, RecordedCall, ReplayedTrial
-from oomprobe.tape.record import NotRecorded, cut_calls
+from oomprobe.tape.record import Beginning, NotRecorded, Recording, cut_calls
 from oomprobe.tape.reductions import Processors
 
-MOST_CALLS = 24  # of a trial, that are recorded
+MOST_CALLS = 24  # of a trial, that are recorded to predict others
 _COUNTS = ("allocation", "all", "allocated"), ("allocation", "all", "freed")
 
 
@@ -92,7 +90,9 @@ class CallHistory:
         self.calls: Sequence[RecordedCall] = ()
         self.reason = ""
         self._is_wanted = self._is_on = False
-        self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # when the trial began
+        self._most_calls = MOST_CALLS
+        self._began: Beginning | None = None  # when the trial began
+        self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # the same, as a model
         self._before = (0, 0, 0)  # requests, frees and retries, when it began
         self._ends: list[tuple[int, int]] = []
 
@@ -107,9 +107,10 @@ class CallHistory:
         )
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the trial that runs inside."""
+    def recording(self, most_calls: int = MOST_CALLS) -> Iterator[None]:
+        """Record the first calls of the trial that runs inside."""
         self.calls, self.reason, self._is_wanted = (), "", True
+        self._most_calls = most_calls
         try:
             yield
         finally:
@@ -125,26 +126,23 @@ class CallHistory:
             return
         self._history.start()
         try:
-            self._cold = self._begin()
+            self._began = self._beginning()
+            self._cold = self._began.allocator()
         except (InvalidArgumentError, ValueError) as error:  # settings or blocks that no model has
             self._history.stop()
             self.reason = str(error)
             return
         self._before, self._ends, self._is_on = self._counts(), [], True
 
-    def _begin(self) -> tuple[CachingAllocator, LiveBlocks]:
-        """Return the model of the allocator as it is now, and its blocks in use."""
-        settings = AllocatorSettings.from_snapshot(self._history.settings)
-        most_bytes, room_ends = self._usable_bytes(), sys.maxsize
-        allocator, handles = CachingAllocator(most_bytes, settings), list[int]()
+    def _beginning(self) -> Beginning:
+        """Return the allocator as it is now."""
+        segments = []
         for segment in self._history.segments:
-            start, nbytes = segment["address"], segment["total_size"]
-            allocator.use_stream(segment["stream"])
-            room = min(room_ends - start - nbytes, most_bytes)  # for pages, if it is expandable
-            handles += adopt(allocator, start, nbytes, [*in_use(segment).items()], room)
-            room_ends = start
-        allocator.use_stream(0)
-        return allocator, {(1, number): handle for number, handle in enumerate(handles)}
+            blocks = [*in_use(segment).items()]
+            segments.append((segment["address"], segment["total_size"], segment["stream"], blocks))
+        return Beginning(
+            segments=segments, settings=self._history.settings, most_bytes=self._usable_bytes()
+        )
 
     def end_call(self) -> None:
         """Take note that a call has ended."""
@@ -152,7 +150,7 @@ class CallHistory:
             return
         requests, frees, _ = self._counts()
         self._ends.append((requests - self._before[0], frees - self._before[1]))
-        if len(self._ends) == MOST_CALLS:
+        if len(self._ends) == self._most_calls:
             self._stop()
 
     def _counts(self) -> tuple[int, int, int]:
@@ -169,6 +167,19 @@ class CallHistory:
             self.calls = cut_calls(entries, self._history.blocks(), self._ends, may_retry=may_retry)
         except NotRecorded as error:
             self.reason = str(error)
+
+    def recorded(self) -> Recording | None:
+        """Return what the last trial asked for, and how it began; None if it was not recorded."""
+        if self._cold is None or self.reason:
+            return None
+        allocator, live = self._cold
+        return Recording(
+            calls=self.calls,
+            allocator=allocator,
+            live=live,
+            processors=self.bare_processors,
+            began=self._began,
+        )
 
     def replay(
         self, calls: Sequence[RecordedCall], cap_bytes: int | None, workspace_bytes: int

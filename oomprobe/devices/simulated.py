@@ -32,6 +32,7 @@ from oomprobe.simulation.ranks import first_of, with_nccl
 from oomprobe.simulation.sharding import Sharding
 from oomprobe.simulation.unknown import refuse_address, wants_data
 from oomprobe.tape.calls import LiveBlocks, RecordedCall, ReplayedTrial
+from oomprobe.tape.record import Recording
 
 TOO_LARGE = (
     "the model alone (parameters, buffers, and gradients and optimizer state where they exist) takes {needed}, and {card} has "
@@ -285,6 +286,13 @@ class SimulatedDevice(Device):
         return self._calls
 
     bare_processors = None  # what is recorded names its kernels
+
+    def recorded(self) -> Recording | None:
+        """Return what the last trial asked for, and how it began; None if no call was made."""
+        if self._cold is None:
+            return None
+        allocator, live = self._cold
+        return Recording(calls=tuple(self._calls), allocator=allocator, live=live)
 
     @property
     def counts_values(self) -> bool:

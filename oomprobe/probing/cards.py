@@ -77,6 +77,7 @@ def search_cards(
 
     `opened` opens a session for an order, whose device is a card, or one of several `ranks` with such a card.
     """
+    order.refuse_epoch()
     if required is not None:
         check_size("require", required)
     cards = cards_of(devices, ranks)

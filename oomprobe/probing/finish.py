@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from oomprobe.errors import OomProbeError, StepFailedError, TimeLimitError, UnreliableError
 from oomprobe.ground.units import format_bytes
+from oomprobe.probing.epochs import find_epoch
 from oomprobe.probing.session import ContradictedError, Session
 from oomprobe.probing.summary import nothing_fits
 from oomprobe.records.notes import remark, warning
@@ -30,7 +31,12 @@ NO_PLAN = (
 
 
 def finish(session: Session, largest: Found, broken_down_at: int | None = None) -> Found:
-    """Raise if nothing fits or if each step leaks; otherwise run the accumulation plan and the breakdown, of the answer or another size."""
+    """Raise if nothing fits or if each step leaks; otherwise find the size with which the epoch trains.
+
+    Then run the accumulation plan and the breakdown, of the answer or another size.
+    """
+    if largest.batch_size is not None:
+        largest = find_epoch(session, largest)
     if largest.batch_size is None:
         raise nothing_fits(session)
     refuse_leaking(session, largest.batch_size)

@@ -170,7 +170,14 @@ class _Frame:
     def session(self, runner: Runner, title: str, *, state_verified: bool = True) -> Session:
         """Return the session; `state_verified` if trials cannot change the state of this process."""
         self.reporter.opened(title, self.order.options, runner.facts.device.is_simulated)
-        session = Session(runner, self.order.options, self.reporter, self.clock, self.trials)
+        session = Session(
+            runner,
+            self.order.options,
+            self.reporter,
+            self.clock,
+            self.trials,
+            axis=self.order.axis,
+        )
         session.state_verified = state_verified
         if self.order.device is None and runner.facts.device.on_host:
             self._limit_unasked(session)

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from oomprobe.errors import UnknownOptionError
+from oomprobe.errors import InvalidArgumentError, UnknownOptionError
 from oomprobe.ground.words import did_you_mean
 from oomprobe.records.axis import NO_AXIS, Axis
+from oomprobe.records.epoch import Epoch, token_options
 from oomprobe.records.options import RESOLUTION, Options
 from oomprobe.records.patience import PATIENCE, Patience
 from oomprobe.results.progress import Progress
@@ -24,6 +25,7 @@ class CheckOptions(TypedDict, total=False):
     time_limit_s: float | None
     breakdown: bool
     progress: Progress
+    epoch: Epoch | Mapping[str, Epoch] | None
 
 
 class SearchOptions(CheckOptions, total=False):
@@ -37,6 +39,9 @@ class SearchOptions(CheckOptions, total=False):
     global_batch: int | None
     resolution: float
     trial_time_limit_s: float | None
+
+
+NO_EPOCH = "tables of cards and of savings take no epoch: probe the row that you choose with it"
 
 
 def refuse_unknown(given: Iterable[str]) -> None:
@@ -59,6 +64,11 @@ class Order:
     savings: tuple[str, ...] = ()  # that are on in every call
     patience: Patience = PATIENCE  # for tests
 
+    def refuse_epoch(self) -> None:
+        """Raise InvalidArgumentError if there is an epoch, in tables whose rows are no values of the step."""
+        if self.axis.epoch is not None:
+            raise InvalidArgumentError(NO_EPOCH)
+
     @classmethod
     def of(
         cls,
@@ -76,6 +86,9 @@ class Order:
         """
         rest = dict(given)
         patience = rest.pop("patience", PATIENCE)
+        axis = axis.drawing(rest.pop("epoch", None))
+        if axis.counts_tokens:
+            rest |= token_options(axis.epoch, rest)
         refuse_unknown(rest)
         riders = {
             name: rest.pop(name) for name in ("device", "preserve", "progress") if name in rest

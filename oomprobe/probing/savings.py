@@ -66,6 +66,7 @@ def search_savings(
     Raises:
         InvalidArgumentError: there is no such saving, or no such size.
     """
+    order.refuse_epoch()
     chosen = savings.chosen(wanted)
     if batch_size is not None:
         check_size("batch_size", batch_size)

@@ -16,7 +16,9 @@ from oomprobe.ground.words import count
 from oomprobe.probing.budget import Budget
 from oomprobe.probing.neighbours import Neighbours
 from oomprobe.probing.second_tries import AsBuilt, Deaths
+from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.breakdown import Breakdown
+from oomprobe.records.epoch import EpochRecord
 from oomprobe.records.notes import Notes, remark, warning
 from oomprobe.records.options import Options
 from oomprobe.records.patience import Clock
@@ -75,9 +77,12 @@ class Session:
         trials: list[Trial],
         *,
         row: int = 0,
+        axis: Axis = NO_AXIS,
     ) -> None:
-        self.runner, self.trials, self.clock = runner, trials, clock
-        self.options = options.within(runner.facts.max_batch)
+        self.runner, self.trials, self.clock, self.axis = runner, trials, clock, axis
+        limits = [most for most in (runner.facts.max_batch, axis.most) if most is not None]
+        self.most = min(limits, default=None)  # examples or tokens, of the data
+        self.options = options.within(self.most)
         self.notes, self.in_steps_s = Notes(), 0.0
         self.budget = Budget(runner, options.memory_fraction)
         self.program = Program(runner.facts, options, clock, row)
@@ -87,6 +92,7 @@ class Session:
         self.state_verified = (
             False  # whether the restored state was equal bit for bit; set when the session closes
         )
+        self.epoch: EpochRecord | None = None  # how an epoch trains at the answer, if one was given
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.outcome: Outcome | None = None  # of the last trial
         self.splits = (

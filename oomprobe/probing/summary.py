@@ -18,6 +18,7 @@ from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
 from oomprobe.ground.words import count, shortened
 from oomprobe.probing.session import Session
+from oomprobe.records.epoch import SAMPLES, TOKENS
 from oomprobe.records.fit import estimates, fit_line
 from oomprobe.records.notes import Note, NoteKind, remark, warning
 from oomprobe.records.trials import SIMULATED, Phase, Trial, Verdict, last_of
@@ -60,7 +61,11 @@ NOT_COVERED = (
 NO_EVALUATION = "evaluation between epochs (pass {'train': step_fn, 'eval': eval_fn} to include it)"
 COMPILING = "compiling took about {seconds:.0f} s, for {sizes}: the time that first calls took beyond later ones"
 UNPREDICTED = "not predicted: {why}. So each of the {trials} trials ran, which took {seconds:.0f} s"
-LITTLE_DATA = "the data set limits the batch size: it has {count} examples"
+LITTLE_DATA = "the data set limits the batch size: it has {count} {unit}"
+FRAGMENTS = (
+    "where shapes vary, fragmentation uses the margin up: set {setting} before the probe and the training, and let an epoch show "
+    "which size trains (epoch=oomprobe.Epoch(...), --epoch: docs/epoch.md)"
+)
 SEEN = "the answer ran for {calls}; rarer events were not measured"
 SETTLED = "repeats: within {calls} memory and the values that the step keeps came back to where they were, so identical further calls cannot fail"
 # Words in a step's name.
@@ -83,7 +88,8 @@ _LIMITED_BY = {
 def result_of(session: Session, largest: Found, target: str | None = None) -> ProbeResult:
     """Make the result from the trials of a session; `target` is what was probed, if it has a name."""
     assert largest.batch_size is not None
-    answer = limiting = last_of(session.trials, largest.batch_size)
+    ran = any(t.passed and t.batch_size == largest.batch_size for t in session.trials)
+    answer = limiting = last_of(session.trials, largest.batch_size, passed=ran)
     deciding = None
     if largest.deciding is not None:
         deciding = limiting = last_of(session.trials, largest.deciding, passed=False)
@@ -96,6 +102,7 @@ def result_of(session: Session, largest: Found, target: str | None = None) -> Pr
     fit = fit_line(points, budget_bytes)
     return ProbeResult(
         batch_size=largest.batch_size,
+        unit=TOKENS if session.axis.counts_tokens else SAMPLES,
         limit_batch_size=limit,
         first_failing_batch_size=_first_failing(session, largest, limit),
         limited_by=_limited_by(session, largest.batch_size, deciding),
@@ -114,6 +121,7 @@ def result_of(session: Session, largest: Found, target: str | None = None) -> Pr
         elapsed_s=session.clock.elapsed_s,
         in_steps_s=session.in_steps_s,
         breakdown=session.breakdown,
+        epoch=session.epoch,
         world_size=session.runner.facts.world_size,
         limiting_rank=limiting.limiting_rank,
     )._with_notes(_notes(session, largest, answer))
@@ -232,9 +240,7 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
             calls += " of each step"
         yield remark(text.format(calls=calls))
     yield from _of_compiling(session)
-    examples = session.runner.facts.max_batch
-    if examples is not None and examples == session.options.max_batch and largest.deciding is None:
-        yield remark(LITTLE_DATA.format(count=examples))
+    yield from _of_data(session, largest)
     for size in largest.transient:
         yield remark(
             f"transient failure: batch {size} failed once and passed when tried again", size
@@ -297,6 +303,19 @@ def _gaps(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
             return
 
 
+def _of_data(session: Session, largest: Found) -> Iterator[Note]:
+    """Yield notes if the data set limits the size, and if shapes vary: then the margin pays for fragmentation."""
+    most = session.most
+    if most is not None and most == session.options.max_batch and largest.deciding is None:
+        unit = TOKENS if session.axis.counts_tokens else "examples"
+        yield remark(LITTLE_DATA.format(count=most, unit=unit))
+    setting = to_expand(allocator_settings(), torch.__version__)
+    is_of_command = "command" in session.runner.facts.environment  # which may set it itself
+    has_epoch = session.epoch is not None
+    if session.program.has_varied and setting and not (is_of_command or has_epoch):
+        yield remark(FRAGMENTS.format(setting=setting))
+
+
 def _of_torch(session: Session) -> Iterator[Note]:
     """Yield a note if the version of torch is not one that oomprobe is tested with."""
     if "torch" in session.runner.facts.environment:  # a command's own, which its runner has noted
@@ -326,7 +345,7 @@ def _leaks(session: Session, answer: Trial) -> Iterator[Note]:
         worst = max(leaking, key=lambda t: t.leaked_bytes)
         text = LEFT_BEHIND.format(left=format_bytes(worst.leaked_bytes), size=worst.batch_size)
         yield warning(text, worst.batch_size)
-    kept_bytes, free_bytes = session.leak_of_step(answer.batch_size)
+    kept_bytes, free_bytes = session.leak_of_step(answer.batch_size) if answer.passed else (0, 0)
     if kept_bytes:
         cause = f"something keeps tensors of each step{session.held_by_step}"
         if session.gradients_hold_graphs:

@@ -8,20 +8,29 @@ from dataclasses import replace
 from typing import Any
 
 from oomprobe.errors import NothingFitsError, OomProbeError, TimeLimitError
+from oomprobe.probing.epochs import EpochSearch, deaths_of, settle
 from oomprobe.probing.finish import finish
-from oomprobe.probing.mixed import mixed_sizes
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.records.axis import Axis, is_larger, magnitude, text_of_value
+from oomprobe.records.epoch import EpochRecord
 from oomprobe.records.patience import Clock
 from oomprobe.records.savings import Comparison
+from oomprobe.records.sizes import Sizes
+from oomprobe.records.trials import Call, Phase, Request
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable
+from oomprobe.rules.epoch import SHARES, BucketOrders
 from oomprobe.rules.search import NEAREST, nearness
 
 ALIKE = 1.02  # answers of all rows that differ by no more than this factor are the same
 UNUSED = "all values of {axis} have the same batch size: does the step use {axis}?"
 NOT_TRIED = "not tried, since {axis} {value} does not fit"
+NONE_TRAINS = (
+    "no share of these batch sizes trains with all values in turn: of {orders}, {deaths} run out of "
+    "memory at the smallest"
+)
+ROW_CALLS = 4  # of a row at a lowered size
 CUT_OFF = "time limit: there are no rows for {axis} {values}. Allow more time, or make another table for them"
 
 
@@ -36,8 +45,6 @@ class Rows:
         self.notes: list[str] = []
         self.required: int | None = None  # of cards
         self.savings: Comparison | None = None
-        self._mixed: dict[Any, int] = {}
-        self._mixed_failed = False
         self._expected: int | None = (
             None  # the size at which the last row began; None for the first
         )
@@ -63,8 +70,6 @@ class Rows:
         return ProbeTable(
             axis=self._axis.name,
             rows=rows,
-            mixed=self._mixed,
-            mixed_failed=self._mixed_failed,
             unfit=self.unfit,
             required=self.required,
             savings=self.savings,
@@ -80,8 +85,8 @@ class Rows:
             state_verified=self._opened.state_verified,
         )
 
-    def search(self, opened: Session, *, mixed: bool) -> None:
-        """Find the largest size for each value, and with `mixed` the share of these that runs with all values in turn.
+    def search(self, opened: Session) -> None:
+        """Find the largest size for each value, and with an epoch the share of these that trains with all values in turn.
 
         Above a value that does not fit, none is tried.
         """
@@ -113,7 +118,7 @@ class Rows:
                 self.results[value] = result
                 last = session, value, result
         if last is not None:
-            self._compare(last[0], mixed=mixed)
+            self._compare(last[0])
 
     def _smaller_unfit(self, value: Any) -> Any:
         """Return a value that does not fit and is smaller than this one; None if there is none."""
@@ -122,27 +127,49 @@ class Rows:
                 return unfit
         return None
 
-    def _compare(self, session: Session, *, mixed: bool) -> None:
-        """Note answers that are all alike, and with `mixed` run them in turn."""
-        answers, limits = {}, set()
-        for row, value in enumerate(self._axis.values):
-            result = self.results[value]
-            if result is not None:
-                answers[row] = result.batch_size
-                limits.add(result.limited_by)
-        sizes: Mapping[int, int] = answers
-        if len(answers) > 1:  # a single row needs no mixing
-            if session.device.on_host:
-                return
-            if limits == {"memory"} and max(answers.values()) <= ALIKE * min(answers.values()):
-                self.notes.append(UNUSED.format(axis=self._axis.name))
-            if mixed:
-                sizes, notes = mixed_sizes(session, self._axis, answers)
-                self.notes += notes
-        if not mixed:
-            return
-        self._mixed = {self._axis.values[row]: size for row, size in sizes.items()}
-        self._mixed_failed = not sizes
+    def _compare(self, session: Session) -> None:
+        """Note answers that are all alike, and lower those that do not train in turn."""
+        answers = {
+            row: result
+            for row, value in enumerate(self._axis.values)
+            if (result := self.results[value]) is not None
+        }
+        sizes = [result.batch_size for result in answers.values()]
+        is_limited = {result.limited_by for result in answers.values()} == {"memory"}
+        if len(answers) > 1 and is_limited and max(sizes) <= ALIKE * min(sizes):
+            self.notes.append(UNUSED.format(axis=self._axis.name))
+        if self._axis.epoch is not None and answers:
+            self._train(session, answers)
+
+    def _train(self, session: Session, answers: Mapping[int, ProbeResult]) -> None:
+        """Lower the answers to the share of them with which the epoch trains, each row a bucket."""
+        values = self._axis.values
+        buckets = BucketOrders.of(
+            self._axis,
+            session.runner.facts.step_names,
+            {row: result.batch_size for row, result in answers.items()},
+            session.options.multiple_of,
+        )
+        search = EpochSearch(session, buckets, Sizes(first=1, last=SHARES, step=1))
+        share, ends, _, reason = settle(session, search, SHARES)
+        record = EpochRecord(batch_size=SHARES, reason=reason, drawn=buckets.describe())
+        sizes = buckets.sizes
+        if share is not None:
+            record, sizes = search.record_of(share, ends), buckets.share(share)
+        elif not reason:
+            orders = {"orders": search.title, "deaths": deaths_of(ends)}
+            self.notes.append(NONE_TRAINS.format(**orders))
+        for row, result in answers.items():
+            size, alone, trials = sizes[row], result.batch_size, result.trials
+            if size < alone:
+                call = Call(step=buckets.step, batch_size=size, row=row)
+                request = Request(phase=Phase.CONFIRM, calls=(call,) * ROW_CALLS)
+                cap_bytes = session.budget.search_cap()
+                trials = (*trials, session.run(replace(request, cap_bytes=cap_bytes)))
+            of_row = replace(record, batch_size=size, longest_only_batch_size=alone)
+            self.results[values[row]] = replace(
+                result, batch_size=size, trials=trials, epoch=of_row
+            )
 
     def _session(
         self, opened: Session, row: int, last: tuple[Session, Any, ProbeResult] | None

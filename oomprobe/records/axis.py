@@ -1,14 +1,24 @@
-"""The axis of a table: one keyword argument of the step, such as a sequence length, and its values."""
+"""What the steps get beside the model and the batch size: a row's value, an epoch's shapes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import InvalidArgumentError
+from oomprobe.records.epoch import EXAMPLE as OF_EPOCHS
+from oomprobe.records.epoch import SIZE, TOKENS, Drawing, Epoch, Padded
 
+if TYPE_CHECKING:
+    from oomprobe.records.trials import Call
+
+NO_BUCKETS = (
+    "a table with an epoch needs numbers: an example goes to the smallest row that holds its "
+    "{axis}: "
+    'over={{"length": [512, 1024]}}, epoch=Epoch({{"length": lengths}})'
+)
 EXAMPLE = 'over={"length": [512, 1024, 2048]}'
 
 
@@ -25,6 +35,7 @@ class Axis:
 
     name: str = ""
     values: tuple[Any, ...] = (None,)
+    epoch: Epoch | Mapping[str, Epoch] | None = None  # of every step, or by step
 
     @classmethod
     def of(cls, over: object) -> Axis:
@@ -53,11 +64,80 @@ class Axis:
             )
         return cls(name, _checked(name, values))
 
+    def drawing(self, epoch: Any) -> Axis:
+        """Return the axis with an epoch, from which the steps get shapes.
+
+        Raises:
+            InvalidArgumentError: it is none, nor a mapping of steps to theirs.
+        """
+        if epoch is not None and self.name:
+            self._check_buckets(epoch)
+        of_steps = [*epoch.values()] if isinstance(epoch, Mapping) else [epoch]
+        if epoch is not None and not (of_steps and all(isinstance(of, Epoch) for of in of_steps)):
+            raise InvalidArgumentError(
+                f"epoch must be an Epoch, or a mapping of steps to theirs, not {epoch!r}: "
+                f"{OF_EPOCHS}"
+            )
+        return replace(self, epoch=epoch)
+
+    def _check_buckets(self, epoch: Any) -> None:
+        """Raise InvalidArgumentError unless each example of an epoch has a row."""
+        values = getattr(epoch, "values", {})
+        is_number = [isinstance(value, int | float) for value in self.values]
+        drawing = getattr(epoch, "drawing", None)
+        if not isinstance(drawing, Padded) or self.name not in values or not all(is_number):
+            raise InvalidArgumentError(NO_BUCKETS.format(axis=self.name))
+        largest = max(values[self.name])
+        if largest > max(self.values):
+            raise InvalidArgumentError(
+                f"an example has {self.name} {largest}, and the largest row is {max(self.values)}: "
+                "add one"
+            )
+
     def arguments(self, row: int) -> dict[str, Any]:
         """Return the keyword arguments of the step in a row."""
         if not self.name:
             return {}
         return {self.name: self.values[row]}
+
+    def arguments_of(self, call: Call) -> tuple[int, dict[str, Any]]:
+        """Return the batch size of a call, and the keyword arguments of its step."""
+        given, epoch = dict(call.arguments), self.epoch_of(call.step)
+        if not given:
+            given = {
+                **(epoch.drawing.usual(call.batch_size) if epoch else {}),
+                **self.arguments(call.row),
+            }
+        return given.pop(SIZE, call.batch_size), given
+
+    def epoch_of(self, step: str) -> Epoch | None:
+        """Return the epoch of a step; None: it keeps its shape."""
+        if isinstance(self.epoch, Mapping):
+            return self.epoch.get(step)
+        return self.epoch
+
+    @property
+    def drawings(self) -> list[Drawing]:
+        """How the epochs of the steps make batches."""
+        if isinstance(self.epoch, Mapping):
+            return [epoch.drawing for epoch in self.epoch.values()]
+        return [] if self.epoch is None else [self.epoch.drawing]
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether batches hold a number of tokens, not of examples."""
+        return any(drawing.unit == TOKENS for drawing in self.drawings)
+
+    @property
+    def most(self) -> int | None:
+        """The largest batch size that the examples of an epoch fill; None if there is no limit."""
+        limits = [drawing.most for drawing in self.drawings]
+        return min((most for most in limits if most is not None), default=None)
+
+    def names(self, step: str) -> list[str]:
+        """Return what a step gets beside the model and the batch size."""
+        epoch = self.epoch_of(step)
+        return [*self.arguments(0), *(epoch.drawing.names if epoch is not None else ())]
 
     def label(self, row: int) -> str:
         """Name a row; without an axis, return an empty text.
@@ -131,7 +211,7 @@ def magnitude(value: object) -> float | None:
 
 
 def is_larger(value: object, smaller: object) -> bool:
-    """Return whether a value is larger than another; a tuple must be at least as large in every place.
+    """Return whether a value is larger than another; a tuple, no smaller in any place.
 
     Examples:
         >>> is_larger(1024, 512), is_larger((640, 960), (640, 480)), is_larger((320, 960), (640, 480)), is_larger("b", "a")

@@ -222,7 +222,7 @@ class Options:
 
 
 def named_steps(step_fn: object, axis: Axis = NO_AXIS) -> dict[str, Step]:
-    """Return the steps by name; a single one is named ``"step"``. Each must take the argument of the `axis`, if there is one."""
+    """Return the steps by name; a single one is named ``"step"``. Each must take what the `axis` gives it."""
     given: Mapping[Any, Any] = step_fn if isinstance(step_fn, Mapping) else {"step": step_fn}
     if not given:
         raise InvalidArgumentError(
@@ -253,14 +253,15 @@ def _check_step(name: str, step: object, axis: Axis) -> None:
         signature = inspect.signature(step)
     except (TypeError, ValueError):  # a callable implemented in C
         return
-    arguments = f"({', '.join(['model', 'batch_size', *axis.arguments(0)])})"
+    further = axis.names(name)
+    arguments = f"({', '.join(['model', 'batch_size', *further])})"
     first, second = [*map(str.lower, signature.parameters), "", ""][:2]
     if first in SIZE_NAMES and second in MODEL_NAMES:
         raise InvalidArgumentError(
             f"{name}{signature} is called with {arguments}: swap its first two parameters"
         )
     try:
-        signature.bind(None, None, **axis.arguments(0))
+        signature.bind(None, None, **dict.fromkeys(further))
     except TypeError as error:
         raise InvalidArgumentError(
             f"{name}{signature} cannot be called with {arguments}: {error}. Write it as def step_fn{arguments}: ..."

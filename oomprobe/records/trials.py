@@ -269,6 +269,8 @@ class Call:
     step: str  # its name
     batch_size: int
     row: int = 0  # of a table: which of the axis's values the step gets
+    # What else the step gets, by name; "batch_size" in place of the call's own. Empty: what its row says.
+    arguments: tuple[tuple[Any, ...], ...] = ()
     accumulates: bool = (
         False  # whether gradients only accumulate, as in a micro-batch: no optimizer steps
     )
@@ -307,6 +309,7 @@ class Request:
     fresh: bool = False  # whether nothing may have run before: in a new process, if there are any, and compiled anew
     as_built: bool = False  # whether the first trial of a process that `builds` keeps what building left in the cache
     exact: bool = True  # whether the trial must run rather than be replayed
+    records: bool = False  # whether to record what each call asks of the allocator
     deadline_s: float | None = (
         None  # on this machine's monotonic clock, at the time of the request; None: no limit
     )
@@ -421,6 +424,10 @@ class Outcome:
     # For each step the places of the optimizers that step, among those that building made; negative for all others.
     learned: Mapping[str, Sequence[int]] = field(default_factory=dict)
     breakdown: Breakdown | None = None
+    recording: Any = (
+        None  # if the request records: `oomprobe.tape.record.Recording`, or that as plain data
+    )
+    unrecorded: str = ""  # why there is none
     recomputed: float = (
         0.0  # share of the forward's module calls that backward made again, for a saving
     )

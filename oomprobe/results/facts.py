@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import rate
+from oomprobe.records.epoch import EpochRecord
 from oomprobe.records.fit import LinearFit
 from oomprobe.records.plan import PlanEntry
 from oomprobe.records.trials import RankTrial, Trial
@@ -53,6 +54,37 @@ def _reserve(others: Sequence[RankTrial]) -> str:
     if least == most:
         return f"the others reserve {least}"
     return f"the others reserve {least} to {most}"
+
+
+def epoch(record: EpochRecord | None) -> list[Fact]:
+    """Say how many orders of an epoch run out of memory, at the answer and at the size whose largest batch still runs."""
+    if record is None or not record.ends:
+        return []
+    size, bound = record.batch_size, record.longest_only_batch_size
+    text = _deaths(size, record.ends)
+    if not any(record.ends):  # with a chance of 95 %, more orders that die would have shown one
+        most = 1 - 0.05 ** (1 / len(record.ends))
+        text += f", so at most {100 * most:.2g} % of all orders do (at 95 % confidence)"
+    facts = [Fact(text, (size,))]
+    if bound is not None and bound != size:
+        text = f"{_deaths(bound, record.longest_only_ends)}: it is the largest that runs the largest batch alone"
+        facts.append(Fact(text, (bound,)))
+    for setting, deaths in record.settings.items():
+        if deaths != record.deaths:
+            text = f"with {setting}, {deaths} of {len(record.ends)} do at batch {size}"
+            facts.append(Fact(text, (size,)))
+    return facts
+
+
+def _deaths(size: int, ends: Sequence[int | None]) -> str:
+    """Say how many orders of a size die, and when."""
+    died = sorted(end for end in ends if end)
+    text = f"batch {size}: {len(died)} of {len(ends)} orders run out of memory"
+    if not died:
+        return text
+    if len(died) == 1:
+        return f"{text}, in call {died[0]}"
+    return f"{text}, the first in call {died[0]}, half by call {died[(len(died) - 1) // 2]}, the last in {died[-1]}"
 
 
 def throughput(trials: Iterable[Trial], answer: int, *, per_rank: bool) -> list[Fact]:

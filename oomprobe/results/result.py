@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, clip, count
 from oomprobe.records.breakdown import Breakdown
+from oomprobe.records.epoch import SAMPLES, EpochRecord
 from oomprobe.records.fit import LinearFit
 from oomprobe.records.kinds import Bytes, Plain, Samples
 from oomprobe.records.notes import Note, NoteKind
@@ -38,6 +40,7 @@ WARNING = (
     "WARNING: memory outside this process's allocator changed while probing. Another process, or a library in this one, "
     "allocated or freed memory, so the number holds for that moment only. Probe again on an idle device."
 )
+NO_EPOCH = "batch {size} runs its largest batch, but no epoch could be replayed: {reason}"
 _LIMITS = {
     "memory": "memory",
     "host_memory": "host memory",
@@ -55,6 +58,7 @@ class ProbeResult(Reported):
 
     Attributes:
         batch_size: The answer: it ran, at exactly this size, with the allocator capped at `budget_bytes`.
+        unit: What batch sizes count: "samples", or "tokens" (`find_max_tokens`).
         limit_batch_size: Largest size that ran, or passed a replay, at all.
         first_failing_batch_size: Smallest size that failed without the margin, if only in a replay; or None.
         limited_by: ``"memory"``, ``"host_memory"``, ``"max_batch"``, ``"size_limit"``, ``"time_limit"`` or ``"step"``: the step
@@ -78,6 +82,7 @@ class ProbeResult(Reported):
         elapsed_s: Wall time of the probe.
         in_steps_s: Part of `elapsed_s` spent inside the step.
         breakdown: What held the memory at the answer; None if not requested.
+        epoch: How many orders of an epoch train at the answer; None if no epoch was given.
         world_size: Ranks that ran each trial. All batch sizes are per rank.
         limiting_rank: The rank that limits, if there are several: which failed at the next size, or had the least memory left.
         schema_version: Version of the JSON form.
@@ -102,6 +107,7 @@ class ProbeResult(Reported):
     """
 
     batch_size: Samples
+    unit: str = SAMPLES
     limit_batch_size: Samples
     first_failing_batch_size: Samples | None
     limited_by: str
@@ -124,6 +130,7 @@ class ProbeResult(Reported):
     elapsed_s: float = 0.0
     in_steps_s: float = 0.0
     breakdown: Breakdown | None = None
+    epoch: EpochRecord | None = None
     world_size: Samples = 1
     limiting_rank: int | None = None
     schema_version: int = SCHEMA_VERSION
@@ -145,6 +152,11 @@ class ProbeResult(Reported):
         """Whether the answer was not run: in a table of simulated cards, what the step allocated on one is replayed on others."""
         return self.confirmation is not None and self.confirmation.replayed
 
+    @property
+    def trains(self) -> bool:
+        """Whether no order of the epoch runs out of memory, if one was given."""
+        return self.epoch is None or self.epoch.deaths == 0
+
     def plan(self, global_batch: int, world_size: int | None = None) -> tuple[PlanEntry, ...]:
         """Return ways to reach a global batch with gradient accumulation, best first.
 
@@ -156,8 +168,12 @@ class ProbeResult(Reported):
             Entries whose ``ran`` says whether this probe ran that micro-batch and it passed.
 
         Raises:
-            InvalidArgumentError: a size is not a positive integer.
+            InvalidArgumentError: a size is not a positive integer, or sizes count tokens.
         """
+        if self.unit != SAMPLES:
+            raise InvalidArgumentError(
+                f"batch_size counts {self.unit} here, which no plan divides into micro-batches"
+            )
         if world_size is None:
             world_size = self.world_size
         largest = self.batch_size
@@ -315,6 +331,11 @@ def _verdict(result: ProbeResult) -> str:
         return f"batch {result.batch_size} ran; no process reported its memory"
     if _counts_per_rank(result):
         return within(result, f"batch {result.batch_size} per rank fits")
+    if result.epoch is not None and result.epoch.reason:
+        return NO_EPOCH.format(size=result.batch_size, reason=result.epoch.reason)
+    if result.epoch is not None and result.epoch.deaths:
+        orders = f"{result.epoch.deaths} of {len(result.epoch.ends)} orders"
+        return within(result, f"batch {result.batch_size}: {orders} run out of memory")
     written = ""
     if result.written:
         written = f", written: {result.written} (your global batch),"
@@ -381,6 +402,7 @@ def facts_of(result: ProbeResult, *, verbose: bool) -> Facts:
         sentences["checked"] = [_checked(result)]
     else:
         sentences["limited by"] = [_limit(result)]
+    sentences["epoch"] = facts.epoch(result.epoch)
     if result.confirmation is not None:
         sentences["ranks"] = facts.ranks(
             result.confirmation.ranks, result.limiting_rank, verbose=verbose
@@ -395,7 +417,8 @@ def facts_of(result: ProbeResult, *, verbose: bool) -> Facts:
     )
     if verbose:
         sentences["estimates"] = _estimates(result)
-    if global_batch := result.options.get("global_batch"):
+    global_batch = result.options.get("global_batch")
+    if global_batch and result.unit == SAMPLES:
         world_size = result.options.get("world_size", result.world_size)
         sentences["plan"] = facts.plan(
             global_batch, world_size, result.plan(global_batch, world_size)

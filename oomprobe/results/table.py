@@ -66,9 +66,6 @@ class ProbeTable(Reported):
         axis: Name of the step's argument; of cards, ``"device"``; of savings, ``"saving"``.
         rows: The result for each value, in the order of the search; None where even the smallest batch does not fit. Values
             that a time limit cut off are missing.
-        mixed: The batch size for each value with which steps of all values took turns in one process, in random order, as in
-            training with a bucket for each value; empty if that was not tried or did not run.
-        mixed_failed: Whether steps of all values were to run in turn, and no sizes were found with which they do.
         unfit: Why there is no result, for each value that has none.
         required: Of cards: the batch size that must run.
         savings: Of savings: the size at which they are compared, and what each means.
@@ -80,7 +77,7 @@ class ProbeTable(Reported):
         >>> import oomprobe, tempfile, torch
         >>> def step(model, batch_size, length):
         ...     model(torch.randn(batch_size, length, 256)).sum().backward()
-        >>> model, options = torch.nn.Linear(256, 256), {"multiple_of": 1024, "mixed": False, "progress": "off"}
+        >>> model, options = torch.nn.Linear(256, 256), {"multiple_of": 1024, "progress": "off"}
         >>> table = oomprobe.find_max_batches(model, step, {"length": [8, 16]}, device="sim:64MiB", **options)
         >>> table.batch_sizes(), table.best(), table.product(8)
         ({8: 2048, 16: 1024}, 8, 16384)
@@ -89,7 +86,7 @@ class ProbeTable(Reported):
         8 2048 memory
         16 1024 memory
         >>> table.to_csv().splitlines()[1]
-        '8,2048,,16384,...'
+        '8,2048,16384,...'
         >>> ProbeTable.from_dict(json.loads(table.to_json())) == ProbeTable.from_dict(table.to_dict())
         True
         >>> table.summary()["length=8/batch_size"]
@@ -103,8 +100,6 @@ class ProbeTable(Reported):
 
     axis: str
     rows: Mapping[Any, ProbeResult | None]
-    mixed: Mapping[Any, int] = field(default_factory=dict)
-    mixed_failed: bool = False
     unfit: Mapping[Any, str] = field(default_factory=dict)
     required: Samples | None = None
     savings: Comparison | None = None
@@ -113,7 +108,7 @@ class ProbeTable(Reported):
     schema_version: int = SCHEMA_VERSION
 
     def batch_sizes(self) -> dict[Any, int]:
-        """Return the batch size for each value that fits, alone; training that meets all of them needs `mixed`."""
+        """Return the batch size for each value that fits: alone, unless the table was made with an epoch."""
         return {value: result.batch_size for value, result in self.fitting()}
 
     def fitting(self) -> Iterator[tuple[Any, ProbeResult]]:
@@ -202,7 +197,6 @@ class ProbeTable(Reported):
         for value in self.rows:
             name = f"{self.axis}={text_of_value(value)}"
             flat[f"{name}/batch_size"] = sizes.get(value)
-            flat[f"{name}/mixed_batch_size"] = self.mixed.get(value)
         return flat
 
     def to_dict(self) -> dict[str, Any]:
@@ -213,7 +207,6 @@ class ProbeTable(Reported):
                 {
                     "value": json.loads(json.dumps(value, default=str)),
                     "batch_size": None if result is None else result.batch_size,
-                    "mixed_batch_size": self.mixed.get(value),
                     "unfit": self.unfit.get(value),
                     "result": None if result is None else result.to_dict(),
                 }
@@ -224,7 +217,6 @@ class ProbeTable(Reported):
             "required": self.required,
             "savings": None if self.savings is None else asdict(self.savings),
             "rows": rows,
-            "mixed_failed": self.mixed_failed,
             "notes": list(self.notes),
             "elapsed_s": self.elapsed_s,
         }
@@ -234,13 +226,13 @@ class ProbeTable(Reported):
         stream = io.StringIO()
         lines = csv.writer(stream, lineterminator="\n")
         measured = ("peak_allocated_bytes", "peak_reserved_bytes", "budget_bytes", "samples_per_s")
-        sizes = ("batch_size", "mixed_batch_size", f"batch_size_x_{self.axis}")
+        sizes = ("batch_size", f"batch_size_x_{self.axis}")
         lines.writerow([self.axis, *sizes, *measured, "limited_by"])
         for value, result in self.rows.items():
             cells: list[object] = [text_of_value(value)]
             if result is not None:
                 answer = last_of(result.trials, result.batch_size)
-                cells += [result.batch_size, self.mixed.get(value), self.product(value)]
+                cells += [result.batch_size, self.product(value)]
                 cells += [answer.peak_allocated_bytes, answer.peak_reserved_bytes]
                 cells += [result.budget_bytes, answer.samples_per_s, result.limited_by]
             lines.writerow(cells)
@@ -258,7 +250,7 @@ class ProbeTable(Reported):
             saved = from_plain(_SavedTable, data)
             require_at_most(MOST_ROWS, saved.rows, "rows")
             rows: dict[Any, ProbeResult | None] = {}
-            mixed, unfit = {}, {}
+            unfit = {}
             for at, row in enumerate(saved.rows):
                 value = _value(row.value)
                 if not isinstance(value, str) and (saved.savings or saved.axis == CARDS):
@@ -270,12 +262,10 @@ class ProbeTable(Reported):
                     raise InvalidArgumentError(
                         f"rows[{at}].result.trials has none that ran batch {result.batch_size}"
                     )
-                if row.mixed_batch_size is not None:
-                    mixed[value] = row.mixed_batch_size
                 if row.unfit is not None:
                     unfit[value] = row.unfit
             read = {name: getattr(saved, name) for name in _SHARED_FIELDS}
-            return cls(rows=rows, mixed=mixed, unfit=unfit, **read)
+            return cls(rows=rows, unfit=unfit, **read)
 
     def _noted(self) -> list[Note]:
         """Return the notes of the table, and each of the rows' notes once, with the values of its rows unless it is all of them.
@@ -342,7 +332,6 @@ class _SavedRow:
     """A row of a table in its file."""
 
     value: Plain
-    mixed_batch_size: Samples | None
     unfit: str | None
     result: Any
 
@@ -353,7 +342,6 @@ class _SavedTable:
 
     axis: str
     rows: tuple[_SavedRow, ...]
-    mixed_failed: bool = False
     required: Samples | None = None
     savings: Comparison | None = None
     notes: tuple[str, ...]
@@ -436,7 +424,7 @@ def _rows(table: ProbeTable) -> Table:
     batch = "batch per rank" if is_of_ranks else "batch"
     largest = None if best is None else table.product(best)
     heads, cells = measured_columns(
-        [axis, batch, "mixed", f"batch x {axis}", "reserved", "of budget", "samples/s"],
+        [axis, batch, "alone", f"batch x {axis}", "reserved", "of budget", "samples/s"],
         [_cells(table, value) for value in table.rows],
         always=2,
     )
@@ -447,13 +435,23 @@ def _rows(table: ProbeTable) -> Table:
     foot = []
     if best is not None:
         foot.append(f"* largest batch x {axis}: {largest:.12g}")
-    if table.mixed and table.mixed == table.batch_sizes():
-        foot.append(
-            f"training that meets all values of {axis} in one process runs with these batch sizes too"
-        )
-    elif table.mixed:
-        foot.append("mixed: batch sizes for training that meets all values in one process")
+    foot += _of_epoch(table)
     return Table(heads=heads, rows=rows, marks=True, clips=False, foot=foot)
+
+
+def _of_epoch(table: ProbeTable) -> list[str]:
+    """Say how the batch sizes train with all values in turn; nothing without an epoch."""
+    records = [result.epoch for _, result in table.fitting() if result.epoch is not None]
+    if not records:
+        return []
+    (first, *_), axis = records, clean(table.axis)
+    if first.deaths is None:
+        return [f"alone: no epoch could be replayed: {first.reason}"]
+    orders = f"{first.deaths} of {len(first.ends)} orders that mix all values of {axis}"
+    foot = [f"with these batch sizes {orders} run out of memory"]
+    if any(record.longest_only_batch_size != record.batch_size for record in records):
+        foot.append(f"alone: the largest for training with one {axis} only")
+    return foot
 
 
 def _row(table: ProbeTable, value: Any, cells: Sequence[str], *, is_answer: bool) -> Row:
@@ -468,15 +466,15 @@ def _cells(table: ProbeTable, value: Any) -> list[str]:
     if result is None:
         return [name, *[UNKNOWN] * 6]
     answer = last_of(result.trials, result.batch_size)
-    mixed, share = table.mixed.get(value), None
-    if table.mixed == table.batch_sizes():
-        mixed = None  # what follows the table says that the sizes are the same
+    alone, share = None, None
+    if result.epoch is not None and result.epoch.longest_only_batch_size != result.batch_size:
+        alone = result.epoch.longest_only_batch_size
     if answer.peak_reserved_bytes is not None and result.budget_bytes:
         share = answer.peak_reserved_bytes / result.budget_bytes
     return [
         name,
         str(result.batch_size),
-        cell(mixed),
+        cell(alone),
         cell(table.product(value), "{:.12g}".format),
         cell(answer.peak_reserved_bytes, format_bytes),
         cell(share, _percent),

@@ -9,7 +9,7 @@ many calls, which may end once these repeat.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from oomprobe.ground import words
@@ -75,6 +75,7 @@ class Program:
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
         self._decided = 0  # calls of the last trial that passed and was no confirmation
         self._period = 0  # calls after which those of this row's own look repeated; 0: they did not
+        self.has_varied = False  # whether calls of a confirmation asked for different amounts
         self.varies = False  # whether a look found that later calls need more than earlier ones
         self.looked: Trial | None = None
 
@@ -140,13 +141,6 @@ class Program:
             calls += [call] * max(1, self._ordinary(1) // self._turns)
             calls += [replace(call, is_recorded=True)] * max(1, self._full)
         return Request(phase=Phase.CONFIRM, calls=tuple(calls))
-
-    def in_turn(self, sizes: Sequence[tuple[int, int]]) -> Request:
-        """Return a trial whose calls have these rows and sizes, as training with a bucket for each value does."""
-        calls = tuple(
-            Call(step=name, batch_size=size, row=row) for name in self._names for row, size in sizes
-        )
-        return Request(phase=Phase.CONFIRM, calls=calls)
 
     def _request(
         self,
@@ -280,6 +274,7 @@ class Program:
         if outcome.ended_early is not None:
             yield self._end_early(trial, records, outcome.ended_early)
         if is_varying and request.confirms and not self.is_long and not self._facts.starts_anew:
+            self.has_varied = True
             yield remark(VARYING)
         if request.looks:
             yield from self._learn_from_look(outcome)

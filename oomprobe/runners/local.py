@@ -103,7 +103,7 @@ class Workload:
         watch: Sees which optimizers step.
         interrupts: Delivers signals and time limits into the step.
         snapshot: The state from before the probe. Without one, weights that earlier trials have trained cannot be restored.
-        axis: Of a table.
+        axis: What the steps get beside the batch size.
         ends_with_trial: Whether the process ends after one trial, so that nothing is cleaned up, nor checked for leaks.
         ranks: How many processes run each trial. All make the same calls, since a rank that makes one more waits for the others for
             ever; and a process ends with a failure.
@@ -270,9 +270,9 @@ class TrialCalls:
                 work.savings.on(work.model),
                 inputs,
             ):
-                arguments = work.axis.arguments(call.row)
+                size, arguments = work.axis.arguments_of(call)
                 with loop.keeping():
-                    loop.returned = step.function(work.model, call.batch_size, **arguments)
+                    loop.returned = step.function(work.model, size, **arguments)
                 self._device.synchronize()
                 check_process_group(
                     max(work.ranks, self._device.world_size)

@@ -142,6 +142,11 @@ class PredictingOnCard:
     def run(self, request: Request) -> Outcome:
         """Answer a request from what has run, or run it and learn from it."""
         self._replays.start_row(request.row)
+        if request.records:
+            with self._recorder.recording(len(request.calls)):
+                outcome = self._runner.run(request)
+            recorded, reason = self._recorder.recorded(), self._recorder.reason
+            return replace(outcome, recording=recorded, unrecorded=reason)
         if request.accumulation_steps > 1 or any(call.is_recorded for call in request.calls):
             return self._runner.run(request)
         expected = self._replays.predict(request)
@@ -243,6 +248,10 @@ class Predicting:
     def run(self, request: Request) -> Outcome:
         """Answer a request from what has run, or run it and learn from it."""
         self._replays.start_row(request.row)
+        if request.records:
+            self._asked = request
+            outcome = self.runner.run(request)
+            return replace(outcome, recording=self._card.recorded())
         must_run = request.exact and not (self._runs_nothing and request.confirms)
         if not must_run and not (request.looks and self._counts):
             trial = self._replays.predict(request)
@@ -285,6 +294,8 @@ class Predicting:
         """Return the next call of the trial that runs; none once its calls repeat."""
         asked = self._asked
         assert asked is not None
+        if asked.records:
+            return []
         if not _is_plain(asked):
             more = program.further(asked, records, time.monotonic())
             return [call for call in more if not call.is_extra]

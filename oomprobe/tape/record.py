@@ -6,14 +6,105 @@ PyTorch, 2.6 to 2.15.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from oomprobe.tape.calls import ALLOCATED, FREED, RELEASED, SWITCHED, Event, RecordedCall, in_order
+from oomprobe.allocator.caching import CachingAllocator, adopt
+from oomprobe.allocator.settings import AllocatorSettings
+from oomprobe.tape.calls import (
+    ALLOCATED,
+    FREED,
+    RELEASED,
+    SWITCHED,
+    Event,
+    LiveBlocks,
+    RecordedCall,
+    in_order,
+)
+from oomprobe.tape.reductions import Processors
 
 STREAMS = "blocks wait for other streams"
 POOLS = "it has private pools, as CUDA graphs use them"
 _NO_POOL = (0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """An allocator when a trial began.
+
+    Attributes:
+        segments: Address, bytes, stream, and the requested bytes of the blocks in use by address;
+            in the order of their making.
+        settings: By torch's names.
+        most_bytes: What the process may reserve.
+    """
+
+    segments: Sequence[tuple[int, int, int, Sequence[tuple[int, int]]]]
+    settings: Mapping[str, Any]
+    most_bytes: int
+
+    def allocator(self) -> tuple[CachingAllocator, LiveBlocks]:
+        """Return its model, and the blocks in use.
+
+        Raises:
+            InvalidArgumentError, ValueError: it has settings or blocks that no model has.
+        """
+        allocator = CachingAllocator(
+            self.most_bytes, AllocatorSettings.from_snapshot(self.settings)
+        )
+        handles, room_ends = list[int](), sys.maxsize
+        for start, nbytes, stream, blocks in self.segments:
+            allocator.use_stream(stream)
+            room = min(
+                room_ends - start - nbytes, self.most_bytes
+            )  # for pages, if it is expandable
+            handles += adopt(allocator, start, nbytes, [(at, size) for at, size in blocks], room)
+            room_ends = start
+        allocator.use_stream(0)
+        return allocator, {(1, number): handle for number, handle in enumerate(handles)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """What the calls of a cold trial asked for, and the allocator and its blocks before them.
+
+    Attributes:
+        processors: Those of a card whose history has bare sizes; None: the calls name their
+            kernels.
+        began: The same as plain data, where it comes from torch's history.
+    """
+
+    calls: Sequence[RecordedCall]
+    allocator: CachingAllocator
+    live: LiveBlocks
+    processors: Processors | None = None
+    began: Beginning | None = None
+
+    def plain(self) -> list[Any]:
+        """Return it for another process, as `read` takes it; of torch's history only."""
+        assert self.began is not None
+        calls = [(call.events, call.sizes) for call in self.calls]
+        return [calls, asdict(self.began), self.processors]
+
+    @classmethod
+    def read(cls, plain: Sequence[Any]) -> Recording:
+        """Return what another process recorded."""
+        calls, began, (capability, *counts) = plain[0], Beginning(**plain[1]), plain[2]
+        allocator, live = began.allocator()
+        recorded = [
+            RecordedCall(tuple(map(tuple, events)), tuple(sizes)) for events, sizes in calls
+        ]
+        return cls(
+            calls=recorded,
+            allocator=allocator,
+            live=live,
+            processors=Processors(tuple(capability), *counts),
+            began=began,
+        )
+
+
 _GIVES_BACK = ("segment_free", "segment_unmap")
 Entry = Mapping[str, Any]
 
@@ -33,7 +124,8 @@ def cut_calls(
 
     Args:
         entries: In the order in which they happened. Those after the last call are left out.
-        before: Addresses of the blocks in use at the start, in an order that is the same in each trial.
+        before: Addresses of the blocks in use at the start, in an order that is the same in each
+            trial.
         ends: For each call, how many requests and how many frees there had been once it had ended.
         may_retry: Whether the allocator has emptied its cache to serve a request; otherwise it is
             the step that has given back segments.

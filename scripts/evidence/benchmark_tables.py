@@ -2,10 +2,10 @@
 
     .venv-cuda/bin/python scripts/evidence/benchmark_tables.py [--only WORD]
 
-For each model and card, with torch's default settings and with expandable segments: the calls of the table's rows, and with those in
-turn, as a share of those of a probe for each value; the rows that differ; the mixed sizes as a share of the rows' (smallest to largest);
+For each model and card, with torch's default settings and with expandable segments: the calls of the table's rows, as a share of those
+of a probe for each value; the rows that differ; the sizes with an epoch as a share of those alone (smallest to largest);
 how many rows ran out of memory in 200 steps of their value alone under the cap; and how many trainings of 200 steps in random buckets
-did, in processes that have the whole card, with the rows' sizes and with the mixed ones.
+did, in processes that have the whole card, with the sizes alone and with those of the epoch.
 """
 
 import argparse
@@ -23,8 +23,6 @@ from cuda.test_tables import LENGTHS, TABLES, evaluating, with_value, work_of  #
 from zoo import Gpt, language_model  # noqa: E402
 
 import oomprobe  # noqa: E402
-from oomprobe.records.trials import ALL_ROWS  # noqa: E402
-from oomprobe.runners.local import LocalRunner  # noqa: E402
 
 STEPS, TRAININGS = 200, 4
 SETTINGS = {"default": {}, "expandable": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}
@@ -50,25 +48,22 @@ CASES = {
 
 
 def probed(name):
-    """Return the results of separate probes, the table, and the number of calls that it made in turn."""
+    """Return the results of separate probes, the table, and the sizes with which its values train in turn."""
     make, over = CASES[name]
     ((axis, values),) = over.items()
     model, step = make()
-    run, in_turn = LocalRunner.run, []
-
-    def counted(self, request):
-        outcome = run(self, request)
-        if request.row == ALL_ROWS:
-            in_turn.append(outcome.trial.steps + (not outcome.trial.passed))
-        return outcome
-
-    LocalRunner.run = counted
     alone = [
         oomprobe.find_max_batch(model, with_value(step, axis, value), progress="off")
         for value in values
     ]
     table = oomprobe.find_max_batches(model, step, over, progress="off")
-    return alone, table, sum(in_turn)
+    mixed = {}
+    if all(isinstance(value, int) for value in values):
+        drawn = random.Random(0).choices(values, k=2000)
+        epoch = oomprobe.Epoch({axis: drawn}, calls=STEPS, orders=10)
+        in_turn = oomprobe.find_max_batches(model, step, over, epoch=epoch, progress="off")
+        mixed = in_turn.batch_sizes()
+    return alone, table, mixed
 
 
 def dies(name, sizes, seed, cap_bytes=None):
@@ -90,19 +85,17 @@ def dies(name, sizes, seed, cap_bytes=None):
 
 def line(name, memory, settings):
     bed = {"memory": memory, "limit_s": 300, **SETTINGS[settings]}
-    alone, table, in_turn = forked(probed, name, **bed)
+    alone, table, mixed = forked(probed, name, **bed)
     rows = [result.batch_size for result in table.rows.values()]
     differing = [
         f"{row / one.batch_size:.3f}"
         for row, one in zip(rows, alone, strict=True)
         if row != one.batch_size
     ]
-    shares = [
-        table.mixed[value] / size for value, size in table.batch_sizes().items() if table.mixed
-    ]
+    shares = [mixed[value] / size for value, size in table.batch_sizes().items() if mixed]
     died = [
         sum(forked(dies, name, sizes, seed, **bed) for seed in range(TRAININGS))
-        for sizes in (table.batch_sizes(), table.mixed)
+        for sizes in (table.batch_sizes(), mixed)
         if sizes
     ]
     alone_died = sum(
@@ -111,7 +104,7 @@ def line(name, memory, settings):
     )
     of_rows, of_probes = work_of(table.rows.values()), work_of(alone)
     cells = (
-        f"{of_rows / of_probes:.2f} {(of_rows + in_turn) / of_probes:.2f}",
+        f"{of_rows / of_probes:.2f}",
         " ".join(differing) or "-",
         f"{min(shares):.2f} to {max(shares):.2f}" if shares else "none",
         f"{alone_died} of {len(rows)}",

@@ -9,6 +9,7 @@ import oomprobe
 from gpu_check.recording import loop_of
 
 LENGTHS, WIDTH, STEPS = (128, 256, 512, 1024, 2048), 512, 100
+ORDERS = 10
 
 
 class Attention(nn.Module):
@@ -36,16 +37,20 @@ def model_and_step():
 
 
 def table(hold):
-    """Return the sizes of each length alone, and those that ran in turn, on a card that `hold` limits."""
+    """Return the sizes of each length alone, and those that train in turn, on a card that `hold` limits."""
     hold()
     model, step = model_and_step()
-    found = oomprobe.find_max_batches(model, step, {"length": LENGTHS}, progress="off")
+    drawn = random.Random(0).choices(LENGTHS, k=2000)
+    epoch = oomprobe.Epoch({"length": drawn}, calls=STEPS, orders=ORDERS)
+    found = oomprobe.find_max_batches(model, step, {"length": LENGTHS}, epoch=epoch, progress="off")
     calls = [
         sum(trial.steps for trial in result.trials) for result in found.rows.values() if result
     ]
     return {
-        "alone": found.batch_sizes(),
-        "mixed": dict(found.mixed),
+        "alone": {
+            length: result.epoch.longest_only_batch_size for length, result in found.fitting()
+        },
+        "mixed": found.batch_sizes(),
         "notes": found.notes,
         "calls": calls,
     }

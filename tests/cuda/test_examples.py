@@ -48,9 +48,7 @@ def test_a_table_trains_in_its_buckets():
     )
     assert status == 0, err
     columns = out.splitlines()[2].split()
-    column = columns.index(
-        "mixed" if "mixed" in columns else "batch"
-    )  # shown where it is smaller than the rows' sizes
+    column = columns.index("batch")
     rows = [line.replace("*", " ").split() for line in out.splitlines()[3:6]]
     largest = {int(row[0]): int(row[column]) for row in rows}
     trained = re.findall(r"^trained on (\d+) sequences of up to (\d+) tokens", out, re.MULTILINE)

@@ -11,7 +11,6 @@ from bed import forked
 from zoo import conv_net, numbered, runs, training_step
 
 import oomprobe
-from oomprobe.ground.allocator_settings import to_expand
 from oomprobe.ground.torch_versions import VERSION
 from oomprobe.records.patience import Patience
 
@@ -88,7 +87,7 @@ def test_each_row_is_a_probe_of_its_own(make, over, memory, most_steps):
             oomprobe.find_max_batch(model, with_value(step, axis, value), **options)
             for value in values
         ]
-        return alone, oomprobe.find_max_batches(model, step, over, mixed=False, **options)
+        return alone, oomprobe.find_max_batches(model, step, over, **options)
 
     alone, table = forked(run, memory=memory, limit_s=120)
     assert list(table.rows) == values
@@ -138,6 +137,8 @@ def test_what_happens_at_every_tenth_call_is_learned_once():
 
 # --- all values in turn ---
 
+LENGTHS_OF_EXAMPLES = random.Random(0).choices(LENGTHS, k=2000)
+
 
 def trained(sizes, seed):
     """Return the step at which training in buckets runs out of memory, in a process that has done nothing else; 0 if it does not."""
@@ -151,27 +152,32 @@ def trained(sizes, seed):
     return 0
 
 
-def test_mixed_sizes_train_in_buckets_where_those_of_the_rows_do_not():
-    table = forked(table_of, LENGTHS, memory="1GiB")
-    mixed, alone = (
-        [forked(trained, sizes, seed) for seed in range(3)]
-        for sizes in (table.mixed, table.batch_sizes())
-    )
-    assert mixed == [0, 0, 0]
-    assert any(alone)  # in some order
-    assert table.mixed.keys() == table.batch_sizes().keys()
-    shares = [table.mixed[length] / size for length, size in table.batch_sizes().items()]
-    assert 0.6 < min(shares) < max(shares) < 0.9
-    assert "runs out of memory with the batch sizes of the rows (at length=" in table.notes[0]
-    assert table.notes[0].endswith(f"{to_expand({}, torch.__version__)} loses less")
-    assert " mixed " in str(table).splitlines()[2]
+def with_epoch(**options):
+    epoch = oomprobe.Epoch({"length": LENGTHS_OF_EXAMPLES}, calls=200, orders=6)
+    return table_of(LENGTHS, epoch=epoch, **options)
+
+
+def test_rows_with_an_epoch_train_in_buckets_where_those_alone_do_not():
+    alone = forked(table_of, LENGTHS, memory="1GiB").batch_sizes()
+    table = forked(with_epoch, memory="1GiB", limit_s=240)
+    sizes = table.batch_sizes()
+    assert [forked(trained, sizes, seed) for seed in range(3)] == [0, 0, 0]
+    assert any(forked(trained, alone, seed) for seed in range(3))  # in some order
+    assert {row.epoch.longest_only_batch_size for row in table.rows.values()} == {*alone.values()}
+    assert 0.6 < min(sizes[length] / size for length, size in alone.items()) < 1
+    assert {row.epoch.deaths for row in table.rows.values()} == {0}
+    for size, row in zip(sizes.values(), table.rows.values(), strict=True):
+        assert any(trial.passed and trial.batch_size == size for trial in row.trials)
+    assert " alone " in str(table).splitlines()[2]
+    assert "0 of 6 orders that mix all values of length run out of memory" in str(table)
 
 
 def test_expandable_segments_lose_less():
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    table = forked(table_of, LENGTHS, memory="4GiB", **settings)
-    assert min(table.mixed[length] / size for length, size in table.batch_sizes().items()) > 0.9
-    assert "expandable_segments" not in "".join(table.notes)
+    table = forked(with_epoch, memory="4GiB", limit_s=240, **settings)
+    rows = table.rows.values()
+    assert min(row.batch_size / row.epoch.longest_only_batch_size for row in rows) > 0.9
+    assert {*table.rows[LENGTHS[0]].epoch.settings} == {"expandable_segments:True"}
 
 
 # --- in other processes ---

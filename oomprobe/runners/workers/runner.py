@@ -58,6 +58,7 @@ from oomprobe.runners.workers.settling import (
 )
 from oomprobe.runners.workers.template import Template
 from oomprobe.state import Tracker
+from oomprobe.tape.record import Recording
 
 ANSWERING_S = (
     30.0  # beyond a trial's limit and `Patience.ending_s`: for a worker to end its child and answer
@@ -380,6 +381,8 @@ class WorkersRunner:
         if request.fresh and self._has_run:
             self._end_crew()
         outcome = self._try(request)
+        if outcome.recording is not None:
+            outcome = replace(outcome, recording=Recording.read(outcome.recording))
         if self._source.task is None:
             self._end_crew()
             return replace(outcome, measured=self.measure())

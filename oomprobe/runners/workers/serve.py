@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -117,7 +118,12 @@ class FurtherOfAll:
 
 
 def _carry_out(runner: Runner, message: Message) -> Message:
-    return runner.run(message) if isinstance(message, Request) else runner.measure()
+    if not isinstance(message, Request):
+        return runner.measure()
+    outcome = runner.run(message)
+    if outcome.recording is None:
+        return outcome
+    return replace(outcome, recording=outcome.recording.plain())
 
 
 def local_runner(

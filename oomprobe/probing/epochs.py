@@ -1,0 +1,340 @@
+"""Find the largest size with which an epoch trains, by a few recorded calls and many orders.
+
+A search at the worst shape bounds the sizes. One cold trial of calls of other shapes is the tape.
+It is fitted over shapes and replayed in many orders, from the bound downwards, until a size runs in
+all of them. The calls up to the one in which the most is reserved then run, cold and under the cap,
+and are compared with their replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+
+import torch
+
+from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.errors import NothingFitsError, UnreliableError
+from oomprobe.ground.allocator_settings import allocator_settings, to_expand
+from oomprobe.ground.units import format_bytes
+from oomprobe.ground.words import count
+from oomprobe.probing.session import Session
+from oomprobe.records.epoch import EpochRecord
+from oomprobe.records.notes import remark
+from oomprobe.records.sizes import Sizes
+from oomprobe.records.trials import Call, Outcome, Phase, Request, Trial
+from oomprobe.rules.epoch import Orders, StepOrders, shape_of
+from oomprobe.rules.search import Found
+from oomprobe.tape.calls import RecordedCall
+from oomprobe.tape.epochs import OrderEnd, replay_order, replay_orders
+from oomprobe.tape.record import Recording
+from oomprobe.tape.shapes import ShapedTape, share_alike
+
+STRETCH = 50  # calls up to the hardest, that run
+ROUNDS = 3  # of learning from a stretch that was predicted wrongly
+TOLERANCE = 0.01  # of reserved memory, between a stretch and its replay
+MATCHED = 0.9  # of its requests, at least
+DYING_SHARE = 3 / 4  # of a size, at which the tape is recorded if too few calls ran
+UNRECORDED = "what the calls ask of the allocator cannot be recorded on {device}"
+TOO_FEW = "batch {size} ran for {calls}, too few to know what other shapes ask for"
+MISMATCH = (
+    "the calls of a stretch asked for something else than predicted: {matched:.0f} % of the "
+    "requests came as predicted, "
+    "{reserved} were reserved, {expected} expected; {ended}, {expected_end} expected"
+)
+EXPANDS = (
+    "with {setting}, set before training, {deaths} of {orders} orders run out of memory at batch "
+    "{size}: probe again with it"
+)
+NONE_RUNS = (
+    "no batch size from {first} to {largest} trains: of {orders}, {deaths} run out of memory at "
+    "{first}. {instead}Try shorter examples, or a larger memory_fraction"
+)
+Ends = Mapping[int, OrderEnd]  # by order
+
+
+class EpochSearch:
+    """An epoch while its sizes are tried."""
+
+    def __init__(self, session: Session, orders: Orders, sizes: Sizes) -> None:
+        self._session, self.orders, self._sizes = session, orders, sizes
+        self._start: Recording
+        self._tape: ShapedTape
+        self.matched_fraction: float | None = None
+        self._hardest_first: list[int] = [*range(orders.count)]
+
+    @property
+    def title(self) -> str:
+        """How many orders of how many calls are replayed."""
+        return f"{self.orders.count} orders of {self.orders.calls:,} calls"
+
+    # --- the tape ---
+
+    def record(self, size: int) -> str:
+        """Run calls of many shapes up to this size, and learn from them; return why not, or ""."""
+        while True:
+            calls = self.orders.to_record(size)
+            outcome = self._run(calls, None)
+            if outcome.recording is None:
+                return outcome.unrecorded or UNRECORDED.format(device=self._session.device.name)
+            ran = len(outcome.recording.calls)
+            if ran > len(calls) // 2:
+                break
+            if size == 1:
+                return TOO_FEW.format(size=size, calls=count(ran, "call", "calls"))
+            size = max(1, int(size * DYING_SHARE))
+        self._start = outcome.recording
+        self._tape = ShapedTape(self._start.processors)
+        self._learn(calls, self._start)
+        return ""
+
+    def _learn(self, calls: Iterable[Call], recording: Recording) -> None:
+        self._tape.learn([(call.step, shape_of(call)) for call in calls], recording.calls)
+
+    def _run(self, calls: Sequence[Call], cap_bytes: int | None) -> Outcome:
+        """Run calls, cold, and record what they ask for."""
+        session = self._session
+        request = Request(
+            phase=Phase.CONFIRM, calls=tuple(calls), cap_bytes=cap_bytes, records=True, fresh=True
+        )
+        session.reporter.started(request.batch_size, request.phase)
+        outcome = session.runner.run(session.with_evidence(request))
+        session.take_over(outcome)
+        return outcome
+
+    # --- the orders ---
+
+    def ends(self, size: int, *, stops: bool = False, start: Recording | None = None) -> Ends:
+        """Replay the orders at a size, the hardest first; if it `stops`, until one dies."""
+
+        def replay(order: int) -> OrderEnd:
+            return self._replay(self.orders.order(order, size), start)
+
+        ends = {}
+        for order, end in replay_orders([*self._hardest_first], replay):
+            ends[order] = end
+            if end.died:
+                self._hardest_first.remove(order)
+                self._hardest_first.insert(0, order)
+                if stops:
+                    break
+        return dict(sorted(ends.items()))
+
+    def _replay(self, calls: Iterable[Call], start: Recording | None = None) -> OrderEnd:
+        cap_bytes = self._session.budget.search_cap()
+        return replay_order(start or self._start, cap_bytes, self._predict(calls))
+
+    def _predict(self, calls: Iterable[Call]) -> Iterator[RecordedCall]:
+        seen = set[str]()
+        for call in calls:
+            yield self._tape.call(call.step, shape_of(call), is_first=call.step not in seen)
+            seen.add(call.step)
+
+    def largest(self, bound: int) -> tuple[int | None, Ends]:
+        """Return the largest size up to a bound that runs in all orders, and how they end.
+
+        None if none does, with the ends of the smallest.
+        """
+        size, resolution = bound, self._session.options.resolution
+        while True:
+            ends = self.ends(size, stops=True)
+            if not deaths_of(ends):
+                return size, ends
+            if size == self._sizes.first:
+                return None, self.ends(size)
+            size = self._sizes.nearest(size - max(self._sizes.step, int(size * resolution)))
+
+    # --- the stretch that runs ---
+
+    def run_stretch(self, ends: Ends, size: int) -> tuple[Trial, str]:
+        """Run the calls up to the first death, or up to the one in which the most is reserved.
+
+        Return the trial, and how its replay differs or "".
+        """
+        order, last = hardest_of(ends)
+        calls = [*islice(self.orders.order(order, size), max(0, last - STRETCH), last)]
+        expected = self._replay(calls)
+        outcome = self._run(calls, self._session.budget.search_cap())
+        trial = outcome.trial
+        self._session.reporter.finished(trial)
+        if outcome.recording is None:
+            return trial, outcome.unrecorded
+        matched_fraction = self._match(calls, outcome.recording)
+        self.matched_fraction = matched_fraction
+        self._learn(calls, outcome.recording)
+        died = None if trial.passed else trial.steps + 1
+        reserved_bytes = trial.peak_reserved_bytes or 0
+        is_near = abs(reserved_bytes - expected.peak_reserved_bytes) <= TOLERANCE * reserved_bytes
+        if died == expected.died and matched_fraction >= MATCHED and (died or is_near):
+            return trial, ""
+        return trial, MISMATCH.format(
+            matched=100 * matched_fraction,
+            reserved=format_bytes(reserved_bytes),
+            expected=format_bytes(expected.peak_reserved_bytes),
+            ended=_ended(died),
+            expected_end=_ended(expected.died),
+        )
+
+    def _match(self, calls: Iterable[Call], recording: Recording) -> float:
+        """Return the share of the requests that came as predicted."""
+        matched = requests = 0
+        for call, predicted in zip(recording.calls, self._predict(calls), strict=False):
+            alike, asked = share_alike(call, predicted)
+            matched, requests = matched + alike, requests + asked
+        return matched / requests if requests else 1.0  # it died in its first call
+
+    # --- what is said of it ---
+
+    def with_expandable_segments(self, size: int) -> Ends | None:
+        """Replay the orders with expandable segments; None if they are on, or nothing fits.
+
+        The blocks that were there when the trial began are requested anew.
+        """
+        before = self._start.allocator
+        if before.settings.expandable_segments:
+            return None
+        settings = replace(before.settings, expandable_segments=True)
+        allocator = CachingAllocator(
+            before.capacity_bytes, settings, total_bytes=before.total_bytes
+        )
+        requested, live = before.requested(), {}
+        try:
+            for name, block in self._start.live.items():
+                live[name] = allocator.malloc(requested.get(block, 0))
+        except AllocatorOutOfMemory:
+            return None
+        return self.ends(size, start=replace(self._start, allocator=allocator, live=live))
+
+    def record_of(self, size: int, ends: Ends) -> EpochRecord:
+        """Return the record of a size."""
+        deaths, running = deaths_of(ends), [end for end in ends.values() if not end.died]
+        is_expandable = self._start.allocator.settings.expandable_segments
+        settings = {f"expandable_segments:{is_expandable}": deaths}
+        if deaths:
+            expanded = self.with_expandable_segments(size)
+            if expanded is not None:
+                settings["expandable_segments:True"] = deaths_of(expanded)
+        return EpochRecord(
+            batch_size=size,
+            ends=tuple(end.died for end in ends.values()),
+            deaths=deaths,
+            settings=settings,
+            peak_reserved_bytes=max((end.peak_reserved_bytes for end in running), default=None),
+            hardest=hardest_of(ends),
+            matched_fraction=self.matched_fraction,
+            drawn=self.orders.describe(),
+        )
+
+
+def deaths_of(ends: Ends) -> int:
+    """Return how many orders die."""
+    return sum(end.died is not None for end in ends.values())
+
+
+def hardest_of(ends: Ends) -> tuple[int, int]:
+    """Return the order and the call of the first death, or that in which the most is reserved."""
+    deaths = [(end.died, order) for order, end in ends.items() if end.died]
+    if deaths:
+        died, order = min(deaths)
+        return order, died
+    order = max(ends, key=lambda number: ends[number].peak_reserved_bytes)
+    return order, ends[order].hardest
+
+
+def _ended(died: int | None) -> str:
+    return f"out of memory in call {died}" if died else "no death"
+
+
+def search_of(session: Session) -> EpochSearch:
+    """Return the search of a session's steps."""
+    steps = session.runner.facts.step_names
+    orders = StepOrders({step: session.axis.epoch_of(step) for step in steps})
+    return EpochSearch(session, orders, session.options.sizes)
+
+
+def find_epoch(session: Session, largest: Found) -> Found:
+    """Return the answer with which the epoch trains, and keep its record.
+
+    The search was at the worst shape.
+
+    Raises:
+        NothingFitsError: some order runs out of memory at every size.
+    """
+    bound = largest.batch_size
+    if session.axis.epoch is None or session.axis.name or bound is None:
+        return largest
+    search = search_of(session)
+    size, ends, trial, reason = settle(session, search, bound)
+    if reason:
+        drawn = search.orders.describe()
+        session.epoch = EpochRecord(batch_size=bound, reason=reason, drawn=drawn)
+        return largest
+    if size is None:
+        setting, instead = to_expand(allocator_settings(), torch.__version__), ""
+        if setting:
+            instead = f"Set {setting}. "
+        sizes = {"first": session.options.sizes.first, "largest": bound}
+        orders = {"orders": search.title, "deaths": deaths_of(ends)}
+        raise NothingFitsError(NONE_RUNS.format(**sizes, **orders, instead=instead))
+    assert trial is not None
+    session.trials.append(trial)
+    session.program.confirmed = trial.steps
+    at_bound = ends if size == bound else search.ends(bound)
+    session.epoch = replace(
+        search.record_of(size, ends),
+        longest_only_batch_size=bound,
+        longest_only_ends=tuple(end.died for end in at_bound.values()),
+    )
+    setting = to_expand(allocator_settings(), torch.__version__)
+    expanded = search.with_expandable_segments(bound) if size < bound and setting else None
+    if expanded is not None and deaths_of(expanded) < deaths_of(at_bound):
+        numbers = {"deaths": deaths_of(expanded), "orders": len(expanded), "size": bound}
+        session.notes.add(remark(EXPANDS.format(setting=setting, **numbers), bound))
+    return replace(largest, batch_size=size)
+
+
+def settle(
+    session: Session, search: EpochSearch, bound: int
+) -> tuple[int | None, Ends, Trial | None, str]:
+    """Return the largest size that trains, how its orders end, and the stretch that ran.
+
+    The size is None if none trains. Instead of all that, there may be a reason why no epoch can be
+    replayed.
+    """
+    session.reporter.row(f"an epoch, from {bound} downwards")
+    reason = search.record(bound)
+    if reason:
+        return None, {}, None, reason
+    for _ in range(ROUNDS):
+        session.reporter.row(f"replaying {search.title}")
+        size, ends = search.largest(bound)
+        if size is None:
+            return None, ends, None, ""
+        session.reporter.row(f"the hardest calls at {size}")
+        trial, reason = search.run_stretch(ends, size)
+        if trial.passed and not reason:
+            return size, ends, trial, ""
+    return None, {}, None, reason
+
+
+def check_epoch(session: Session, size: int) -> None:
+    """Keep the record of an epoch at one size, whatever dies.
+
+    Raises:
+        UnreliableError: no calls could be recorded.
+    """
+    search = search_of(session)
+    session.reporter.row(f"an epoch at {size}")
+    reason = search.record(size)
+    if reason:
+        raise UnreliableError(reason)
+    for _ in range(ROUNDS):
+        session.reporter.row(f"replaying {search.title}")
+        ends = search.ends(size)
+        trial, reason = search.run_stretch(ends, size)
+        session.trials.append(trial)
+        if not reason:
+            session.epoch = search.record_of(size, ends)
+            return
+    session.epoch = EpochRecord(batch_size=size, reason=reason, drawn=search.orders.describe())

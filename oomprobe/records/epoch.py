@@ -1,0 +1,409 @@
+"""An epoch: the shapes of a training's batches, in the orders in which training may meet them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+from oomprobe.errors import InvalidArgumentError, check_size
+from oomprobe.ground.words import clip
+from oomprobe.records.kinds import Bytes, Plain, Samples
+
+Number = int | float
+Values = Mapping[str, tuple[Number, ...]]  # of each example, by argument
+Arguments = dict[str, Any]  # of the step, by name; "batch_size" is one of them
+Draw = Callable[[random.Random, int], Iterable[Mapping[str, Any]]]
+FEW_DRAWS = 50  # of a function, of which the largest is common
+EXAMPLE = 'Epoch({"length": [len(example) for example in dataset]})'
+SIZE = "batch_size"
+SAMPLES, TOKENS = "samples", "tokens"  # what batch sizes count
+PARTS = (1, 1, 2)  # of a batch whose shapes are recorded
+SHORT_PARTS = (1, 1, 1, 2, 8)  # where few examples make a short batch
+
+
+class Drawing(ABC):
+    """How an epoch makes batches.
+
+    Attributes:
+        label: Its name in a result.
+        most: The largest batch size that the examples fill; None: no limit.
+        unit: What batch sizes count.
+    """
+
+    label: str
+    most: int | None = None
+    unit: str = SAMPLES
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """The arguments of the step that it gives, except ``batch_size``."""
+
+    @abstractmethod
+    def batches(self, drawn: random.Random, size: int, ranks: int) -> Iterator[list[Arguments]]:
+        """Yield without end the arguments of one call after the other, for each rank."""
+
+    @abstractmethod
+    def usual(self, size: int) -> Arguments:
+        """Return the arguments of a call that bounds the sizes that train."""
+
+    def sample(self, drawn: random.Random, size: int) -> Arguments:
+        """Return a shape of about this size, to learn how requests grow."""
+        part = max(1, size // drawn.choice(PARTS))
+        return next(self.batches(drawn, part, 1))[0]
+
+    def ends(self, size: int) -> list[Arguments]:
+        """Return the shapes beyond which none lies, if there are such."""
+        return []
+
+
+class Padded(Drawing):
+    """Pads a batch to its largest example."""
+
+    label = "longest"
+    most: int
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.most = min(map(len, values.values()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments that have values."""
+        return tuple(self.values)
+
+    def batches(self, drawn: random.Random, size: int, ranks: int) -> Iterator[list[Arguments]]:
+        """Yield without end batches of examples, each of which comes once before any comes again."""
+        while True:
+            examples = shuffle(drawn, self.most)
+            while batch := [*islice(examples, size * ranks)]:
+                # The last examples of the data may be fewer than ranks: then some have none.
+                shares = [batch[rank::ranks] for rank in range(ranks)]
+                yield [self.arguments_of(share) for share in shares if share]
+
+    def arguments_of(self, examples: Sequence[int]) -> Arguments:
+        """Return the arguments of a call with these examples."""
+        arguments: Arguments = {SIZE: len(examples)}
+        for name, of in self.values.items():
+            arguments[name] = self.reduce(of[at] for at in examples)
+        return arguments
+
+    def reduce(self, numbers: Iterable[Number]) -> Number:
+        """Return the number of a batch whose examples have these."""
+        return max(numbers)
+
+    def usual(self, size: int) -> Arguments:
+        """Return the arguments of a call of the largest examples."""
+        return {SIZE: size, **{name: max(of) for name, of in self.values.items()}}
+
+    def sample(self, drawn: random.Random, size: int) -> Arguments:
+        """Return a shape of this size whose length a few examples decide, to meet short ones too."""
+        part = max(1, size // drawn.choice(SHORT_PARTS))
+        return {**next(self.batches(drawn, part, 1))[0], SIZE: size}
+
+    def ends(self, size: int) -> list[Arguments]:
+        """Return the shapes of the largest examples."""
+        return [self.usual(size), self.usual(max(1, size // 2))]
+
+
+class Added(Padded):
+    """Adds the examples of a batch up."""
+
+    label = "sum"
+    sample, ends = Drawing.sample, Drawing.ends
+
+    def reduce(self, numbers: Iterable[Number]) -> Number:
+        """Return the sum."""
+        return sum(numbers)
+
+    def usual(self, size: int) -> Arguments:
+        """Return the arguments of a common call, which grow with the size."""
+        means = {name: math.ceil(sum(of) / len(of)) for name, of in self.values.items()}
+        return {SIZE: size, **{name: size * mean for name, mean in means.items()}}
+
+
+class Sampler(Drawing):
+    """Draws as a function does."""
+
+    def __init__(self, draw: Draw) -> None:
+        self._draw = draw
+        self.label = getattr(draw, "__qualname__", type(draw).__name__)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The arguments of a first call."""
+        return tuple(self.usual(1).keys() - {SIZE})
+
+    def batches(self, drawn: random.Random, size: int, ranks: int) -> Iterator[list[Arguments]]:
+        """Yield what the function does, for ranks in turn."""
+        calls = ({SIZE: size, **arguments} for arguments in self._draw(drawn, size))
+        while of_ranks := [*islice(calls, ranks)]:
+            yield of_ranks
+
+    def usual(self, size: int) -> Arguments:
+        """Return the largest of a few calls."""
+        few = islice(self.batches(random.Random(0), size, 1), FEW_DRAWS)
+        return max((call for (call,) in few), key=lambda call: math.prod(call.values()))
+
+
+class TokenBudget(Sampler):
+    """Draws batches that stay within a number of tokens, which stands for the batch size.
+
+    With padding, examples are taken while examples times the longest stay within it; packed, while
+    their sum does.
+    """
+
+    unit = TOKENS
+
+    def __init__(self, lengths: tuple[Number, ...], *, packed: bool = False) -> None:
+        super().__init__(self._each)
+        self.lengths, self.packed = lengths, packed
+        self.label = "packed tokens" if packed else "padded tokens"
+        tokens = sum(lengths) if packed else len(lengths) * max(lengths)
+        self.most = math.ceil(tokens)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The length."""
+        return ("length",)
+
+    def _each(self, drawn: random.Random, budget: int) -> Iterator[Arguments]:
+        while True:
+            count = 0
+            longest: Number = 0
+            tokens: Number = 0
+            for at in shuffle(drawn, len(self.lengths)):
+                length = self.lengths[at]
+                more = tokens + length if self.packed else (count + 1) * max(longest, length)
+                if count and more > budget:
+                    yield {SIZE: count, "length": tokens if self.packed else longest}
+                    count, longest, tokens = 0, 0, 0
+                count, longest, tokens = count + 1, max(longest, length), tokens + length
+            yield {SIZE: count, "length": tokens if self.packed else longest}
+
+    def usual(self, budget: int) -> Arguments:
+        """Return the arguments of a full call: of the longest examples, or of all tokens."""
+        if self.packed:
+            mean = sum(self.lengths) / len(self.lengths)
+            return {SIZE: max(1, int(budget / mean)), "length": budget}
+        longest = max(self.lengths)
+        return {SIZE: max(1, int(budget // longest)), "length": longest}
+
+
+_DRAWINGS: Mapping[object, Callable[[Values], Drawing]] = {"longest": Padded, "sum": Added}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """The shapes of the batches that training draws from a data set.
+
+    Args:
+        values: A number for each example of the data set, by the argument of the step that gets it:
+            lists or arrays of one length, of positive numbers. Those of several arguments belong
+            together.
+        draw: "longest" pads a batch to its largest example, "sum" adds its examples up. A function
+            ``draw(random.Random, batch_size)`` yields the arguments of one call after the other, as
+            your own sampler does.
+        calls: Calls of each order, at least 1.
+        orders: Orders that are tried, at least 1. If none of 40 dies, at most 7.2 % of all do, at
+            95 % confidence.
+        seed: Order k is drawn by ``random.Random(seed + k)``.
+
+    Raises:
+        InvalidArgumentError: no values, or not as many for each argument; one that is not a
+            positive finite number.
+
+    Examples:
+        >>> for batch in Epoch({"length": [5, 9, 7]}, calls=2).batches(0, 2):
+        ...     print(batch)
+        {'batch_size': 2, 'length': 9}
+        {'batch_size': 1, 'length': 5}
+    """
+
+    values: Mapping[str, Sequence[Number]] = field(kw_only=False, default_factory=dict)
+    draw: Literal["longest", "sum"] | Draw | Drawing = "longest"
+    calls: int = 1000
+    orders: int = 40
+    seed: int = 0
+    drawing: Drawing = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_size("calls", self.calls)
+        check_size("orders", self.orders)
+        if isinstance(self.draw, Drawing):
+            drawing: Drawing = self.draw
+        elif callable(self.draw):
+            drawing = Sampler(self.draw)
+        elif self.draw in _DRAWINGS:
+            object.__setattr__(self, "values", check_values(self.values))
+            drawing = _DRAWINGS[self.draw](self.values)  # type: ignore[arg-type]
+        else:
+            raise InvalidArgumentError(
+                f'draw must be "longest", "sum" or a function, not {self.draw!r}'
+            )
+        object.__setattr__(self, "drawing", drawing)
+
+    def batches(
+        self, order: int, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Arguments]:
+        """Yield the arguments of each call of an order, among them its own ``batch_size``.
+
+        Examples are drawn without replacement until the data end, and then anew; a rank takes every
+        `world_size`-th. A last batch of the data may be smaller.
+        """
+        drawn = random.Random(self.seed + order)
+        calls = self.drawing.batches(drawn, batch_size, world_size)
+        yield from (of_ranks[rank] for of_ranks in islice(calls, self.calls) if of_ranks[rank:])
+
+    def describe(self) -> dict[str, Plain]:
+        """Return what a result keeps of it: plain data, without the values themselves."""
+        values: dict[str, Plain] = {}
+        for name, of in self.values.items():
+            digest = hashlib.sha256(repr(of).encode()).hexdigest()[:16]
+            ends = {"least": min(of), "median": statistics.median(of), "most": max(of)}
+            values[name] = {"count": len(of), **ends, "digest": digest}
+        numbers = {"calls": self.calls, "orders": self.orders, "seed": self.seed}
+        return {"draw": self.drawing.label, **numbers, "values": values}
+
+
+def check_values(given: object) -> dict[str, tuple[Number, ...]]:
+    """Return the values of an epoch's examples as plain numbers.
+
+    Raises:
+        InvalidArgumentError: there are none, they are not of one number for each argument, or not
+            all positive and finite.
+    """
+    if not isinstance(given, Mapping) or not given:
+        raise InvalidArgumentError(
+            f"values must map an argument of the step to its numbers, {EXAMPLE}, not "
+            f"{clip(repr(given), 80)}"
+        )
+    values = {name: _read_values(name, numbers) for name, numbers in given.items()}
+    counts = {name: len(numbers) for name, numbers in values.items()}
+    if len({*counts.values()}) > 1:
+        raise InvalidArgumentError(
+            f"each example has a number for each argument, but there are {counts}: give all "
+            "arguments as many"
+        )
+    return values
+
+
+def _read_values(name: object, given: Any) -> tuple[Number, ...]:
+    if not isinstance(name, str) or not name.isidentifier() or name in ("model", SIZE):
+        raise InvalidArgumentError(f"{name!r} is not an extra argument of the step: {EXAMPLE}")
+    if hasattr(given, "tolist"):  # of numpy or torch
+        given = given.tolist()
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise InvalidArgumentError(f"the values of {name} must be a list, not {given!r}: {EXAMPLE}")
+    numbers = tuple(given)
+    if not numbers:
+        raise InvalidArgumentError(f"there are no values of {name}: {EXAMPLE}")
+    for at, number in enumerate(numbers):
+        is_number = isinstance(number, int | float) and not isinstance(number, bool)
+        if not is_number or not 0 < number < math.inf:
+            raise InvalidArgumentError(
+                f"value {at} of {name} is {number!r}, and must be a positive finite number"
+            )
+    return numbers
+
+
+def read_numbers(path: Path) -> list[Number]:
+    """Return the numbers of a file: one a line, a JSON list, or ``.npy``.
+
+    Raises:
+        InvalidArgumentError: it cannot be read as such.
+    """
+    try:
+        if path.suffix == ".npy":
+            import numpy as np
+
+            numbers = np.load(path, allow_pickle=False).tolist()
+        elif path.suffix == ".json":
+            numbers = json.loads(path.read_text())
+        else:
+            numbers = [json.loads(line) for line in path.read_text().split()]
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"{path} has no numbers: {error}") from None
+    if not isinstance(numbers, list):
+        raise InvalidArgumentError(f"{path} has no list of numbers, but {clip(repr(numbers), 40)}")
+    return numbers
+
+
+def shuffle(drawn: random.Random, count: int) -> Iterator[int]:
+    """Yield the numbers below `count` in a random order, each drawn only when it is wanted."""
+    moved: dict[int, int] = {}
+    for last in range(count - 1, -1, -1):
+        at = drawn.randrange(last + 1)
+        yield moved.get(at, at)
+        moved[at] = moved.pop(last, last)
+
+
+def tokens_of(lengths: object, *, packed: bool = False, **numbers: int) -> Epoch:
+    """Return the epoch of a data set whose batches hold a number of tokens.
+
+    Raises:
+        InvalidArgumentError: a length, or a number, is wrong.
+    """
+    values = check_values({"length": lengths})
+    draw = TokenBudget(values["length"], packed=packed)
+    return Epoch(values, draw=draw, **numbers)
+
+
+def token_options(epoch: Any, given: Mapping[str, Any]) -> dict[str, int]:
+    """Return the least number of tokens to try: that of the longest example.
+
+    Raises:
+        InvalidArgumentError: larger numbers are not allowed, or an option means nothing for tokens.
+    """
+    if given.get("global_batch") is not None:
+        raise InvalidArgumentError("global_batch counts samples, and here batches hold tokens")
+    longest, most = math.ceil(max(epoch.drawing.lengths)), given.get("max_batch")
+    if most is not None and longest > most:
+        raise InvalidArgumentError(
+            f"an example has {longest} tokens, more than max_batch={most}: raise it, or leave that "
+            "example out"
+        )
+    return {"min_batch": max(longest, given.get("min_batch", 1))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochRecord:
+    """How many orders of an epoch run out of memory under the cap, as replayed on the allocator.
+
+    Attributes:
+        batch_size: The size that they have.
+        ends: For each order, the number of the call, from 1, that ran out of memory; None where
+            none did. Empty where no epoch could be replayed.
+        deaths: How many did; None where no epoch could be replayed.
+        settings: How many do under other settings of the allocator, by what to set.
+        longest_only_batch_size: The answer without the epoch: the largest size whose largest batch
+            runs.
+        longest_only_ends: `ends` at that size.
+        peak_reserved_bytes: The most that the allocator reserves in any order that runs.
+        hardest: The order, from 0, and the number of its call, from 1, in which it does.
+        matched_fraction: Of the requests of calls that ran, those that came as predicted.
+        reason: Why no epoch could be replayed; "" if one was.
+        drawn: What was drawn from, without the values: draw, calls, orders, seed, and of each
+            argument count, least, median, most and a digest; by step, if several have an epoch.
+    """
+
+    batch_size: Samples
+    ends: tuple[int | None, ...] = ()
+    deaths: int | None = None
+    settings: Mapping[str, int] = field(default_factory=dict)
+    longest_only_batch_size: Samples | None = None
+    longest_only_ends: tuple[int | None, ...] = ()
+    peak_reserved_bytes: Bytes | None = None
+    hardest: tuple[int, int] | None = None
+    matched_fraction: float | None = None
+    reason: str = ""
+    drawn: Mapping[str, Plain] = field(default_factory=dict)

@@ -1,0 +1,102 @@
+"""Replay orders of an epoch on an allocator: which of them run out of memory, and when."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from oomprobe.allocator.caching import AllocatorOutOfMemory
+from oomprobe.tape.calls import RecordedCall, replay_call
+from oomprobe.tape.record import Recording
+
+_OLD = 1 << 40  # calls ago, of what was there before the trial: only its first call can free that
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderEnd:
+    """How an order ended: `died` in the call of this number, from 1; None: it ran.
+
+    `hardest` is the number of the call in which the most was reserved for the first time.
+    """
+
+    died: int | None
+    peak_reserved_bytes: int
+    hardest: int
+    alloc_retries: int
+
+
+def replay_order(
+    start: Recording, cap_bytes: int | None, calls: Iterable[RecordedCall]
+) -> OrderEnd:
+    """Replay one call after the other from where a trial began, until one runs out of memory."""
+    *_, end = replay_each(start, cap_bytes, calls)
+    return end
+
+
+def replay_each(
+    start: Recording, cap_bytes: int | None, calls: Iterable[RecordedCall]
+) -> Iterator[OrderEnd]:
+    """Replay calls as `replay_order` does; yield after each how the order has gone so far."""
+    allocator, live = start.allocator.copy(), start.live
+    allocator.limit_bytes = cap_bytes
+    hardest = 1
+    for number, call in enumerate(calls, start=1):
+        before_bytes, died = allocator.peak_reserved_bytes, None
+        try:
+            live = replay_call(allocator, call, live)
+        except AllocatorOutOfMemory:
+            died = number
+        if number == 1:
+            live = {(ago + _OLD * (ago > 1), index): block for (ago, index), block in live.items()}
+        if allocator.peak_reserved_bytes > before_bytes:
+            hardest = number
+        yield OrderEnd(
+            died=died,
+            peak_reserved_bytes=allocator.peak_reserved_bytes,
+            hardest=hardest,
+            alloc_retries=allocator.alloc_retries,
+        )
+        if died:
+            return
+
+
+_replay: Callable[[int], OrderEnd]  # of the processes that are forked next
+
+
+def replay_here(order: int) -> OrderEnd:
+    """Replay an order as the process has begun to that forked this one."""
+    return _replay(order)
+
+
+def replay_orders(
+    orders: Sequence[int], replay: Callable[[int], OrderEnd]
+) -> Iterator[tuple[int, OrderEnd]]:
+    """Yield each order and how it ended, side by side on the cores there are.
+
+    Where a process cannot fork, one after the other.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    workers = min(cores, len(orders))
+    if workers < 2 or sys.platform != "linux":
+        yield from ((order, replay(order)) for order in orders)
+        return
+    global _replay
+    _replay = replay
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process with threads
+        pool = ProcessPoolExecutor(
+            workers,
+            multiprocessing.get_context("fork"),
+            initializer=signal.signal,
+            initargs=(signal.SIGINT, signal.SIG_IGN),
+        )
+        try:
+            yield from zip(orders, pool.map(replay_here, orders), strict=True)
+        finally:
+            pool.shutdown(cancel_futures=True)

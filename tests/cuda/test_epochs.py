@@ -1,0 +1,142 @@
+"""Epochs on torch's own CUDA allocator: each order is trained in a process of its own, and ends where its replay does."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from bed import forked
+from torch import nn
+from torch.nn import functional as F
+
+import oomprobe
+
+from .tabled import Attention, language_model
+
+TARGET = f"{Path(__file__).with_name('tabled.py')}:build"
+LENGTHS = [
+    min(512, max(8, round(90 * random.Random(n).lognormvariate(0, 0.6)))) for n in range(3000)
+]
+NODES = [
+    min(300, max(4, round(24 * random.Random(n).lognormvariate(0, 0.55)))) for n in range(3000)
+]
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+class Messages(nn.Module):
+    """A layer that sums over neighbours: its memory grows with nodes and with edges."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.message, self.update = nn.Linear(2 * width, width), nn.Linear(2 * width, width)
+
+    def forward(self, nodes, ends):
+        messages = F.silu(self.message(torch.cat([nodes[ends], nodes[ends.flip(0)]], -1)))
+        sums = torch.zeros_like(nodes).index_add(0, ends, messages)
+        return nodes + self.update(torch.cat([nodes, sums], -1))
+
+
+def graphs():
+    layers = nn.ModuleList(Messages(256) for _ in range(4)).cuda()
+    optimizer = torch.optim.AdamW(layers.parameters())
+
+    def step(model, batch_size, nodes, edges):
+        state = torch.randn(nodes, 256, device="cuda")
+        ends = torch.zeros(edges, dtype=torch.long, device="cuda")
+        for layer in model:
+            state = layer(state, ends)
+        optimizer.zero_grad()
+        state.square().mean().backward()
+        optimizer.step()
+
+    return layers, step
+
+
+def images():
+    parts = [nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.SiLU(), nn.Conv2d(32, 64, 3, 2, 1)]
+    model = nn.Sequential(*parts, nn.BatchNorm2d(64), nn.SiLU(), nn.AdaptiveAvgPool2d(1)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step(model, batch_size, side):
+        loss = model(torch.randn(batch_size, 3, side, side, device="cuda")).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return model, step
+
+
+def sides(drawn, batch_size):
+    while True:
+        yield {"side": drawn.randrange(96, 384, 32)}
+
+
+SHORT = {"calls": 40, "orders": 8}
+LOOPS = {
+    "padded lengths": (lambda: language_model(Attention), {"values": {"length": LENGTHS}}),
+    "graphs that add up": (
+        graphs,
+        {"values": {"nodes": NODES, "edges": [3 * n for n in NODES]}, "draw": "sum"},
+    ),
+    "images of several scales": (images, {"draw": sides}),
+}
+
+
+def find(make, epoch):
+    return oomprobe.find_max_batch(*make(), epoch=epoch, progress="off").to_dict()
+
+
+def dies(make, batches, cap_bytes):
+    """Return the call in which a fresh process runs out of memory; None if it runs all."""
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(cap_bytes / total_bytes)
+    model, step = make()
+    for number, batch in enumerate(batches, start=1):
+        try:
+            step(model, **batch)
+            torch.cuda.synchronize()
+        except torch.OutOfMemoryError:
+            return number
+    return None
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_each_order_ends_where_its_replay_does(name):
+    make, given = LOOPS[name]
+    epoch = oomprobe.Epoch(**given, **SHORT)
+    found = forked(find, make, epoch, memory="1GiB", limit_s=240)
+    record = found["epoch"]
+    assert (record["deaths"], record["reason"]) == (0, "")
+    assert record["matched_fraction"] > 0.95
+    bound = record["longest_only_batch_size"]
+    assert 0.5 * bound < found["batch_size"] <= bound
+    for size, ends in ((bound, record["longest_only_ends"]), (found["batch_size"], record["ends"])):
+        for order in range(3):
+            batches = [*epoch.batches(order, size)]
+            died = forked(dies, make, batches, found["budget_bytes"], memory="1GiB")
+            assert died == ends[order], (size, order)
+    assert any(record["longest_only_ends"])
+
+
+def test_expandable_segments_are_replayed_as_such():
+    make, given = LOOPS["padded lengths"]
+    epoch = oomprobe.Epoch(**given, **SHORT)
+    found = forked(find, make, epoch, memory="1GiB", limit_s=240, **EXPANDABLE)
+    record = found["epoch"]
+    assert record["settings"] == {"expandable_segments:True": 0}
+    batches = [*epoch.batches(0, found["batch_size"])]
+    assert forked(dies, make, batches, found["budget_bytes"], memory="1GiB", **EXPANDABLE) is None
+
+
+def test_an_isolated_target_is_recorded_in_its_process():
+    epoch = oomprobe.Epoch({"length": LENGTHS}, **SHORT)
+
+    def probe():
+        options = {"epoch": epoch, "progress": "off"}
+        return oomprobe.probe_target(TARGET, **options).to_dict()
+
+    found = forked(probe, memory="1GiB", limit_s=240)
+    assert (found["epoch"]["deaths"], found["epoch"]["reason"]) == (0, "")
+    assert found["environment"]["isolated"]
+    batches = [*epoch.batches(0, found["batch_size"])]
+    assert forked(dies, language_model, batches, found["budget_bytes"], memory="1GiB") is None
