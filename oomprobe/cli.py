@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words, command = words[:place], words[place + 1 :]
     arguments, unknown = whole.parse_known_args(words)
     if unknown:
-        _refuse(unknown, words[0], arguments.parser)
+        _refuse_words(unknown, words[0], arguments.parser)
     arguments.command, arguments.owns_process = command, argv is None
     try:
         return int(arguments.act(arguments))
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
 
-def _refuse(unknown: Sequence[str], command: str, own: argparse.ArgumentParser) -> NoReturn:
+def _refuse_words(unknown: Sequence[str], command: str, own: argparse.ArgumentParser) -> NoReturn:
     """End with the error that some words mean nothing to a command, whose own parser is given."""
     option = next((word.partition("=")[0] for word in unknown if word.startswith("-")), "")
     if not option or "{batch}" in " ".join(unknown):
@@ -330,8 +330,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from oomprobe.results.compare import comparison
-    from oomprobe.results.regression import grown
+    from oomprobe.results.compare import comparison, grown
 
     names = arguments.first, arguments.second
     first, second = map(read_result, names)
@@ -367,7 +366,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _devices(arguments: argparse.Namespace) -> int:
+def _list_devices(arguments: argparse.Namespace) -> int:
     from oomprobe.devices.choose import describe_device, list_devices
     from oomprobe.simulation.catalogue import CATALOGUE
 
@@ -390,7 +389,7 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
     "show": (_show, "print a result that was saved as JSON"),
     "compare": (_compare, "print two saved results side by side"),
     "explain": (_explain, "say why memory ran out: a snapshot of torch's, or a log; - for stdin"),
-    "devices": (_devices, "list what can be probed"),
+    "devices": (_list_devices, "list what can be probed"),
 }
 EXAMPLES = """\
 examples:
@@ -489,54 +488,54 @@ def parser() -> argparse.ArgumentParser:
         if metavar:
             kind = {"metavar": metavar, "type": int if metavar == "N" else float}
         add(group, _flag(option.name), dest=option.name, help=option.metadata["help"], **kind)
-    add(search, "--require", type=_size, metavar="N", default=None)
-    add(search, "--world-size", type=_size, metavar="N", default=None)
-    add(search, "--over", type=_axis, action="append", metavar="NAME=V,V,...")
-    add(search, "--savings", type=_savings, metavar="all|NAME,NAME")
-    add(search, "--epoch", type=_files, metavar="NAME=FILE,...")
+    add(search, "--require", type=_parse_size, metavar="N", default=None)
+    add(search, "--world-size", type=_parse_size, metavar="N", default=None)
+    add(search, "--over", type=_parse_axis, action="append", metavar="NAME=V,V,...")
+    add(search, "--savings", type=_parse_savings, metavar="all|NAME,NAME")
+    add(search, "--epoch", type=_parse_files, metavar="NAME=FILE,...")
     add(search, "--draw", choices=("longest", "sum"))
     add(search, "--tokens", type=Path, metavar="FILE")
     add(search, "--packed", action="store_true")
-    add(search, "--orders", type=_size, metavar="N")
-    add(search, "--calls", type=_size, metavar="N")
+    add(search, "--orders", type=_parse_size, metavar="N")
+    add(search, "--calls", type=_parse_size, metavar="N")
     add(where, "--device")
     add(
         where,
         "--nproc-per-node",
-        type=lambda words: words if words == "gpu" else _size(words),
+        type=lambda words: words if words == "gpu" else _parse_size(words),
         metavar="N",
     )
     add(where, "--in-process", action="store_false", dest="isolate")
     add(where, "--passes-after", type=float, metavar="S", dest="passes_after_s")
     add(where, "--keep-writes", action="store_true")
-    add(own["compare"], "--tolerance", type=_tolerance, metavar="SHARE", default=None)
+    add(own["compare"], "--tolerance", type=_parse_tolerance, metavar="SHARE", default=None)
     for place in (output, own["explain"]):
-        add(place, "--json", type=_file, metavar="FILE", default=None)
+        add(place, "--json", type=_parse_file, metavar="FILE", default=None)
     add(output, "--quiet", action="store_true", default=False)
     for place in (output, own["show"], own["explain"]):
-        add(place, "--html", type=_file, metavar="FILE", default=None)
+        add(place, "--html", type=_parse_file, metavar="FILE", default=None)
     for place in (output, own["show"]):
-        add(place, "--plot", type=_file, metavar="FILE", default=None)
+        add(place, "--plot", type=_parse_file, metavar="FILE", default=None)
         add(place, "--verbose", action="store_true", default=False)
     for place in (output, own["demo"]):
         add(place, "--progress", choices=("auto", "plain", "off"), default="auto")
     return whole
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text}")
     return int(text)
 
 
-def _axis(text: str) -> tuple[str, list[object]]:
+def _parse_axis(text: str) -> tuple[str, list[object]]:
     axis = re.fullmatch(r"([^=]+)=([^(]+)", text)
     if axis is None:
         raise argparse.ArgumentTypeError(WITH_COMMAS.format(text=text))
-    return axis[1], [_number(value) for value in axis[2].split(",")]
+    return axis[1], [*map(_parse_number, axis[2].split(","))]
 
 
-def _files(text: str) -> dict[str, Path]:
+def _parse_files(text: str) -> dict[str, Path]:
     files = {}
     for part in text.split(","):
         name, _, file = part.partition("=")
@@ -546,7 +545,7 @@ def _files(text: str) -> dict[str, Path]:
     return files
 
 
-def _savings(text: str) -> str:
+def _parse_savings(text: str) -> str:
     try:
         savings.chosen(text)
     except InvalidArgumentError as error:
@@ -554,7 +553,7 @@ def _savings(text: str) -> str:
     return text
 
 
-def _number(text: str) -> object:
+def _parse_number(text: str) -> object:
     """Return an integer or another number, if the text is one."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
@@ -562,8 +561,8 @@ def _number(text: str) -> object:
     return text
 
 
-def _tolerance(text: str) -> float:
-    from oomprobe.results.regression import stated_tolerance
+def _parse_tolerance(text: str) -> float:
+    from oomprobe.results.compare import stated_tolerance
 
     try:
         return stated_tolerance(text)
@@ -571,7 +570,7 @@ def _tolerance(text: str) -> float:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _file(text: str) -> Path:
+def _parse_file(text: str) -> Path:
     """Return the absolute path of a file to write, because a step may change the working directory."""
     if text == "-":
         return STDOUT

@@ -15,8 +15,8 @@ import oomprobe
 from oomprobe import cli
 from oomprobe.records.breakdown import ACTIVATIONS, FRAGMENTATION, KINDS, Breakdown, ModuleMemory
 from oomprobe.results.blocks import block_lines
-from oomprobe.results.breakdown import breakdown_blocks
 from oomprobe.results.compare import comparison
+from oomprobe.results.facts import breakdown_blocks
 from oomprobe.results.plot import bracket_figure
 
 GIB = 2**30

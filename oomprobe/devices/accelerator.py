@@ -16,8 +16,7 @@ import torch
 
 from oomprobe.devices import sharing
 from oomprobe.devices.base import Counters, Device, History, Usage, stated_name, typed_budget
-from oomprobe.devices.calls import CallHistory, MemoryHistory, user_records
-from oomprobe.devices.fingerprint import fingerprint
+from oomprobe.devices.calls import CallHistory, MemoryHistory, fingerprint, user_records
 from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
@@ -76,9 +75,8 @@ class AcceleratorDevice(Device):
             self.half = half_of((properties.major, properties.minor))
         self.name = stated_name(str(properties.name), stated_bytes, self.total_bytes)
         is_integrated = getattr(properties, "is_integrated", False)  # torch.cuda
-        self.integrated = bool(
-            is_integrated or getattr(properties, "is_integrated_gpu", False)
-        )  # torch.xpu
+        is_integrated |= getattr(properties, "is_integrated_gpu", False)  # torch.xpu
+        self.integrated = bool(is_integrated)
         self._not_resident_bytes = 0
         why_spills = sharing.why_spills()
         if why_spills is not None:
@@ -150,9 +148,8 @@ class AcceleratorDevice(Device):
             with self._held_to(self._fraction()):
                 yield
         except BaseException:
-            with suppress(
-                Exception
-            ):  # this fails on a poisoned device, and must not hide the step's error
+            # This fails on a poisoned device, and must not hide the step's error.
+            with suppress(Exception):
                 self._set_fraction(before)
             raise
         self._set_fraction(before)
@@ -240,9 +237,8 @@ class AcceleratorDevice(Device):
         if not self.has_graphs():
             clear()
             self._torch.empty_cache()
-        elif (
-            not self._has_released
-        ):  # graphs captured during a trial are freed with its compiled code
+        elif not self._has_released:
+            # Graphs captured during a trial are freed with its compiled code.
             self._notes = (*self._notes, GRAPHS)
         self._has_released = True
 
@@ -254,9 +250,8 @@ class AcceleratorDevice(Device):
         if pools is not None:  # since torch 2.14
             return bool(pools)
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-        return any(
-            tuple(segment["segment_pool_id"]) != (0, 0) for segment in segments
-        )  # graphs have their own pools
+        # Graphs have their own pools.
+        return any(tuple(segment["segment_pool_id"]) != (0, 0) for segment in segments)
 
     def call_recorder(self) -> CallHistory | None:
         return self._calls if self._is_native() else None
@@ -316,7 +311,6 @@ def kernel_answers(device: torch.device, synchronize: Callable[[], object]) -> b
         synchronize()
         return float(torch.ones(1, dtype=torch.float32, device=device).add_(1).item()) == 2.0
     except Exception as error:
-        evidence = Evidence(
-            smaller_size_passed=False, memory_pressure=False
-        )  # ambiguous texts count as unhealthy
+        # Ambiguous texts count as unhealthy.
+        evidence = Evidence(smaller_size_passed=False, memory_pressure=False)
         return classify_error(error, evidence) in (Verdict.OOM, Verdict.HOST_OOM)

@@ -45,9 +45,8 @@ class Recorder:
         self._modules = {
             id(module): (name, type(module).__name__) for name, module in model.named_modules()
         }
-        self._contexts = [
-            (ACTIVATIONS, OUTSIDE)
-        ]  # a stack: the kind of memory allocated now, and the module's name
+        # A stack: the kind of memory allocated now, and the module's name.
+        self._contexts = [(ACTIVATIONS, OUTSIDE)]
 
     @contextmanager
     def recording(self, history: History) -> Iterator[None]:
@@ -60,9 +59,8 @@ class Recorder:
         ]
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings(
-                "ignore", message=".*there are global hooks on modules"
-            )  # those below
+            # Those below.
+            warnings.filterwarnings("ignore", message=".*there are global hooks on modules")
             for handle in self._hooks():
                 stack.callback(handle.remove)
             stack.enter_context(backward_wrapped(self._in_backward))
@@ -149,9 +147,11 @@ class Recorder:
         """Return the largest modules, with those at the same position of repeated blocks combined."""
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         classes = dict(self._modules.values())
-        own = {name: _own_bytes(module) for name, module in self._model.named_modules()}
-        with_own = [name for name, nbytes in own.items() if nbytes]
-        for name in dict.fromkeys([*by_module, *with_own]):
+        own = Counter[str]()
+        for name, module in self._model.named_modules():
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                own[name] += tensor.nbytes
+        for name in dict.fromkeys([*by_module, *+own]):
             position = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
             groups[position, classes.get(name, "")].append(name)
         modules = []
@@ -164,7 +164,7 @@ class Recorder:
                 kind=kind,
                 count=len(names),
                 activation_bytes=sum(by_module[name] for name in names),
-                parameter_bytes=sum(own.get(name, 0) for name in names),
+                parameter_bytes=sum(own[name] for name in names),
             )
             modules.append(memory)
         modules.sort(key=lambda memory: (-memory.activation_bytes, -memory.parameter_bytes))
@@ -198,11 +198,6 @@ def backward_wrapped(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -
         yield
     finally:
         vars(torch.autograd).update(originals)
-
-
-def _own_bytes(module: torch.nn.Module) -> int:
-    tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def held_at_peak(

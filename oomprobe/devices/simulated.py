@@ -106,9 +106,8 @@ class SimulatedDevice(Device):
         self._card_mode = CardMode(self._memory)
         self._card_mode.is_rank = world_size > 1
         self._sharding = Sharding()
-        self._cold: tuple[CachingAllocator, LiveBlocks] | None = (
-            None  # state before the trial's first call
-        )
+        # The state before the trial's first call.
+        self._cold: tuple[CachingAllocator, LiveBlocks] | None = None
         self._calls = list[RecordedCall]()
 
     @contextmanager
@@ -168,16 +167,21 @@ class SimulatedDevice(Device):
         """
         tensors = _in_host_memory(tensors)
         if self._has_built and any(map(self._card_mode.fakes.holds, tensors)):
-            tensors = list(
-                filter(self._card_mode.is_on_card, tensors)
-            )  # building has left the others in host memory
+            # Building has left the others in host memory.
+            tensors = list(filter(self._card_mode.is_on_card, tensors))
         try:
             for tensor in tensors:
                 self._card_mode.fakes.put_on_card(tensor)
         except AllocatorOutOfMemory:
-            raise NothingFitsError(
-                _too_large(tensors, self.name, self.card.available_bytes)
-            ) from None
+            storages = {tensor.untyped_storage() for tensor in tensors}
+            needed_bytes = sum(storage.nbytes() for storage in storages)
+            size_bytes = self.card.available_bytes
+            figures = {
+                "needed": format_bytes(needed_bytes),
+                "size": format_bytes(size_bytes),
+                "missing": format_bytes(max(0, needed_bytes - size_bytes)),
+            }
+            raise NothingFitsError(TOO_LARGE.format(card=self.name, **figures)) from None
         if self._card_mode.refused_building is not None:
             size = format_bytes(self.card.available_bytes)
             raise NothingFitsError(
@@ -224,9 +228,8 @@ class SimulatedDevice(Device):
         )
 
     def live_bytes(self) -> int:
-        return (
-            self._memory.allocator.requested_bytes
-        )  # not the blocks, whose sizes may vary between calls
+        # Not the blocks, whose sizes may vary between calls.
+        return self._memory.allocator.requested_bytes
 
     def counters(self) -> Counters:
         allocator = self._memory.allocator
@@ -359,20 +362,6 @@ def _in_host_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
                 "build it there, or call model.cpu() before probing"
             )
     return real
-
-
-def _too_large(tensors: Iterable[torch.Tensor], card: str, available_bytes: int) -> str:
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors
-    }
-    needed_bytes = sum(storages.values())
-    missing, size = (
-        format_bytes(max(0, needed_bytes - available_bytes)),
-        format_bytes(available_bytes),
-    )
-    return TOO_LARGE.format(
-        needed=format_bytes(needed_bytes), card=card, size=size, missing=missing
-    )
 
 
 def _with_workspace(reserved_bytes: int, workspace_bytes: int, allowed_bytes: int) -> int:

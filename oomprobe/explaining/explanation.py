@@ -157,7 +157,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain data, as JSON has it."""
         lists = {
-            "modules": [asdict(calls) for calls in self.modules],
+            "modules": [*map(asdict, self.modules)],
             "advice": [*self.advice],
             "notes": [*self.notes],
         }
@@ -194,8 +194,8 @@ class Explanation:
         blocks = (
             Block("memory", {label: about for label, about in facts.items() if about}),
             Block("ranks, in the order of their errors", ranks[:MOST_ROWS]),
-            _shares("what was live", self.held),
-            _shares("by kind", self.kinds),
+            _table_of("what was live", self.held),
+            _table_of("by kind", self.kinds),
             Block("calls of equal modules", calls[:MOST_ROWS]),
             Block("the least memory for torch in which the same requests run", self._least()),
             Block("what to type", self.advice),
@@ -393,7 +393,7 @@ def _chosen(snapshots: Sequence[Snapshot], device: int | None) -> Snapshot:
 
 def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot) -> Explanation:
     notes: list[str] = []
-    history, replay = _replayed(snapshot, notes)
+    history, replay = _replay_of(snapshot, notes)
     moment = history.moment()
     known: dict[str, Any] = {}
     refused = moment.refused
@@ -407,7 +407,7 @@ def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot)
     if refused is not None:
         where = stacks.line_of(refused.frames)
         known |= {"requested_bytes": refused.size, "free_bytes": refused.address, "where": where}
-        cause, available_bytes = _cause(history, moment, refused, replay)
+        cause, available_bytes = _cause_of(history, moment, refused, replay)
         if history.snapshot is not snapshot:  # what was live when it was refused is not known
             cause = "unknown"
         known |= {"cause": cause, "available_bytes": available_bytes, "advice": ADVICE[cause]}
@@ -434,7 +434,7 @@ def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot)
     )
 
 
-def _replayed(snapshot: Snapshot, notes: list[str]) -> tuple[History, Replay | None]:
+def _replay_of(snapshot: Snapshot, notes: list[str]) -> tuple[History, Replay | None]:
     """Return the history, as far as it can be known, and what its replay showed; add to the notes what was replayed, or why not."""
     try:
         history = History(snapshot)
@@ -461,7 +461,7 @@ def _replayed(snapshot: Snapshot, notes: list[str]) -> tuple[History, Replay | N
     return history, replay
 
 
-def _cause(
+def _cause_of(
     history: History, moment: Moment, refused: Event, replay: Replay | None
 ) -> tuple[str, int]:
     """Return the cause, and what the allocator could have held when the request was refused."""
@@ -509,7 +509,7 @@ def _sizes(nbytes: int | None, more: str = "") -> list[Fact]:
     return [Fact(f"{format_bytes(nbytes)}{more}")]
 
 
-def _shares(title: str, sizes: Mapping[str, int]) -> Block:
+def _table_of(title: str, sizes: Mapping[str, int]) -> Block:
     """Return a table of bytes and shares by name, with the small ones together."""
     total = sum(sizes.values())
     shown = list(sizes.items())[:MOST_ROWS]

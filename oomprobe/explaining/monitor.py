@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,9 +47,8 @@ class Probed:
     """The peaks of a probe at a batch size; None where they are not known."""
 
     sizes: Sequence[int]  # all that have peaks
-    nearest: tuple[int, int] | None = (
-        None  # the sizes that ran, from below and from above: equal if it ran itself
-    )
+    # The sizes that ran, from below and from above: equal if it ran itself.
+    nearest: tuple[int, int] | None = None
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
 
@@ -65,10 +65,10 @@ class Probed:
         """
         ran = {t.batch_size: t for t in trials if t.passed and t.peak_allocated_bytes is not None}
         sizes = sorted(ran)
-        smaller = max((size for size in sizes if size <= batch_size), default=None)
-        larger = min((size for size in sizes if size >= batch_size), default=None)
-        if smaller is None or larger is None:
+        if not sizes or not sizes[0] <= batch_size <= sizes[-1]:
             return cls(sizes=sizes)
+        smaller = sizes[bisect_right(sizes, batch_size) - 1]
+        larger = sizes[bisect_left(sizes, batch_size)]
         low, high = ran[smaller], ran[larger]
         share = (batch_size - smaller) / max(1, larger - smaller)
         return cls(
@@ -303,7 +303,7 @@ class PeakMonitor:
             where += f", in {phase}"
         peak, size = format_bytes(self._peak_bytes), self.batch_size
         line = f"peak {peak} at {where}: {self._difference_percent:.1f} % above the {self._probed} probed at batch {size}"
-        missed = [_brief(item) for item in self._result.not_covered[:MOST_MISSED]]
+        missed = [*map(_brief, self._result.not_covered[:MOST_MISSED])]
         if missed:
             line += f"; not covered by the probe: {'; '.join(missed)}"
         return (

@@ -17,8 +17,7 @@ def allocator_settings() -> dict[str, str]:
 
 def variables_of(torch_version: str) -> tuple[str, ...]:
     """Return the variables that a version of torch reads."""
-    version = tuple(int(part) for part in torch_version.split(".")[:2])
-    if version < READS_ALL:
+    if tuple(map(int, torch_version.split(".")[:2])) < READS_ALL:
         return VARIABLES[:2]
     return VARIABLES
 

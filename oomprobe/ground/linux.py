@@ -9,13 +9,13 @@ ROOT = Path("/")  # below which /proc and /sys are
 
 def machine_bytes(name: str, root: Path = ROOT) -> int | None:
     """Return a figure of /proc/meminfo, such as ``MemAvailable``, in bytes; None if it is missing."""
-    kib = _count(root / "proc/meminfo", f"{name}:")
+    kib = _read_count(root / "proc/meminfo", f"{name}:")
     return None if kib is None else kib * 1024
 
 
 def process_bytes(name: str) -> int:
     """Return a figure of /proc/self/status, such as ``VmSize`` (address space) or ``VmRSS`` (resident), in bytes."""
-    return 1024 * (_count(ROOT / "proc/self/status", f"{name}:") or 0)
+    return 1024 * (_read_count(ROOT / "proc/self/status", f"{name}:") or 0)
 
 
 def free_bytes(root: Path = ROOT) -> int | None:
@@ -56,7 +56,7 @@ def _cgroup_free(folder: Path) -> int | None:
             unused = int(limit_text) - int((folder / used_name).read_text())
         except OSError:
             continue
-        return max(0, unused + (_count(folder / "memory.stat", cache_name) or 0))
+        return max(0, unused + (_read_count(folder / "memory.stat", cache_name) or 0))
     return None
 
 
@@ -68,7 +68,7 @@ def oom_kills(root: Path = ROOT) -> int | None:
     files = [root / "proc/vmstat"]
     for folder in _cgroup_folders(root):
         files += [folder / "memory.events", folder / "memory.oom_control"]
-    counts = [count for file in files if (count := _count(file, "oom_kill")) is not None]
+    counts = [count for file in files if (count := _read_count(file, "oom_kill")) is not None]
     return sum(counts) if counts else None
 
 
@@ -85,7 +85,7 @@ class OomKills:
         return now - self._before
 
 
-def _count(file: Path, name: str) -> int | None:
+def _read_count(file: Path, name: str) -> int | None:
     """Return the number that follows `name` at the start of a line; None if there is none."""
     try:
         lines = file.read_text().splitlines()

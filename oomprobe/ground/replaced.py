@@ -35,17 +35,17 @@ def replaced(patches: Iterable[Patch]) -> Iterator[None]:
             put(holder, name, value)
         yield
     finally:
-        _put_back(before)
+        _put_all_back(before)
 
 
-def _put_back(before: list[Patch]) -> None:
+def _put_all_back(before: list[Patch]) -> None:
     """Put attributes back, the last first; what interrupts this, such as Ctrl-C, is raised once all are back."""
     try:
         while before:
             put(*before.pop())
     finally:
         if before:
-            _put_back(before)
+            _put_all_back(before)
 
 
 def put(holder: Any, name: str, value: Any) -> None:

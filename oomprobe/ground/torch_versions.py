@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 LT_BYTES = 2**20  # cuBLASLt's own workspace
-VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 OLDEST, NEWEST_TESTED = (2, 6), (2, 15)
 UNTESTED = (
     "torch {version} is newer than {newest}, the newest that this oomprobe was tested with: what a probe measures does not "

@@ -35,21 +35,20 @@ from oomprobe.results.result import ProbeResult
 from oomprobe.runners.ranks_here import refuse_ranks
 from oomprobe.worst_case import LargestFirst, largest_first
 
-TRAIN, EVAL = (
-    "train_dataloader",
-    "val_dataloader",
-)  # methods; the arguments of Trainer.fit end in "s"
+# Methods; the arguments of Trainer.fit end in "s".
+TRAIN, EVAL = "train_dataloader", "val_dataloader"
 KIND = {TRAIN: "training data", EVAL: "validation data"}
 MICRO_BATCHES = 2  # the second runs with the gradients of the first; later ones need no more
 EVAL_BATCHES = 2
 MANUAL_BATCHES = 64  # a module with manual optimization must step within these
+# Callbacks.
 HARMLESS = (
     "ProgressBar",
     "ModelSummary",
     "Checkpoint",
     "LearningRateMonitor",
     "DeviceStatsMonitor",
-)  # callbacks
+)
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
@@ -256,7 +255,7 @@ class Fit:
 
         `name` is the batch size attribute, and a trial writes to `folder`.
         """
-        self.pl, self.plain = _checked(trainer, module, datamodule)
+        self.pl, self.plain = _check_arguments(trainer, module, datamodule)
         self.user, self.model, self.folder = trainer, module, folder
         # In the order of Lightning's hook calls.
         self.owners = [self.plain] if datamodule is None else [datamodule, self.plain]
@@ -410,7 +409,9 @@ class Fit:
                 self.pl.callbacks.LambdaCallback(on_train_batch_end=self._after_batch)
             ]
             trainer.save_checkpoint = _nothing
-            handle = register_optimizer_step_post_hook(self._after_step)
+            handle = register_optimizer_step_post_hook(
+                lambda optimizer, *_: self.stepped.update([id(optimizer)])
+            )
             try:
                 trainer.fit(self.model, datamodule=self.owners[0] if len(self.owners) > 1 else None)
             except SystemExit as ended:
@@ -438,9 +439,6 @@ class Fit:
             )
         if self.user.world_size > 1:
             framework.drop_last_collectives(self.user.strategy.root_device)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self.stepped[id(optimizer)] += 1
 
     def _after_batch(self, trainer: Any, *_: object) -> None:
         """Stop once the trial is complete."""
@@ -520,14 +518,20 @@ class Fit:
         if trains:
             self.has_last = any(lasts)
             count = self.most
-        place = (
-            framework.LOOP_STEPS * self.micro - 1
-        )  # of a last batch: the second optimizer step ends with it
+        # Of a last batch: the second optimizer step ends with it.
+        place = framework.LOOP_STEPS * self.micro - 1
         made = []
         for loader, order, size, last in zip(
             loaders, self.data.orders[name], sizes, lasts, strict=True
         ):
-            made.append(_trial_loader(loader, size, _Batches(order, size, last, count, place)))
+            # Without workers: starting them takes longer than a trial, and their memory is not part of the step.
+            made.append(
+                DataLoader(
+                    loader.dataset, size, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory
+                )
+            )
+            # As an argument, it would leave `batch_size` None, which modules read.
+            vars(made[-1])["batch_sampler"] = _Batches(order, size, last, count, place)
         return rebuild(made)
 
     def _last_batch(self, loader: Any, order: LargestFirst, size: int) -> int:
@@ -563,9 +567,8 @@ class Data:
             )
         if trainer.limit_val_batches == 0 or not overrides("validation_step", owners[-1]):
             self.makers.pop(EVAL, None)
-        self.size_owners = (
-            [] if self.was_passed else _size_owners(name, owners)
-        )  # objects with the attribute
+        # Objects with the attribute.
+        self.size_owners = [] if self.was_passed else _size_owners(name, owners)
         self.orders: dict[str, list[LargestFirst]] = {}
         self.sized: list[bool] = []  # whether each training loader follows the batch size
 
@@ -601,7 +604,7 @@ class Data:
                     f"the {type(loader).__name__} of the {KIND[name]} cannot be rebuilt with the largest examples: it has its "
                     f"own batch_sampler or __iter__. Pass {name}s=DataLoader(dataset, batch_size=...)"
                 )
-        sizes = {_size_of(loader) for loader in loaders}
+        sizes = {*map(_size_of, loaders)}
         if name == TRAIN and self.size_owners and batch_size not in sizes:
             made_sizes = " and ".join(map(str, sorted(sizes)))
             raise NotRunError(
@@ -612,7 +615,7 @@ class Data:
         return loaders, rebuild
 
 
-def _checked(trainer: Any, module: Any, datamodule: Any) -> tuple[Any, Any]:
+def _check_arguments(trainer: Any, module: Any, datamodule: Any) -> tuple[Any, Any]:
     """Return Lightning, and the module without torch.compile's wrapper; refuse arguments of other kinds."""
     # lightning and pytorch_lightning define the same classes separately.
     roots = {kind.__module__.partition(".")[0] for kind in type(trainer).__mro__}
@@ -675,20 +678,6 @@ class _Batches(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return self._count
-
-
-def _trial_loader(loader: Any, size: int, batches: _Batches) -> Any:
-    """Return a loader of the same data with those batches.
-
-    It has no workers: starting them takes longer than a trial, and their memory is not part of the step.
-    """
-    made = DataLoader(
-        loader.dataset, size, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory
-    )
-    vars(made)["batch_sampler"] = (
-        batches  # as an argument, it would leave `batch_size` None, which modules read
-    )
-    return made
 
 
 def _size_owners(name: str, owners: list[Any]) -> list[Any]:

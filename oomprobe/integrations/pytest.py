@@ -96,7 +96,7 @@ class Checked:
         """Fail if the step allocates more than in the baseline, by more than a share such as ``"2%"``; None: at all."""
         __tracebackhide__ = True
         from oomprobe.records.files import read_json
-        from oomprobe.results.regression import grown, stated_tolerance
+        from oomprobe.results.compare import grown, stated_tolerance
         from oomprobe.results.result import ProbeResult
 
         if self._updates:

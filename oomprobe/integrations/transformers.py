@@ -101,7 +101,7 @@ def find_max_batch(
     global_batch = options.pop("global_batch", None)
     if global_batch is not None:
         check_size("global_batch", global_batch)
-    args = _checked(trainer)
+    args = _check_trainer(trainer)
     refuse_ranks(
         "torchrun, or accelerate launch, trains on",
         args.world_size,
@@ -169,7 +169,7 @@ def model_and_step(
         ...     trainer = transformers.Trainer(model=model, args=args, train_dataset=data)
         ...     return model_and_step(trainer)
     """
-    args = _checked(trainer)
+    args = _check_trainer(trainer)
     trainer.model.to(args.device)  # some settings leave it on the CPU until it trains
     loop = _Loop(trainer, scan_s)
     return loop.model, loop.steps()
@@ -217,7 +217,7 @@ class PeakMonitorCallback(framework.PeakCallback):
         self.monitor.seen("saving a checkpoint")
 
 
-def _checked(trainer: Any) -> Any:
+def _check_trainer(trainer: Any) -> Any:
     """Return the arguments of the Trainer; refuse those that cannot be probed."""
     framework.load("transformers", minimum="5.0", extra="transformers")
     args = getattr(trainer, "args", None)
@@ -242,7 +242,7 @@ def _checked(trainer: Any) -> Any:
     return args
 
 
-def _values(datasets: Any) -> list[Any]:
+def _list_of(datasets: Any) -> list[Any]:
     return list(datasets.values()) if isinstance(datasets, dict) else [datasets]
 
 
@@ -253,11 +253,11 @@ def _shared(trainer: Any) -> list[Any]:
     # Without the wrappers that accelerate adds once the Trainer has trained.
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
-    data = [trainer.data_collator, trainer.train_dataset, *_values(trainer.eval_dataset)]
+    data = [trainer.data_collator, trainer.train_dataset, *_list_of(trainer.eval_dataset)]
     return [trainer, *modules, *configs, optimizer, scheduler, *data]
 
 
-def _copied(trainer: Any, *, simulated: bool) -> Any:
+def _copy_trainer(trainer: Any, *, simulated: bool) -> Any:
     """Return a copy of the Trainer with logging, saving and callbacks disabled."""
     copied = copy.copy(trainer)
     copied.args = copy.copy(trainer.args)
@@ -300,8 +300,8 @@ class _Loop:
         self.accumulation = min(self.args.gradient_accumulation_steps, SEARCH_ACCUMULATION)
         datasets = [trainer.train_dataset]
         if self.evaluates:
-            datasets += _values(trainer.eval_dataset)
-        self.trainer = _copied(trainer, simulated=simulated)
+            datasets += _list_of(trainer.eval_dataset)
+        self.trainer = _copy_trainer(trainer, simulated=simulated)
         self.trainer.data_collator = self._collate
         self.longest, *self.evaluated = (largest_first(one, scan_s) for one in datasets)
         self.collated: list[int] = []  # batch sizes of the current call

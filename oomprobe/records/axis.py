@@ -62,7 +62,7 @@ class Axis:
             raise InvalidArgumentError(
                 f"the values of {name} must be a list, not {values!r}: {EXAMPLE}"
             )
-        return cls(name, _checked(name, values))
+        return cls(name, _check_values(name, values))
 
     def drawing(self, epoch: Any) -> Axis:
         """Return the axis with an epoch, from which the steps get shapes.
@@ -158,8 +158,8 @@ NO_AXIS = Axis()
 CARDS = "device"  # the axis of a table of simulated cards, which no step takes
 
 
-def _checked(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
-    plain = tuple(map(_plain, values))
+def _check_values(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    plain = tuple(map(_plain_number, values))
     for value in plain:
         if value.__hash__ is None:
             raise InvalidArgumentError(
@@ -172,7 +172,7 @@ def _checked(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
     return plain
 
 
-def _plain(value: Any) -> Any:
+def _plain_number(value: Any) -> Any:
     """Return the number that a scalar of numpy or torch holds; any other value as it is."""
     if getattr(value, "ndim", None) == 0:
         return value.item()

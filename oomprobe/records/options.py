@@ -52,12 +52,10 @@ class Step:
     # Whether each call is a training run of its own, so that many calls show no more than a few do.
     starts_anew: bool = False
     max_batch: int | None = None  # the largest size that there are data for; None: unknown
-    is_timed: bool = (
-        True  # whether a call takes as long as in training; a loop that sets itself up takes longer
-    )
-    caller: Caller | None = (
-        None  # what the user typed, for error messages; None if the user wrote `run`
-    )
+    # Whether a call takes as long as in training; a loop that sets itself up takes longer.
+    is_timed: bool = True
+    # What the user typed, for error messages; None if the user wrote `run`.
+    caller: Caller | None = None
     # Whether the current call has created an optimizer and its parameters; it also drops them, so they need no snapshot.
     has_made: Callable[[torch.optim.Optimizer], bool] | None = None
 
@@ -96,7 +94,7 @@ def _option(
     group: str,
     metavar: str,
     help: str,
-    judge: Judge | None = None,
+    judge: Judge,
     *,
     in_checks: bool = False,
 ) -> Any:
@@ -164,8 +162,7 @@ class Options:
     def __post_init__(self) -> None:
         for option in fields(self):
             value, judge = getattr(self, option.name), option.metadata["judge"]
-            is_default = value is None and option.default is None
-            if judge is not None and not is_default:
+            if value is not None or option.default is not None:
                 judge(option.name, value)
         low, high, start = self.min_batch, self.max_batch, self.start_batch
         limits = f"between min_batch={low} and max_batch={high}"

@@ -61,14 +61,14 @@ def from_plain(cls: type[T], data: Any, place: str = "") -> T:
     given = {}
     for name, kind in _kinds_of(cls).items():  # type: ignore[arg-type]  # a class has a hash
         if name in data:
-            given[name] = _read(kind, data[name], f"{place}.{name}")
+            given[name] = _read_value(kind, data[name], f"{place}.{name}")
     try:
         return cls(**given)
     except TypeError as error:
         raise InvalidArgumentError(f"{_named_place(place)} is no {cls.__name__}: {error}") from None
 
 
-def _read(kind: Any, value: Any, place: str) -> Any:
+def _read_value(kind: Any, value: Any, place: str) -> Any:
     """Return a value as its annotation wants it; what is annotated `Any` stays as it is."""
     if kind in _CHECKS:
         wanted, holds = _CHECKS[kind]
@@ -82,13 +82,15 @@ def _read(kind: Any, value: Any, place: str) -> Any:
     if outer in (Union, UnionType):  # such as `int | None`
         if value is None:
             return None
-        return _read(inner[0], value, place)
+        return _read_value(inner[0], value, place)
     if outer in (tuple, Sequence):
         _require(value, place, list | tuple, "a list")
-        return tuple(_read(inner[0], item, f"{place}[{at}]") for at, item in enumerate(value))
+        return tuple(_read_value(inner[0], item, f"{place}[{at}]") for at, item in enumerate(value))
     if outer is Mapping:
         _require(value, place, Mapping, "an object")
-        return {name: _read(inner[1], item, f"{place}.{name}") for name, item in value.items()}
+        return {
+            name: _read_value(inner[1], item, f"{place}.{name}") for name, item in value.items()
+        }
     if not isinstance(kind, type):
         return value
     if is_dataclass(kind):
@@ -116,7 +118,7 @@ def require_plain(value: Any, place: str, depth: int = 0) -> None:
             for name, item in value.items():
                 require_plain(item, f"{place}.{name}", depth + 1)
         case _:
-            _read(float, value, place)
+            _read_value(float, value, place)
 
 
 def require_at_most(most: int, items: Sequence[object], place: str) -> None:

@@ -84,7 +84,7 @@ def cost(saving: Saving) -> tuple[int, ...]:
         >>> sorted([(CHECKPOINT,), (BF16, CHECKPOINT), (), (EXPANDABLE, OFFLOAD), (BF16,)], key=cost)
         [(), ('bf16_autocast',), ('checkpoint',), ('bf16_autocast', 'checkpoint'), ('expandable_segments', 'offload_activations')]
     """
-    places = sorted((ORDER.index(name) for name in saving), reverse=True)
+    places = sorted(map(ORDER.index, saving), reverse=True)
     return (len(places), *places)
 
 

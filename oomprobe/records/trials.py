@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol
 
 from oomprobe.records.breakdown import Breakdown
@@ -333,7 +334,9 @@ class Request:
     def accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
         runs = [
-            len([*calls]) for accumulates, calls in groupby(self.calls, _accumulates) if accumulates
+            len([*calls])
+            for accumulates, calls in groupby(self.calls, attrgetter("accumulates"))
+            if accumulates
         ]
         return max(runs, default=1)
 
@@ -356,10 +359,6 @@ class Request:
     def largest_passed(self) -> int | None:
         """The largest size that has passed; None if none has."""
         return max(self.passed, default=None)
-
-
-def _accumulates(call: Call) -> bool:
-    return call.accumulates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,7 +146,7 @@ def _table_lines(table: Table, width: int) -> list[str]:
         rows.insert(0, Row(cells=table.heads))
     columns = []
     for place, cells in enumerate(zip(*(map(clean, row.cells) for row in rows), strict=True)):
-        columns.append(_aligned(cells, is_text=place in table.texts))
+        columns.append(_justify(cells, is_text=place in table.texts))
     indent = "".ljust(len(columns[0][0]) + 4)
     lines = []
     for row, cells in zip(rows, zip(*columns, strict=True), strict=True):
@@ -162,7 +162,7 @@ def _table_lines(table: Table, width: int) -> list[str]:
     return lines
 
 
-def _aligned(cells: Sequence[str], *, is_text: bool) -> list[str]:
+def _justify(cells: Sequence[str], *, is_text: bool) -> list[str]:
     """Return the cells of a column, equally wide."""
     width = max(map(len, cells))
     if is_text:

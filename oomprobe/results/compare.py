@@ -1,16 +1,29 @@
-"""Two results side by side, such as before and after a change."""
+"""Two results side by side, such as before and after a change, and whether memory grew between them. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import WIDTH, clean, clip, rate, wrap
+from oomprobe.records.breakdown import Breakdown
 from oomprobe.results.blocks import cell
 from oomprobe.results.result import ProbeResult
 
 NAME_WIDTH, CELL_WIDTH = 24, 30
+# Options that decide about the answer.
+SEARCH = ("memory_fraction", "min_batch", "max_batch", "multiple_of", "global_batch")
+MOST_NAMED = 5
+NO_COMMON_SIZE = (
+    "no batch size was traced in both results ({before}; {after}): make both with the same size, "
+    "oomprobe run TARGET --require {size} --breakdown --json FILE"
+)
+ANOTHER = (
+    "the results are of two {kind}s, {before} and {after}, so their memory cannot be compared: make "
+    "the first one anew"
+)
 
 
 def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) -> str:
@@ -19,16 +32,16 @@ def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) 
     confirmed = first.confirmation, second.confirmation
     lines = [
         _line("", [name[-CELL_WIDTH:] for name in names]),  # long paths differ at their ends
-        _line("device", _values("device", both)),
-        _line("batch size", _values("batch_size", both)),
-        _line("limited by", _values("limited_by", both)),
-        _line("budget", _values("budget_bytes", both), format_bytes),
-        _line("peak allocated", _values("peak_allocated_bytes", confirmed), format_bytes),
-        _line("peak reserved", _values("peak_reserved_bytes", confirmed), format_bytes),
-        _line("time per step", _values("step_s", confirmed), format_seconds),
-        _line("samples per second", _values("samples_per_s", confirmed), rate),
+        _line("device", _fields("device", both)),
+        _line("batch size", _fields("batch_size", both)),
+        _line("limited by", _fields("limited_by", both)),
+        _line("budget", _fields("budget_bytes", both), format_bytes),
+        _line("peak allocated", _fields("peak_allocated_bytes", confirmed), format_bytes),
+        _line("peak reserved", _fields("peak_reserved_bytes", confirmed), format_bytes),
+        _line("time per step", _fields("step_s", confirmed), format_seconds),
+        _line("samples per second", _fields("samples_per_s", confirmed), rate),
         _line(
-            "memory per sample", _values("bytes_per_sample", (first.fit, second.fit)), format_bytes
+            "memory per sample", _fields("bytes_per_sample", (first.fit, second.fit)), format_bytes
         ),
     ]
     if first.breakdown is not None and second.breakdown is not None:
@@ -48,7 +61,7 @@ def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) 
     return "\n".join(lines) + "\n"
 
 
-def _values(name: str, records: Sequence[object]) -> list[Any]:
+def _fields(name: str, records: Sequence[object]) -> list[Any]:
     """Return a field of two records; None where there is no record."""
     return [getattr(record, name, None) for record in records]
 
@@ -67,3 +80,116 @@ def _line(name: str, values: Sequence[Any], write: Callable[[Any], str] = str) -
     if all(isinstance(value, int | float) and value for value in values):
         line += f"  x {values[1] / values[0]:.3g}"
     return clip(line.rstrip(), WIDTH)
+
+
+# --- growth ---
+
+
+def stated_tolerance(text: str) -> float:
+    """Return the fraction that a text states.
+
+    Raises:
+        InvalidArgumentError: it states none, or one that is not at least 0 and less than 1.
+
+    Examples:
+        >>> stated_tolerance("2%"), stated_tolerance("0.02"), stated_tolerance("0")
+        (0.02, 0.02, 0.0)
+    """
+    number, percent, rest = text.strip().partition("%")
+    try:
+        fraction = float(number) / (100 if percent else 1)
+    except ValueError:
+        fraction = -1.0
+    if rest or not 0 <= fraction < 1:
+        raise InvalidArgumentError(
+            f"a tolerance is a share of the memory, such as 2% or 0.02, not {text!r}"
+        )
+    return fraction
+
+
+def grown(before: ProbeResult, after: ProbeResult, tolerance: float) -> list[str]:
+    """Return what grew by more than the tolerance: the memory allocated at the same batch size, or the answer, which fell.
+
+    Reserved memory depends on what the allocator cached, so it is not compared; nor are trials that were replayed.
+
+    Raises:
+        InvalidArgumentError: the results cannot be compared.
+    """
+    _refuse_others("device", before.device, after.device)
+    _refuse_others("model", before.environment.get("model"), after.environment.get("model"))
+    peaks_before, peaks_after = _traced(before), _traced(after)
+    common = peaks_before.keys() & peaks_after.keys()
+    if not common:
+        texts = {"before": _listed(peaks_before), "after": _listed(peaks_after)}
+        raise InvalidArgumentError(NO_COMMON_SIZE.format(**texts, size=before.batch_size))
+    size = max(common)
+    peak_before, peak_after = peaks_before[size], peaks_after[size]
+    sentences = []
+    if peak_after > (1 + tolerance) * peak_before:
+        sentences.append(
+            f"memory grew: batch {size} allocates {format_bytes(peak_after)}, "
+            f"{100 * (peak_after / max(1, peak_before) - 1):.1f} % more than "
+            f"{format_bytes(peak_before)} (tolerance {100 * tolerance:g} %)"
+        )
+        if before.breakdown is not None and after.breakdown is not None:
+            sentences += _grown_parts(before.breakdown, after.breakdown)
+    same_search = all(before.options.get(name) == after.options.get(name) for name in SEARCH)
+    if same_search and after.batch_size < (1 - tolerance) * before.batch_size:
+        fell = f"{100 * (1 - after.batch_size / before.batch_size):.1f} %"
+        sentences.append(
+            f"the answer fell: {after.batch_size}, {fell} less than {before.batch_size}"
+        )
+    return sentences
+
+
+def _refuse_others(kind: str, before: str | None, after: str | None) -> None:
+    """Raise InvalidArgumentError for results of two devices, or models, where both are known."""
+    if before and after and before != after:
+        raise InvalidArgumentError(
+            ANOTHER.format(kind=kind, before=clean(before), after=clean(after))
+        )
+
+
+def _listed(peaks: Mapping[int, int]) -> str:
+    return ", ".join(map(str, sorted(peaks))) or "none"
+
+
+def _traced(result: ProbeResult) -> dict[int, int]:
+    """Return the peak of allocated memory by batch size, of trials that passed and really ran."""
+    peaks = {}
+    for trial in result.trials:
+        has_run = trial.passed and not trial.replayed and trial.accumulation_steps == 1
+        if has_run and trial.peak_allocated_bytes is not None:
+            peaks[trial.batch_size] = trial.peak_allocated_bytes
+    return peaks
+
+
+def _grown_parts(before: Breakdown, after: Breakdown) -> list[str]:
+    """Name the kinds of memory and the modules that grew most."""
+    sentences = []
+    by_kind = _growth(before.parts, after.parts)
+    if by_kind:
+        sentences.append(f"  by kind: {', '.join(by_kind)}")
+    by_module = _growth(_by_module(before), _by_module(after))
+    if by_module:
+        sentences.append(f"  by module: {', '.join(by_module)}")
+    return sentences
+
+
+def _by_module(breakdown: Breakdown) -> dict[str, int]:
+    sizes = {}
+    for module in breakdown.modules:
+        name = f"{module.name} ({module.kind})" if module.kind else module.name
+        sizes[name] = module.activation_bytes + module.parameter_bytes
+    return sizes
+
+
+def _growth(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """Return what grew, the most first, each with by how much."""
+    grown_bytes = {}
+    for name, nbytes in after.items():
+        more_bytes = nbytes - before.get(name, 0)
+        if more_bytes > 0:
+            grown_bytes[name] = more_bytes
+    largest = sorted(grown_bytes, key=lambda name: -grown_bytes[name])
+    return [f"{clean(name)} +{format_bytes(grown_bytes[name])}" for name in largest[:MOST_NAMED]]

@@ -1,4 +1,4 @@
-"""Sentences about what was measured: the ranks, the rates, the straight line, the plan."""
+"""What was measured: sentences about ranks, rates, the straight line and the plan, and tables of where the memory went."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import rate
+from oomprobe.records.breakdown import Breakdown, ModuleMemory
 from oomprobe.records.epoch import EpochRecord
 from oomprobe.records.fit import LinearFit
 from oomprobe.records.plan import PlanEntry
 from oomprobe.records.trials import RankTrial, Trial
-from oomprobe.results.blocks import Fact
+from oomprobe.results.blocks import Block, Fact, Row, Table
 
 TIMING_NOISE = 0.05  # smallest spread assumed between the rates of repeated trials
 ALIKE = 0.01  # ranks count as alike if the shares of their memory that they reserve differ by no more than this
 SPILL_FACTOR = 2.0  # a size that is slower than a smaller one by more than this may be spilling memory to the host
+MOST_MODULES = 10
+WHAT_FITS = (
+    "what would take less: --savings all (find_savings) runs the step with each saving of memory"
+)
 
 
 def ranks(trials: Sequence[RankTrial], limiting_rank: int | None, *, verbose: bool) -> list[Fact]:
@@ -139,7 +144,7 @@ def linear_fit(
         return [Fact("none: fewer than three sizes ran")]
     prediction = Fact("no prediction: the line does not rise")
     if fit.predicted_max_batch is not None:
-        prediction = _judged(
+        prediction = _judge_prediction(
             fit.predicted_max_batch - fit.predicted_max_batch % multiple_of, trials, answer
         )
     off = "more than 1000 %"
@@ -152,7 +157,7 @@ def linear_fit(
     return facts
 
 
-def _judged(predicted: int, trials: Iterable[Trial], answer: int) -> Fact:
+def _judge_prediction(predicted: int, trials: Iterable[Trial], answer: int) -> Fact:
     """Compare a prediction with the trials; without a failure it is not too high, because max_batch may end a search."""
     sentence = f"{predicted}, not used"
     if predicted == answer:
@@ -193,3 +198,43 @@ def _what_ran(entry: PlanEntry) -> str:
     if entry.ran:
         return "ran"
     return "not run"
+
+
+def breakdown_blocks(breakdown: Breakdown) -> list[Block]:
+    """Return tables of size, share of the peak and name: of the parts, and of modules with 0.1 % or more."""
+    peak_bytes = max(1, breakdown.peak_reserved_bytes)
+    title = f"where the memory went: batch {breakdown.batch_size}"
+    if breakdown.step_name is not None:
+        title += f", step {breakdown.step_name!r}"
+    parts = {kind: nbytes for kind, nbytes in breakdown.parts.items() if nbytes}
+    parts["peak reserved"] = breakdown.peak_reserved_bytes
+    blocks = [
+        Block(f"{title}, at the peak in {breakdown.peak_in}", _table_of_shares(parts, peak_bytes))
+    ]
+    modules = {}
+    for module in breakdown.modules[:MOST_MODULES]:
+        if 1000 * module.activation_bytes >= peak_bytes:
+            modules[_name_of(module)] = module.activation_bytes
+    if modules:
+        blocks.append(
+            Block(
+                "modules that hold the most activation memory:",
+                _table_of_shares(modules, peak_bytes),
+            )
+        )
+    return [*blocks, Block("", WHAT_FITS)]
+
+
+def _table_of_shares(sizes: Mapping[str, int], peak_bytes: int) -> Table:
+    rows = []
+    for name, nbytes in sizes.items():
+        rows.append(Row(cells=[format_bytes(nbytes), f"{100 * nbytes / peak_bytes:.1f} %", name]))
+    return Table(rows=rows, texts={2})
+
+
+def _name_of(module: ModuleMemory) -> str:
+    if module.count > 1:
+        return f"{module.name} ({module.count} x {module.kind})"
+    if module.kind:
+        return f"{module.name} ({module.kind})"
+    return module.name

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from oomprobe.ground.words import visible
-from oomprobe.results.blocks import NOTES, VERDICT, Block, Report, Row, Table
+from oomprobe.results.blocks import NOTES, VERDICT, Block, Report, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,7 +58,7 @@ def notebook(report: Report) -> str:
     lines = [IN_NOTEBOOK, f"<p><b>{_escape(VERDICT + report.verdict)}</b></p>", *_warning(report)]
     for block in sorted(report.blocks, key=lambda block: block.title != NOTES):
         if block.content:
-            lines.append(_block(block, heading="h4"))
+            lines.append(_render_block(block, heading="h4"))
     return '<div class="oomprobe">\n' + "\n".join(lines) + "\n</div>"
 
 
@@ -69,9 +69,9 @@ def _body(report: Report) -> list[str]:
         if not block.content:
             continue
         if block.title:
-            titled.append(_block(block))
+            titled.append(_render_block(block))
         else:
-            untitled.append(_block(block))
+            untitled.append(_render_block(block))
     pictures = "".join(_svg(title, draw) for title, draw in report.pictures.items())
     lines = [*_warning(report), *untitled, f'<div class="pictures">{pictures}</div>', *titled]
     if report.parts:
@@ -79,7 +79,7 @@ def _body(report: Report) -> list[str]:
     for name, part in report.parts.items():
         summary = _escape(f"{name}: {_sentence(part.verdict)}")
         lines.append(f"<details><summary>{summary}</summary>{''.join(_body(part))}</details>")
-    return [*lines, *map(_block, report.appendix)]
+    return [*lines, *map(_render_block, report.appendix)]
 
 
 def _warning(report: Report) -> list[str]:
@@ -97,19 +97,19 @@ def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _block(block: Block, heading: str = "h2") -> str:
-    content = _content(block)
+def _render_block(block: Block, heading: str = "h2") -> str:
+    content = _render_content(block)
     if not block.title:
         return content
     return f"<{heading}>{_escape(_sentence(block.title.rstrip(':')))}</{heading}>{content}"
 
 
-def _content(block: Block) -> str:
+def _render_content(block: Block) -> str:
     match block.content:
         case str(sentence):
             return f"<p>{_escape(sentence)}</p>"
         case Table() as table:
-            return _table(table, block.caption)
+            return _render_table(table, block.caption)
         case Mapping() as facts:
             lines = ""
             for label, sentences in facts.items():
@@ -120,14 +120,17 @@ def _content(block: Block) -> str:
             return f"<ul>{''.join(f'<li>{_escape(item)}</li>' for item in items)}</ul>"
 
 
-def _table(table: Table, caption: str) -> str:
+def _render_table(table: Table, caption: str) -> str:
     lines = []
     if caption:
         lines.append(f"<caption>{_escape(caption)}</caption>")
     if table.heads:
-        lines.append(f"<tr>{_cells('th', table.heads, table)}</tr>")
+        lines.append(f"<tr>{_render_cells('th', table.heads, table)}</tr>")
     for row in table.rows:
-        lines.append(f'<tr class="{row.kind}">{_cells("td", _marked(row, table), table)}</tr>')
+        first, *rest = row.cells
+        if table.marks and row.kind == "answer":
+            first = f"* {first}"
+        lines.append(f'<tr class="{row.kind}">{_render_cells("td", [first, *rest], table)}</tr>')
         if row.remark:
             lines.append(
                 f'<tr><td class="why" colspan="{len(row.cells)}">{_escape(row.remark)}</td></tr>'
@@ -136,15 +139,7 @@ def _table(table: Table, caption: str) -> str:
     return f'<div class="scroll"><table>{"".join(lines)}</table></div>{foot}'
 
 
-def _marked(row: Row, table: Table) -> Sequence[str]:
-    """Return the cells of a row, with a star if it is that of the answer."""
-    if not table.marks or row.kind != "answer":
-        return row.cells
-    first, *rest = row.cells
-    return [f"* {first}", *rest]
-
-
-def _cells(tag: str, cells: Sequence[str], table: Table) -> str:
+def _render_cells(tag: str, cells: Sequence[str], table: Table) -> str:
     line = ""
     for place, text in enumerate(cells):
         kind = ' class="text"' if place in table.texts else ""

@@ -11,9 +11,8 @@ from oomprobe.records.notes import Note
 from oomprobe.results.base import Reported
 
 LOGGER = logging.getLogger("oomprobe")
-LOGGER.addHandler(
-    logging.NullHandler()
-)  # so that nothing is printed unless the program configures logging
+# So that nothing is printed unless the program configures logging.
+LOGGER.addHandler(logging.NullHandler())
 Record = TypeVar("Record", bound=Reported)
 
 

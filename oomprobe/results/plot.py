@@ -97,7 +97,9 @@ def memory_figure(
         _draw_limit(memory, budget_bytes, factor, "budget", ":")
     largest = max([answer, *(trial.batch_size for trial in single)])
     if fit is not None:
-        _draw_line(memory, fit, largest, factor)
+        ends = [fit.fixed_bytes, fit.fixed_bytes + fit.bytes_per_sample * largest]
+        line = [end / factor for end in ends]
+        memory.plot([0, largest], line, "--", color=GREY, linewidth=0.8, label="linear fit")
     memory.axvline(answer, color=GREY, linewidth=0.6)
     memory.annotate(
         f"batch {answer}", (answer, 0), xytext=(-2, 3), textcoords="offset points",
@@ -219,17 +221,11 @@ def _draw_limit(axes: Any, nbytes: int, factor: int, name: str, style: str) -> N
     )
 
 
-def _draw_line(axes: Any, fit: LinearFit, largest: int, factor: int) -> None:
-    ends = [fit.fixed_bytes / factor, (fit.fixed_bytes + fit.bytes_per_sample * largest) / factor]
-    axes.plot([0, largest], ends, "--", color=GREY, linewidth=0.8, label="linear fit")
-
-
 def _draw_throughput(axes: Any, timed: Sequence[Trial]) -> None:
     rates = {}
     for trial in timed:
-        rates[trial.batch_size] = (
-            trial.samples_per_s or 0.0
-        )  # the last trial of a size has the most steps
+        # The last trial of a size has the most steps.
+        rates[trial.batch_size] = trial.samples_per_s or 0.0
     best = max(rates.values())
     axes.plot(
         *zip(*sorted(rates.items()), strict=True), "o-", color=DARK, markersize=3, linewidth=0.8

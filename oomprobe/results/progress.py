@@ -45,9 +45,8 @@ class Reporter:
     row: Callable[[str], object] = _ignore  # before each row of a table, with its name
     started: Callable[[int, Phase], object] = _ignore  # before each trial
     finished: Callable[[Trial], object] = _ignore  # with each trial that ended, passed or not
-    close: Callable[[], object] = (
-        _ignore  # after the last trial: removes the status line from the screen
-    )
+    # After the last trial: removes the status line from the screen.
+    close: Callable[[], object] = _ignore
 
 
 def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic) -> Reporter:
@@ -171,18 +170,18 @@ class _StatusLine:
         return good, None
 
 
-def _show_line(line: str) -> None:
-    # Leave the last column free: some terminals wrap a full line.
-    _write(_ERASE + line[: max(0, shutil.get_terminal_size().columns - 1)])
-
-
 def _screen() -> tuple[_Show, Callable[[], object]] | None:
     """Return functions that show the status line on a terminal or in a notebook, and that clear it; None if stderr is neither."""
     if type(sys.stderr).__module__ == "ipykernel.iostream":
         return _cell()
     if not _is_terminal():
         return None
-    return _show_line, lambda: _write(_ERASE)
+
+    def show(line: str) -> None:
+        # Leave the last column free: some terminals wrap a full line.
+        _write(_ERASE + line[: max(0, shutil.get_terminal_size().columns - 1)])
+
+    return show, lambda: _write(_ERASE)
 
 
 def _cell() -> tuple[_Show, Callable[[], object]]:

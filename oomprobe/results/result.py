@@ -23,18 +23,13 @@ from oomprobe.records.trials import SIMULATED, Phase, Trial, Verdict
 from oomprobe.results import facts
 from oomprobe.results.base import Reported
 from oomprobe.results.blocks import NOTES, VERDICT_WIDTH, Block, Fact, Facts, Report
-from oomprobe.results.breakdown import breakdown_blocks
 from oomprobe.results.plot import bracket_figure, memory_figure
 from oomprobe.results.trials import trials_block
 
 SCHEMA_VERSION = 1
 MOST_TRIALS = 10_000  # of a file
-MEASURED = (
-    "peak_allocated_bytes",
-    "peak_reserved_bytes",
-    "step_s",
-    "samples_per_s",
-)  # of a trial, for a summary
+# Of a trial, for a summary.
+MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_s", "samples_per_s")
 Flat = dict[str, int | float | str | bool | None]  # what trackers of experiments take
 WARNING = (
     "WARNING: memory outside this process's allocator changed while probing. Another process, or a library in this one, "
@@ -178,9 +173,8 @@ class ProbeResult(Reported):
             world_size = self.world_size
         largest = self.batch_size
         accumulated = [trial for trial in self.trials if trial.accumulation_steps > 1]
-        if not all(
-            trial.passed for trial in accumulated
-        ):  # then trust only sizes that passed with accumulation
+        if not all(trial.passed for trial in accumulated):
+            # Trust only sizes that passed with accumulation.
             largest = max((trial.batch_size for trial in accumulated if trial.passed), default=1)
         ran = set()
         for trial in self.trials:
@@ -257,7 +251,7 @@ class ProbeResult(Reported):
             Block("", sentences),
         ]
         if self.breakdown is not None:
-            blocks += breakdown_blocks(self.breakdown)
+            blocks += facts.breakdown_blocks(self.breakdown)
         blocks += [Block(NOTES, self.notes), not_covered_block(self)]
         draw_memory = partial(
             memory_figure,
@@ -269,7 +263,7 @@ class ProbeResult(Reported):
         )
         return Report(
             subject=subject(self),
-            verdict=_verdict(self),
+            verdict=_verdict_of_result(self),
             warning=WARNING if self.contaminated else "",
             blocks=blocks,
             pictures={
@@ -326,7 +320,7 @@ def subject(result: ProbeResult) -> str:
     return clean(str(result.environment.get("command", result.environment.get("model", ""))))
 
 
-def _verdict(result: ProbeResult) -> str:
+def _verdict_of_result(result: ProbeResult) -> str:
     if _is_of_command(result) and not result.budget_bytes:
         return f"batch {result.batch_size} ran; no process reported its memory"
     if _counts_per_rank(result):
@@ -399,7 +393,7 @@ def facts_of(result: ProbeResult, *, verbose: bool) -> Facts:
     """Return the sentences of the report under each label."""
     sentences = {"command": _command(result)}
     if _is_check(result):
-        sentences["checked"] = [_checked(result)]
+        sentences["checked"] = [_checked_size(result)]
     else:
         sentences["limited by"] = [_limit(result)]
     sentences["epoch"] = facts.epoch(result.epoch)
@@ -445,7 +439,7 @@ def _is_check(result: ProbeResult) -> bool:
     return is_alone and phases in ({Phase.CONFIRM}, {Phase.CONFIRM, Phase.RECHECK})
 
 
-def _checked(result: ProbeResult) -> Fact:
+def _checked_size(result: ProbeResult) -> Fact:
     sentence = f"batch {result.batch_size} was asked for, and ran"
     if result.limiting_step is not None:
         sentence += f"; step {result.limiting_step!r} takes the most memory"

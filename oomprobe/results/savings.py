@@ -52,7 +52,7 @@ def trial_at(result: ProbeResult | None, batch_size: int) -> Trial | None:
     return last_run(result.trials, batch_size)
 
 
-def _peak_bytes(result: ProbeResult | None, batch_size: int) -> int | None:
+def _peak_at(result: ProbeResult | None, batch_size: int) -> int | None:
     """Return the memory that a size took; None if it was not run, or did not run."""
     trial = trial_at(result, batch_size)
     if trial is None or not trial.passed:
@@ -83,7 +83,7 @@ def raises_the_peak(rows: Results, name: str, batch_size: int) -> bool:
     without, with_it = rows.get(AS_IS), rows[name]
     if without is None or with_it is None:
         return False
-    least_bytes, bytes_with_it = _peak_bytes(without, batch_size), _peak_bytes(with_it, batch_size)
+    least_bytes, bytes_with_it = _peak_at(without, batch_size), _peak_at(with_it, batch_size)
     if least_bytes is None:
         return with_it.batch_size < without.batch_size
     return bytes_with_it is None or bytes_with_it > least_bytes
@@ -116,7 +116,8 @@ def _cheapest(rows: Results, size: int, *, same_numbers: bool) -> str:
 def blocks_of_savings(rows: Results, compared: Comparison) -> Iterator[Block]:
     """Yield the table, what to type for each saving, and where each acts if that was recorded."""
     yield Block(
-        f"peaks at batch {compared.batch_size}, and the largest batch:", _table(rows, compared)
+        f"peaks at batch {compared.batch_size}, and the largest batch:",
+        _rows_of_savings(rows, compared),
     )
     yield Block(
         "what to type:",
@@ -129,13 +130,13 @@ def blocks_of_savings(rows: Results, compared: Comparison) -> Iterator[Block]:
         if breakdown is not None and breakdown.batch_size == compared.batch_size:
             parts[name] = breakdown.parts
     if len(parts) > 1:
-        yield Block(f"where they act, at batch {compared.batch_size}:", _where(parts))
+        yield Block(f"where they act, at batch {compared.batch_size}:", _parts_of_rows(parts))
 
 
-def _table(rows: Results, compared: Comparison) -> Table:
+def _rows_of_savings(rows: Results, compared: Comparison) -> Table:
     size, marked = compared.batch_size, cheapest(rows, compared.batch_size, same_numbers=False)
     heads, cells = measured_columns(
-        HEADS, [_cells(rows, name, compared) for name in rows], always=3
+        HEADS, [_cells_of_saving(rows, name, compared) for name in rows], always=3
     )
     lines = []
     for name, line in zip(rows, cells, strict=True):
@@ -153,22 +154,23 @@ def _table(rows: Results, compared: Comparison) -> Table:
     return Table(heads=heads, rows=lines, texts={0}, marks=True, clips=False, foot=foot)
 
 
-def _cells(rows: Results, name: str, compared: Comparison) -> list[str]:
+def _cells_of_saving(rows: Results, name: str, compared: Comparison) -> list[str]:
     result, trial = rows[name], trial_at(rows[name], compared.batch_size)
     largest = cell(getattr(result, "batch_size", None))
     recomputed = cell(compared.recomputed.get(name) or None, "{:.0%}".format)
     if trial is None or not trial.passed:
         return [name, FAILED, UNKNOWN, UNKNOWN, largest, UNKNOWN, UNKNOWN, recomputed]
-    difference = None
-    before_bytes = _peak_bytes(rows.get(AS_IS), compared.batch_size)
-    now_bytes = _peak_bytes(result, compared.batch_size)
+    difference = UNKNOWN
+    before_bytes = _peak_at(rows.get(AS_IS), compared.batch_size)
+    now_bytes = _peak_at(result, compared.batch_size)
     if name != AS_IS and before_bytes and now_bytes:
-        difference = now_bytes - before_bytes
+        sign = "" if now_bytes < before_bytes else "+"
+        difference = f"{sign}{format_bytes(now_bytes - before_bytes)}"
     return [
         name,
         cell(trial.peak_allocated_bytes, format_bytes),
         cell(trial.peak_reserved_bytes, format_bytes),
-        cell(difference, _signed),
+        difference,
         largest,
         cell(trial.step_s, format_seconds),
         cell(trial.samples_per_s, rate),
@@ -176,13 +178,7 @@ def _cells(rows: Results, name: str, compared: Comparison) -> list[str]:
     ]
 
 
-def _signed(nbytes: int) -> str:
-    if nbytes < 0:
-        return f"-{format_bytes(-nbytes)}"
-    return f"+{format_bytes(nbytes)}"
-
-
-def _where(parts: Mapping[str, Mapping[str, int]]) -> Table:
+def _parts_of_rows(parts: Mapping[str, Mapping[str, int]]) -> Table:
     """Return the memory by kind in each row, of the kinds that are not the same in all."""
     kinds = []
     for kind in KINDS:

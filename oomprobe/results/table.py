@@ -1,12 +1,10 @@
-"""The table of answers for the values of an axis as data, with its JSON and CSV forms, and what is said about it."""
+"""The table of answers for the values of an axis as data, with its JSON form, and what is said about it."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +14,7 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, clip, count, rate
 from oomprobe.records.axis import CARDS, magnitude, text_of_value
-from oomprobe.records.files import read_json, write_file
+from oomprobe.records.files import read_json
 from oomprobe.records.kinds import Plain, Samples
 from oomprobe.records.notes import Note, remark
 from oomprobe.records.plain import from_plain, reading, require_at_most
@@ -40,7 +38,6 @@ from oomprobe.results.plot import bars_figure, values_figure
 from oomprobe.results.result import (
     SCHEMA_VERSION,
     WARNING,
-    Flat,
     ProbeResult,
     appendix,
     facts_of,
@@ -85,12 +82,8 @@ class ProbeTable(Reported):
         ...     print(length, result.batch_size, result.limited_by)
         8 2048 memory
         16 1024 memory
-        >>> table.to_csv().splitlines()[1]
-        '8,2048,16384,...'
         >>> ProbeTable.from_dict(json.loads(table.to_json())) == ProbeTable.from_dict(table.to_dict())
         True
-        >>> table.summary()["length=8/batch_size"]
-        2048
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     table.to_html(f"{folder}/lengths.html")
         ...     figure = table.plot()
@@ -190,15 +183,6 @@ class ProbeTable(Reported):
         """
         return cheapest(self.rows, batch_size, same_numbers=same_numbers)
 
-    def summary(self) -> Flat:
-        """Return the batch sizes as one flat mapping for a tracker of experiments, such as ``"length=512/batch_size"``."""
-        flat: Flat = {"notes": "\n".join(self.notes), "elapsed_s": self.elapsed_s}
-        sizes = self.batch_sizes()
-        for value in self.rows:
-            name = f"{self.axis}={text_of_value(value)}"
-            flat[f"{name}/batch_size"] = sizes.get(value)
-        return flat
-
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON types; `from_dict` reads them back, except values other than numbers, texts and tuples."""
         rows = []
@@ -220,24 +204,6 @@ class ProbeTable(Reported):
             "notes": list(self.notes),
             "elapsed_s": self.elapsed_s,
         }
-
-    def to_csv(self, path: str | Path | None = None) -> str:
-        """Return one line for each value as CSV text, with a head, and write it to `path` if given."""
-        stream = io.StringIO()
-        lines = csv.writer(stream, lineterminator="\n")
-        measured = ("peak_allocated_bytes", "peak_reserved_bytes", "budget_bytes", "samples_per_s")
-        sizes = ("batch_size", f"batch_size_x_{self.axis}")
-        lines.writerow([self.axis, *sizes, *measured, "limited_by"])
-        for value, result in self.rows.items():
-            cells: list[object] = [text_of_value(value)]
-            if result is not None:
-                answer = last_of(result.trials, result.batch_size)
-                cells += [result.batch_size, self.product(value)]
-                cells += [answer.peak_allocated_bytes, answer.peak_reserved_bytes]
-                cells += [result.budget_bytes, answer.samples_per_s, result.limited_by]
-            lines.writerow(cells)
-        write_file(path, stream.getvalue().encode())
-        return stream.getvalue()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> ProbeTable:
@@ -298,11 +264,7 @@ class ProbeTable(Reported):
                     verbose=verbose, all_trials=all_trials
                 )
         is_contaminated = any(result.contaminated for result in results)
-        shown = (
-            [Block("", _rows(self))]
-            if self.savings is None
-            else blocks_of_savings(self.rows, self.savings)
-        )
+        verdict, shown, figure = _parts_of_report(self)
         blocks = [
             *shown,
             Block("", _facts(self)),
@@ -315,11 +277,11 @@ class ProbeTable(Reported):
                 blocks.append(not_covered_block(results[-1]))
         return Report(
             subject=about,
-            verdict=clip(_verdict(self), VERDICT_WIDTH),
+            verdict=clip(verdict, VERDICT_WIDTH),
             warning=WARNING if is_contaminated else "",
             blocks=blocks,
             parts=parts,
-            pictures={f"batch size for each {self.axis}": partial(_figure, self)},
+            pictures={f"batch size for each {self.axis}": figure},
             appendix=last_lines,
         )
 
@@ -361,21 +323,21 @@ def _value(value: Any) -> Hashable:
 # --- the report ---
 
 
-def _figure(table: ProbeTable) -> Figure:
-    sizes = {value: table.batch_sizes().get(value) for value in table.rows}
-    if table.axis == CARDS:
-        return bars_figure(sizes, required=table.required, marked=table.smallest())
+def _parts_of_report(table: ProbeTable) -> tuple[str, Iterable[Block], Callable[[], Figure]]:
+    """Return the verdict, the rows and what draws the figure of a table of savings, of cards or of values."""
+    sizes = dict.fromkeys(table.rows) | table.batch_sizes()
     if table.savings is not None:
-        size = table.savings.batch_size
-        return bars_figure(sizes, required=size, marked=table.cheapest(size))
-    return values_figure(table.axis, sizes, [table.product(value) for value in table.rows])
+        size, blocks = table.savings.batch_size, blocks_of_savings(table.rows, table.savings)
+        draw = partial(bars_figure, sizes, required=size, marked=table.cheapest(size))
+        return verdict_of_savings(table.rows, table.savings), blocks, draw
+    if table.axis == CARDS:
+        draw = partial(bars_figure, sizes, required=table.required, marked=table.smallest())
+        return _verdict_of_cards(table), [Block("", _rows_of_cards(table))], draw
+    draw = partial(values_figure, table.axis, sizes, [*map(table.product, table.rows)])
+    return _verdict_of_values(table), [Block("", _rows_of_values(table))], draw
 
 
-def _verdict(table: ProbeTable) -> str:
-    if table.savings is not None:
-        return verdict_of_savings(table.rows, table.savings)
-    if table.axis == CARDS:
-        return _verdict_of_cards(table)
+def _verdict_of_values(table: ProbeTable) -> str:
     results = [result for _, result in table.fitting()]
     verdict = f"{len(results)} of {count(len(table.rows), 'value', 'values')} of {table.axis} fit"
     if not results:
@@ -415,25 +377,21 @@ def _facts(table: ProbeTable) -> Facts:
     return {**shared, "time": [Fact(f"{format_seconds(table.elapsed_s)}; {took}")]}
 
 
-def _rows(table: ProbeTable) -> Table:
-    """Return the cells of each value."""
-    if table.axis == CARDS:
-        return _rows_of_cards(table)
-    axis, best = clean(table.axis), table.best()
+def _rows_of_values(table: ProbeTable) -> Table:
+    axis, products = clean(table.axis), [*map(table.product, table.rows)]
+    largest = max(filter(None, products), default=0)
     is_of_ranks = any(result.world_size > 1 for _, result in table.fitting())
     batch = "batch per rank" if is_of_ranks else "batch"
-    largest = None if best is None else table.product(best)
     heads, cells = measured_columns(
         [axis, batch, "alone", f"batch x {axis}", "reserved", "of budget", "samples/s"],
-        [_cells(table, value) for value in table.rows],
+        [_cells_of_value(table, value) for value in table.rows],
         always=2,
     )
     rows = []
-    for value, row in zip(table.rows, cells, strict=True):
-        is_best = largest is not None and table.product(value) == largest
-        rows.append(_row(table, value, row, is_answer=is_best))
+    for value, row, product in zip(table.rows, cells, products, strict=True):
+        rows.append(_row_of(table, value, row, is_answer=product == largest))
     foot = []
-    if best is not None:
+    if largest:
         foot.append(f"* largest batch x {axis}: {largest:.12g}")
     foot += _of_epoch(table)
     return Table(heads=heads, rows=rows, marks=True, clips=False, foot=foot)
@@ -454,14 +412,14 @@ def _of_epoch(table: ProbeTable) -> list[str]:
     return foot
 
 
-def _row(table: ProbeTable, value: Any, cells: Sequence[str], *, is_answer: bool) -> Row:
+def _row_of(table: ProbeTable, value: Any, cells: Sequence[str], *, is_answer: bool) -> Row:
     kind = "answer" if is_answer else "passed"
     if table.rows[value] is None:
         kind = "failed"
     return Row(cells=cells, remark=table.unfit.get(value, ""), kind=kind)
 
 
-def _cells(table: ProbeTable, value: Any) -> list[str]:
+def _cells_of_value(table: ProbeTable, value: Any) -> list[str]:
     name, result = text_of_value(value), table.rows[value]
     if result is None:
         return [name, *[UNKNOWN] * 6]
@@ -495,11 +453,16 @@ def _rows_of_cards(table: ProbeTable) -> Table:
             cells, runs = [name, *[UNKNOWN] * 5], "no"
         else:
             has_replays = has_replays or result.was_replayed
-            cells = _cells_of_card(name, result)
+            peak_bytes = last_of(result.trials, result.batch_size).peak_reserved_bytes or 0
+            cells = [
+                *(name, str(result.batch_size), format_bytes(result.available_bytes)),
+                *(format_bytes(peak_bytes), _percent(peak_bytes / max(1, result.available_bytes))),
+                "replay" if result.was_replayed else "ran",
+            ]
             runs = "yes" if result.batch_size >= (required or 0) else "no"
         if required is not None:
             cells.insert(-1, runs)
-        rows.append(_row(table, name, cells, is_answer=name == smallest))
+        rows.append(_row_of(table, name, cells, is_answer=name == smallest))
     if required is not None:
         heads.insert(-1, f"runs {required}")
     foot = []
@@ -512,18 +475,6 @@ def _rows_of_cards(table: ProbeTable) -> Table:
     return Table(
         heads=heads, rows=rows, texts={0, len(heads) - 1}, marks=True, clips=False, foot=foot
     )
-
-
-def _cells_of_card(name: str, result: ProbeResult) -> list[str]:
-    peak_bytes = last_of(result.trials, result.batch_size).peak_reserved_bytes or 0
-    return [
-        name,
-        str(result.batch_size),
-        format_bytes(result.available_bytes),
-        format_bytes(peak_bytes),
-        _percent(peak_bytes / max(1, result.available_bytes)),
-        "replay" if result.was_replayed else "ran",
-    ]
 
 
 def read_result(path: str | Path) -> ProbeResult | ProbeTable:

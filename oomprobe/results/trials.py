@@ -34,7 +34,7 @@ def trials_block(
     kept: Sequence[int] = range(len(trials))
     if mentioned is not None:
         kept = _deciding(trials, mentioned)
-    unit, heads, cells = _cells(trials)
+    unit, heads, cells = _cells_of_trials(trials)
     rows = []
     for place, remark in zip(kept, _remarks_once(trials, kept), strict=True):
         rows.append(Row(cells=cells[place], remark=remark, kind=_kind(trials[place], answer)))
@@ -74,16 +74,10 @@ def _deciding(trials: Sequence[Trial], mentioned: Container[int]) -> list[int]:
     return sorted([*deciding, *[*reversed(grown), *reversed(rest)][:room]])
 
 
-def _cells(trials: Sequence[Trial]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
+def _cells_of_trials(trials: Sequence[Trial]) -> tuple[str, Sequence[str], Sequence[Sequence[str]]]:
     """Return the unit of memory, the heads of the columns that a trial measured, and the cells of each trial."""
-    largest = 0
-    for trial in trials:
-        largest = max(
-            largest,
-            trial.peak_allocated_bytes or 0,
-            trial.peak_reserved_bytes or 0,
-            trial.cap_bytes or 0,
-        )
+    figures = ("peak_allocated_bytes", "peak_reserved_bytes", "cap_bytes")
+    largest = max(getattr(trial, name) or 0 for trial in trials for name in figures)
     unit, factor = byte_unit(largest)
     digits = 2 if factor > 1 else 0
 
@@ -128,9 +122,9 @@ def _remarks_once(trials: Sequence[Trial], kept: Sequence[int]) -> list[str]:
             parts.append(ABOVE_FAILURE.format(size=smallest))
             said.add(ABOVE_FAILURE)
         if trial.verdict not in said:
-            parts += _failure(trial)
+            parts.append(_why_it_failed(trial))
             said.add(trial.verdict)
-        remarks.append("; ".join(parts))
+        remarks.append("; ".join(filter(None, parts)))
     return remarks
 
 
@@ -152,7 +146,8 @@ def trial_line(trial: Trial) -> str:
         parts.append(f"{rate(trial.samples_per_s)} samples/s")
     if trial.replayed:
         parts.append("replayed")
-    return clip("  ".join([*parts, *_remarks(trial), *_failure(trial)]), WIDTH)
+    parts += [*_remarks(trial), _why_it_failed(trial)]
+    return clip("  ".join(filter(None, parts)), WIDTH)
 
 
 def _remarks(trial: Trial) -> list[str]:
@@ -166,10 +161,6 @@ def _remarks(trial: Trial) -> list[str]:
     return remarks
 
 
-def _failure(trial: Trial) -> list[str]:
+def _why_it_failed(trial: Trial) -> str:
     """Say where and why the trial failed, if that is known."""
-    parts = [clean(trial.where or ""), clean(shortened(trial.error))]
-    known = [part for part in parts if part]
-    if not known:
-        return []
-    return [": ".join(known)]
+    return ": ".join(filter(None, (clean(trial.where or ""), clean(shortened(trial.error)))))

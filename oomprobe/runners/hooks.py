@@ -164,9 +164,7 @@ class OptimizerWatch:
         model: torch.nn.Module | None = None,
     ) -> None:
         self._before_step = before_step
-        self._trained = (
-            set() if model is None else {id(parameter) for parameter in model.parameters()}
-        )
+        self._trained = set() if model is None else {*map(id, model.parameters())}
         self._handles: list[Any] = []
         self.stepped: set[int] = set()
         self._thread = threading.get_ident()
@@ -343,7 +341,7 @@ class Stepping:
         """Return whether all the wanted optimizers that are alive have stepped, or as many new ones."""
         if not self._stepped:
             return False
-        alive = wanted & {id(optimizer) for optimizer in self._tracker.optimizers}
+        alive = wanted & {*map(id, self._tracker.optimizers)}
         all_known = self._stepped >= alive
         return all_known or self._made_anew(wanted)
 
@@ -414,7 +412,7 @@ class Stepping:
 
     def learn(self, learned: Mapping[str, Sequence[int]]) -> None:
         """Take over what trials of the same target learned in another process, unless something is known already."""
-        known = [id(optimizer) for optimizer in self._tracker.optimizers]
+        known = [*map(id, self._tracker.optimizers)]
         self._expected = self._expected or {
             name: {known[place] if 0 <= place < len(known) else place for place in places}
             for name, places in learned.items()

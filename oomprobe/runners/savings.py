@@ -168,10 +168,8 @@ class Savings:
     # --- forward, loss and backward ---
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
-        if (
-            torch.compiler.is_compiling()
-        ):  # the compiled module has been entered from outside already
-            return
+        if torch.compiler.is_compiling():
+            return  # the compiled module has been entered from outside already
         if self._in_backward:
             self._recomputed_calls += 1
             return
@@ -187,7 +185,10 @@ class Savings:
         def outside(*args: Any, **kwargs: Any) -> Any:
             left = [scope for scope in self._scopes if scope.leave()]
             if self._scaler is not None and run.__name__ == "backward":
-                args, kwargs = self._scaled(args, kwargs)
+                if args:
+                    args = (self._scaler.scale(args[0]), *args[1:])
+                else:
+                    kwargs = {**kwargs, "tensors": self._scaler.scale(kwargs["tensors"])}
             self._in_backward = True
             try:
                 return run(*args, **kwargs)
@@ -203,14 +204,6 @@ class Savings:
         for scope in self._scopes:
             scope.leave()
         self._scopes.clear()
-
-    def _scaled(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of backward with scaled losses."""
-        if args:
-            return (self._scaler.scale(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "tensors": self._scaler.scale(kwargs["tensors"])}
 
     @contextmanager
     def _seen(self, name: str, kind: type, tells: Callable[[Any], bool]) -> Iterator[None]:
@@ -399,7 +392,7 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
         if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
     ]
     blocks = max(_by_class(lists).values(), key=_parameter_bytes, default=[])
-    outer = {id(block) for block in blocks}
+    outer = {*map(id, blocks)}
     blocks = [
         block for block in blocks if outer.isdisjoint(id(inner) for inner in [*block.modules()][1:])
     ]

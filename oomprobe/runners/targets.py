@@ -39,7 +39,7 @@ NEEDS_ARGUMENTS = (
 def name_of(target: object) -> str:
     """Return the name under which another process can import a target, after checking that a file which it names exists."""
     if isinstance(target, str):
-        _split(target)
+        _split_target(target)
         return target
     name, module = (
         getattr(target, "__qualname__", ""),
@@ -96,7 +96,7 @@ def check_call(target: str, function: Callable[..., Any]) -> None:
 
 def load(target: str) -> Callable[[], Any]:
     """Return the function of a target without calling it."""
-    place, name = _split(target)
+    place, name = _split_target(target)
     module = _from_file(Path(place).resolve()) if place.endswith(".py") else _from_name(place)
     function = getattr(module, name, None)
     if not callable(function):
@@ -107,7 +107,7 @@ def load(target: str) -> Callable[[], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _split(target: str) -> tuple[str, str]:
+def _split_target(target: str) -> tuple[str, str]:
     """Return the module or file of a target, and the name of the function."""
     place, _, name = target.rpartition(":")
     if (

@@ -89,14 +89,11 @@ class CardMode(TorchDispatchMode):
 
     def __init__(self, memory: CardMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory, self.cuda_api = (
-            memory,
-            replacements(memory, lambda text: self.not_covered.setdefault(text)),
-        )
+        self.memory = memory
+        self.cuda_api = replacements(memory, lambda text: self.not_covered.setdefault(text))
         self.fake_mode = FakeTensorMode()
-        self.fake_mode._allow_unsafe_data_ptr_access = (
-            False  # a custom kernel would crash on address 0
-        )
+        # A custom kernel would crash on address 0.
+        self.fake_mode._allow_unsafe_data_ptr_access = False
         self.threads, self._inside = memory.threads, _Inside()
         self.poll: Callable[[], None] = lambda: None
         self.notes, self.not_covered = dict[str, None](), dict[str, None]()
@@ -110,9 +107,8 @@ class CardMode(TorchDispatchMode):
         self.counts_values = self._was_on_card = False
         self.is_building = self.whole_program = self.is_rank = False  # is_rank: one of several
         self.host_is_card = False  # for floating-point tensors without a device
-        self.refused_building: str | None = (
-            None  # where building first asked for more than the card has
-        )
+        # Where building first asked for more than the card has.
+        self.refused_building: str | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # later versions of torch ask
@@ -207,9 +203,8 @@ class CardMode(TorchDispatchMode):
             except _NEEDS_VALUES:
                 needs_values = True
         if self.is_rank and simulated is not None and _only_writes_numbers(func, args):
-            return args[
-                0
-            ]  # weights of a shard, which nobody reads: memory that is never written takes none
+            # Weights of a shard, which nobody reads: memory that is never written takes none.
+            return args[0]
         result = _run_for_real(func, args, kwargs, simulated)
         for real, fake in zip(tree_leaves(result), tree_leaves(simulated), strict=False):
             if isinstance(fake, FakeTensor):
@@ -230,10 +225,8 @@ class CardMode(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             return self._scalar(args[0])
         if self._was_on_card and _makes_number(func, args, kwargs):
-            kwargs = {
-                **kwargs,
-                "device": CARD,
-            }  # torch makes it beside the tensor that it is about to use
+            # Torch makes it beside the tensor that it is about to use.
+            kwargs = {**kwargs, "device": CARD}
         if self.host_is_card and getattr(kwargs.get("dtype"), "is_floating_point", False):
             kwargs = {**kwargs, "device": CARD}
         self._was_on_card = operands.on_card
@@ -308,9 +301,8 @@ class CardMode(TorchDispatchMode):
     ) -> Any:
         """Run an operator on fakes, and take from the card what its kernel takes."""
         given = args, kwargs
-        in_place = self._formulas.run_in_place(
-            func, args
-        )  # before anything else refers to the arguments
+        # Before anything else refers to the arguments.
+        in_place = self._formulas.run_in_place(func, args)
         to_card = on_card and kwargs.get("device") != HOST
         args = self._faked(args)
         kwargs = {name: self._faked(value) for name, value in kwargs.items()}
@@ -344,12 +336,10 @@ class CardMode(TorchDispatchMode):
 
     def _workspace_user(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], None]:
         """Return what provides a matrix product with its workspace."""
-        is_lt = func in _ADDMM and torch_versions.uses_lt(
-            args[0], args[1], args[2], kwargs.get("beta", 1)
-        )
+        beta = kwargs.get("beta", 1)
         return functools.partial(
             self.memory.use_workspace,
-            is_lt=is_lt,
+            is_lt=func in _ADDMM and torch_versions.uses_lt(args[0], args[1], args[2], beta),
             handle=-1 if in_backward() else self.threads.handle(),
         )
 
@@ -433,7 +423,7 @@ class CardMode(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             return self.fakes.fake(value)
         if type(value) in (list, tuple):
-            return type(value)(self._faked(item) for item in value)
+            return type(value)(map(self._faked, value))
         return value
 
 
@@ -455,9 +445,8 @@ def _run_for_real(func: Any, args: Any, kwargs: dict[str, Any], simulated: Any) 
 
 def _stays_fake(func: Any, fake: torch.Tensor, *, whole_program: bool) -> bool:
     """Return whether a tensor in host memory is too large to have values."""
-    if (
-        whole_program and "empty" not in func.__name__
-    ):  # which makes weights, before they are initialised
+    # An empty tensor is of weights, before they are initialised.
+    if whole_program and "empty" not in func.__name__:
         return fake.numel() * fake.element_size() > MAX_REAL_BYTES
     return fake.numel() > MAX_REAL_NUMEL[fake.is_floating_point()]
 

@@ -219,7 +219,7 @@ def find_card(name: str) -> Card:
         >>> find_card("sim:RTX 4090").full_name, find_card("h100").name
         ('NVIDIA GeForce RTX 4090', 'H100-80GB')
     """
-    key, stated = _key(name), _STATED_SIZE.search(_words(name))
+    key, stated = _key(name), _STATED_SIZE.search(_words_of(name))
     cards = []
     for card in CATALOGUE:
         if key in (_key(card.name), _key(card.full_name)) and _fits(card, stated):
@@ -244,11 +244,13 @@ def find_card(name: str) -> Card:
 def _key(name: str) -> str:
     """Return the distinctive part of a name: ``"NVIDIA GeForce RTX 3080 10GB"`` -> ``"3080"``."""
     return (
-        _NOISE.sub("", _STATED_SIZE.sub("", _words(name))).removeprefix("rtx").removeprefix("gtx")
+        _NOISE.sub("", _STATED_SIZE.sub("", _words_of(name)))
+        .removeprefix("rtx")
+        .removeprefix("gtx")
     )
 
 
-def _words(name: str) -> str:
+def _words_of(name: str) -> str:
     return name.lower().replace("_", " ")
 
 

@@ -211,7 +211,7 @@ def _refused(name: str, why: str) -> type:
     return type(name, (), {"__new__": refuse})
 
 
-def _refusals() -> dict[str, type]:
+def _refused_names() -> dict[str, type]:
     refusals = {}
     for why, names in _REFUSED.items():
         for name in names:
@@ -264,7 +264,7 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
             stream.use()
 
     return {
-        **_refusals(),
+        **_refused_names(),
         **{name: _legacy(name, dtype) for name, dtype in LEGACY_TYPES.items()},
         **constants(_WITHOUT_EFFECT, None),
         **constants(_MEASURED, 0),

@@ -332,10 +332,6 @@ def _copied(args: Any, result: Any) -> Any:
     return result if _aten.is_non_overlapping_and_dense.default(result) else result.clone()
 
 
-def _convolved(args: Any, result: Any) -> Any:
-    return result.contiguous(memory_format=convolution_format(args[:2]))
-
-
 def _convolution_gradients(args: Any, result: Any) -> Any:
     *gradients, bias = result
     chosen = convolution_format(args[1:3])
@@ -376,10 +372,6 @@ def _contiguous_first(result: Any) -> Any:
     return gradient if gradient is None else gradient.contiguous(), *others
 
 
-def _norms(args: Any, result: Any) -> Any:
-    return result[0], *_cast(result[1:], (torch.float16,), torch.float32)
-
-
 _AS_ON_CUDA: dict[Any, Callable[[Any, Any], Any]] = {
     **dict.fromkeys(
         (
@@ -400,12 +392,17 @@ _AS_ON_CUDA: dict[Any, Callable[[Any, Any], Any]] = {
     ),
     _aten.native_batch_norm_backward.default: _first_like_input,
     _aten.log_sigmoid_forward.default: lambda _, result: (result[0], result[1].new_empty(0)),
-    _aten._weight_norm_interface.default: _norms,
+    _aten._weight_norm_interface.default: lambda _, result: (
+        result[0],
+        *_cast(result[1:], (torch.float16,), torch.float32),
+    ),
     _aten.native_layer_norm.default: _statistics,
     _aten.native_batch_norm.default: _batch_norm_results,
     _aten.native_group_norm.default: _group_norm,
     _aten._to_copy.default: _copied,
-    _aten.convolution.default: _convolved,
+    _aten.convolution.default: lambda args, result: result.contiguous(
+        memory_format=convolution_format(args[:2])
+    ),
     _aten.convolution_backward.default: _convolution_gradients,
     _aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,

@@ -47,7 +47,7 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
         self._handlers: dict[Any, Any] = {
             _T.to: self._to,
             torch._C._nn._parse_to: _parse_to,
-            torch.device: _device,
+            torch.device: _parse_device,
             _T.cuda: lambda tensor, *_, memory_format=None, **__: self._move(
                 tensor, CARD, memory_format=memory_format
             ),
@@ -56,11 +56,13 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             ),
             _T.item: self.to_number,
             _T.numpy: self._numpy,
-            _T.__array__: self._as_array,
+            _T.__array__: lambda tensor, dtype=None: np.asarray(self._numpy(tensor), dtype=dtype),
             _T.tolist: self.to_list,
             _T.pin_memory: lambda tensor, *_, **__: tensor,
             _T.get_device: lambda tensor: SEEN.device.index if card_mode.is_on_card(tensor) else -1,
-            _T.__format__: self._format,
+            _T.__format__: lambda tensor, spec: format(
+                tensor.item() if tensor.dim() == 0 and spec else str(tensor), spec
+            ),
             _T.type: self._type,
             _T.data_ptr: self._address,
             _T.__deepcopy__: self._deepcopy,
@@ -167,10 +169,6 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             refuse_address()
         return tensor.data_ptr()
 
-    def _format(self, tensor: torch.Tensor, spec: str) -> str:
-        is_number = tensor.dim() == 0 and spec
-        return format(tensor.item() if is_number else str(tensor), spec)
-
     def to_number(self, tensor: torch.Tensor) -> Any:
         """Answer `item`."""
         if tensor.dtype in KEPT and tensor.numel() == 1 and self._values_of(tensor) is None:
@@ -180,9 +178,6 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
     def _numpy(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
         values = self._values_of(tensor)
         return self._array(tensor) if values is None else values.numpy(**kwargs)
-
-    def _as_array(self, tensor: torch.Tensor, dtype: Any = None) -> Any:
-        return np.asarray(self._numpy(tensor), dtype=dtype)
 
     def to_list(self, tensor: torch.Tensor) -> Any:
         """Answer `tolist`; for a fake, torch would read one value at a time."""
@@ -241,7 +236,7 @@ def _parse_to(*args: Any, **kwargs: Any) -> Any:
     return torch._C._nn._parse_to(*args, **kwargs)
 
 
-def _device(*args: Any, **kwargs: Any) -> torch.device:
+def _parse_device(*args: Any, **kwargs: Any) -> torch.device:
     if args and isinstance(args[0], int):
         return _numbered(args[0])
     return torch.device(*args, **kwargs)

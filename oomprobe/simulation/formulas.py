@@ -97,9 +97,8 @@ class DeviceThread:
     def _renumber(self, first: int, gradients: list[torch.Tensor | None]) -> None:
         mine = self._begun + 2 * self._count  # twice: the main thread's numbers include these nodes
         for node in _nodes(gradients, first):
-            if not hasattr(
-                node, "variable"
-            ):  # what sums the gradients of a leaf has the highest number
+            # What sums the gradients of a leaf has the highest number.
+            if not hasattr(node, "variable"):
                 node._set_sequence_nr(mine + node._sequence_nr() - first)
 
 

@@ -123,23 +123,27 @@ def _patches(card_mode: CardMode, device_mode: DeviceMode, kernels: CudaKernels)
     yield logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True
     yield FakeTensor, "device", property(_device_getter(card_mode), _DEVICE.fset)
     yield torch.nn.Module, "_apply", _wrap_apply(card_mode, torch.nn.Module._apply)
-    yield GradScaler, "_maybe_opt_step", _always_step
+    # Gradients are not checked for infinities: a skipped step would create no optimizer state.
+    step = "_maybe_opt_step"
+    yield (
+        GradScaler,
+        step,
+        lambda _, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs),
+    )
     yield autocast_mode.autocast, "__init__", _redirect_autocast(autocast_mode.autocast.__init__)
     for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype"):
         yield torch, name, _query_cpu(getattr(torch, name))
     yield torch, "set_autocast_enabled", _query_cpu(kernels.set_autocast_enabled)
     yield torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu")
+    # There is one card.
     yield (
         torch.nn.DataParallel,
         "forward",
         lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs),
-    )  # one card
+    )
     yield torch.Tensor, "record_stream", _record_stream(card_mode)
-    yield (
-        clip_grad,
-        "_has_foreach_support",
-        lambda *_, **__: True,
-    )  # of plain tensors, which fakes stand for
+    # Of plain tensors, which fakes stand for.
+    yield clip_grad, "_has_foreach_support", lambda *_, **__: True
     yield optimizers, "_foreach_supported_types", [*optimizers._foreach_supported_types, FakeTensor]
     yield (
         torch.UntypedStorage,
@@ -334,11 +338,6 @@ def _only_moves(probe: torch.Tensor, tensor: torch.Tensor, card_mode: CardMode) 
     is_whole = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
     may_change_format = tensor.dim() in (4, 5)
     return is_whole and not may_change_format
-
-
-def _always_step(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """Step without checking gradients for infinities; a skipped step would create no optimizer state."""
-    return optimizer.step(*args, **kwargs)
 
 
 def _redirect_autocast(init: Any) -> Any:

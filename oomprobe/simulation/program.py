@@ -258,8 +258,5 @@ class Program:
         yield BaseProcess, "run", run_process
         yield torch, "compile", compile_nothing
         yield torch.jit, "trace", trace_nothing
-        yield (
-            DataLoader,
-            "pin_memory",
-            property(lambda _: False, lambda *_: None),
-        )  # host memory does not count
+        # Host memory does not count.
+        yield DataLoader, "pin_memory", property(lambda _: False, lambda *_: None)

@@ -68,7 +68,10 @@ def first_of(
     def init_process_group(*_: Any, **__: Any) -> None:
         _join(init, 0, ranks)
 
-    with patch.dict(os.environ, variables), replaced(_patches(init_process_group, notes, sharding)):
+    with (
+        patch.dict(os.environ, variables),
+        replaced(_patches_of_group(init_process_group, notes, sharding)),
+    ):
         had_group = distributed.is_initialized()
         try:
             yield
@@ -102,7 +105,7 @@ def groups_of_program(
         _join(init, rank, world_size)
         has_joined(world_size)
 
-    yield from _patches(init_process_group, notes, Sharding())
+    yield from _patches_of_group(init_process_group, notes, Sharding())
     for owner in (distributed, distributed.distributed_c10d):
         yield owner, "is_nccl_available", lambda: True
     reducer: Any = distributed.Reducer  # type: ignore[attr-defined]  # makes DDP's buckets
@@ -123,7 +126,7 @@ def _join(init: Callable[..., None], rank: int, ranks: int) -> None:
     init("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 
-def _patches(
+def _patches_of_group(
     init: Callable[..., None], notes: dict[str, None], sharding: Sharding
 ) -> Iterator[Patch]:
     """Yield replacements for torch's attributes, each with its owner and name."""
@@ -135,7 +138,9 @@ def _patches(
 
     def make_ddp(model: Any, *args: Any, **kwargs: Any) -> None:
         make(model, *args, **kwargs)
-        register(model, None, _reduced)  # the reducer refuses the result of a fake collective
+        register(
+            model, None, _reduce_at_once
+        )  # the reducer refuses the result of a fake collective
 
     def leave_out_hook(*_: Any, **__: Any) -> None:
         notes[HOOK] = None
@@ -178,13 +183,13 @@ class _Done:
         return True
 
 
-def _reduced(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _reduce_at_once(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
-_reduced.__annotations__ = {}  # DDP compares them with its own types, not with their names
+_reduce_at_once.__annotations__ = {}  # DDP compares them with its own types, not with their names
 
 
 def _all_gather_object(gathered: list[Any], value: Any, *_: Any, **__: Any) -> None:

@@ -61,10 +61,10 @@ class Sharding:
     def start_trial(self) -> None:
         """Put back what building left, before any step."""
         if self._built is None:
-            self._built = [(part, _copied(vars(part))) for part in self._parts()]
+            self._built = [(part, _copied_groups(vars(part))) for part in self._parts()]
         for part, attributes in self._built:
             vars(part).clear()
-            vars(part).update(_copied(attributes))
+            vars(part).update(_copied_groups(attributes))
         for state in self._states:
             for group in _groups_of(state):
                 for param in group.fsdp_params:
@@ -99,7 +99,7 @@ def _groups_of(state: Any) -> list[Any]:
     return [group for group in [state._fsdp_param_group] if group is not None]
 
 
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+def _copied_groups(attributes: dict[str, Any]) -> dict[str, Any]:
     """Copy attributes and the containers among them."""
     copied = {}
     for name, value in attributes.items():

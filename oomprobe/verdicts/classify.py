@@ -110,7 +110,8 @@ def classify(facts: ErrorFacts, evidence: Evidence | None = None) -> Verdict:
     """Return the verdict for facts and evidence; after a failed health check, always POISONED."""
     if evidence is not None and not evidence.healthy:
         return Verdict.POISONED
-    row = _strongest_row(facts)
+    rows = filter(None, map(_matching_row, facts))
+    row = min(rows, key=ERROR_TEXTS.index, default=None)
     if row is None:
         return Verdict.BUG
     if evidence is None:
@@ -130,11 +131,6 @@ def classify(facts: ErrorFacts, evidence: Evidence | None = None) -> Verdict:
     if row.only_integrated and not evidence.integrated:
         return Verdict.BUG
     return out_of_memory  # of ambiguous POISONED rows too: if the process is poisoned, the health check says so
-
-
-def _strongest_row(facts: ErrorFacts) -> ErrorText | None:
-    rows = [row for row in map(_matching_row, facts) if row is not None]
-    return min(rows, key=ERROR_TEXTS.index, default=None)
 
 
 def _matching_row(link: Link) -> ErrorText | None:

@@ -29,7 +29,7 @@ def failure_of(error: BaseException) -> Failure:
     text = f"{type(error).__name__}: {text_of(error)}".strip()
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT - 4] + " ..."
-    return Failure(facts=facts_of_error(error), text=text, where=_where(error))
+    return Failure(facts=facts_of_error(error), text=text, where=_place_of(error))
 
 
 def clear_frames(error: BaseException) -> None:
@@ -44,7 +44,7 @@ def clear_frames(error: BaseException) -> None:
             chain += [link.__cause__, link.__context__]
 
 
-def _where(error: BaseException) -> str | None:
+def _place_of(error: BaseException) -> str | None:
     line = raised_at(error)
     if line is None:
         return None

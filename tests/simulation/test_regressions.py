@@ -12,7 +12,7 @@ from zoo import Gpt, language_model
 import oomprobe
 from oomprobe.records.patience import Patience
 from oomprobe.records.trials import Phase
-from oomprobe.results.regression import grown, stated_tolerance
+from oomprobe.results.compare import grown, stated_tolerance
 
 GIB, MIB = 2**30, 2**20
 

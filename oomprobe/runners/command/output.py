@@ -189,9 +189,11 @@ def cause_of(
     # Where all report, an out-of-memory error of torch that none has raised is only text, such as a tip.
     all_told = seen.all_report and ran_out is None
     errors = [error for error in _errors(seen, output, all_told) if not error.is_launchers]
-    verdict, cause = _judged(errors, evidence)
+    verdict, cause = _judge(errors, evidence)
     if ran_out is not None and verdict not in OUT_OF_MEMORY:
-        error = _named("its allocator ran out of memory, and the program caught that", ran_out.name)
+        error = _named_in(
+            "its allocator ran out of memory, and the program caught that", ran_out.name
+        )
         return Ending(verdict=Verdict.OOM, error=error, where=ran_out.where)
     # A killed process leaves no error, or one of whoever waited for it; any other error says more than the system's count.
     if cause is None or _KILLED.search(cause.text):
@@ -202,7 +204,7 @@ def cause_of(
     if cause is not None:
         return Ending(
             verdict=verdict,
-            error=with_hint(_named(cause.text, cause.who)),
+            error=with_hint(_named_in(cause.text, cause.who)),
             where=cause.where,
             context=cause.context,
             read_at=seen.read_at,
@@ -222,7 +224,7 @@ def _crash(errors: Sequence[ReportedError], output: Output, status: int) -> str:
     return with_hint(crash)
 
 
-def _judged(
+def _judge(
     errors: Sequence[ReportedError], evidence: Evidence
 ) -> tuple[Verdict, ReportedError | None]:
     """Return the first out-of-memory error, otherwise the first error that may be a cause, with its verdict."""
@@ -273,7 +275,7 @@ def with_hint(error: str) -> str:
     return f"{error}\n{NO_TERMINAL}" if _WANTS_TERMINAL.search(error) else error
 
 
-def _named(error: str, who: str) -> str:
+def _named_in(error: str, who: str) -> str:
     return f"{who}: {error}" if who.startswith("rank") else error
 
 

@@ -344,8 +344,8 @@ def are_the_same(requested: Requested, last: Requested) -> bool:
     """Return whether the same processes requested the same in the steps that both have made."""
     if not requested or requested.keys() != last.keys():
         return False
-    for name, steps in requested.items():
-        for step, last_step in zip(steps, last[name], strict=False):
-            if step != last_step:
-                return False
-    return True
+    return all(
+        step == last_step
+        for name, steps in requested.items()
+        for step, last_step in zip(steps, last[name], strict=False)
+    )

@@ -54,10 +54,8 @@ if TYPE_CHECKING:
 MORE = 1.25  # times what it takes to start the command and to make the steps of a trial: trials go on for so long
 TICK_S = 0.1  # between readings of the reports
 ATTEMPTS = 4
-ALLOCATOR_VARIABLES = (
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-)  # where both are set, torch ignores the second
+# Where both are set, torch ignores the second.
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 LARGEST_READ_BYTES = 2**20  # of a file among the arguments
 NOT_COVERED = (
     "what comes after the steps of a trial: evaluation, checkpoints, longer samples, the last batch of an epoch",
@@ -170,9 +168,8 @@ class CommandRunner:
         self._files = TrialFiles(command, on_card=card is not None, keeps_writes=keep_writes)
         # The card that each process of the command is to be on; None: real devices.
         self._card = card
-        self.simulated: SimulatedDevice | None = opened_if_simulated(
-            card
-        )  # the same card, on which sizes are replayed that follow from others
+        # The same card, on which sizes are replayed that follow from others.
+        self.simulated: SimulatedDevice | None = opened_if_simulated(card)
         # Fraction of the memory, by UUID of the device; by the first run that passed.
         self._available: dict[str, float] = {}
         self._measured = Measured(available_bytes=0, outside_bytes=None)  # by that run
@@ -308,7 +305,7 @@ class CommandRunner:
                 return seen, _swallowed(run, request, seen) or FITS
             most_s = patience.handling_s if seen.may_recover else patience.failed_s
             if seen.goes_on or troubled.for_s(seen.is_in_trouble) > most_s:
-                return seen, _failure(run, request, seen)
+                return seen, _failure_of(run, request, seen)
             if (
                 incomplete.for_s(seen.steps >= wanted and seen.missing_ranks > 0)
                 > patience.missing_s
@@ -346,7 +343,7 @@ class CommandRunner:
                 made = count(steps, "optimizer step", "optimizer steps")
                 raise UnreliableError(TOO_FEW.format(size=size, steps=made, wanted=wanted))
             return FITS
-        failure = _failure(run, request, seen)
+        failure = _failure_of(run, request, seen)
         misses_cuda = "CUDA" in failure.error or "NVIDIA" in failure.error
         if self._card is not None and misses_cuda and not seen.reports:
             raise SimulationError(NOT_SIMULATED.format(size=size))
@@ -437,9 +434,7 @@ class CommandRunner:
             cap_bytes = min(caps, default=None)
         fullest = seen.fullest_card
         memories = [memory for _, memory in fullest.users]
-        served_bytes, allocations = max(
-            (max(steps) for steps in seen.requested.values()), default=(0, 0)
-        )
+        served_bytes, allocations = max(map(max, seen.requested.values()), default=(0, 0))
         ranks = seen.ranks(passed=ending.verdict is Verdict.FITS)
         trial = Trial.of(
             request,
@@ -516,13 +511,13 @@ def _swallowed(run: Run, request: Request, seen: RunReports) -> Ending | None:
     """Return the out-of-memory error that a program caught and went on from, so that its steps prove nothing."""
     is_quoted = run.output.oom_line and not seen.all_report
     if seen.caught_oom or is_quoted:
-        failure = _failure(run, request, seen)
+        failure = _failure_of(run, request, seen)
         if failure.verdict in OUT_OF_MEMORY:
             return failure
     return None
 
 
-def _failure(run: Run, request: Request, seen: RunReports) -> Ending:
+def _failure_of(run: Run, request: Request, seen: RunReports) -> Ending:
     evidence = Evidence(smaller_size_passed=request.smaller_passed, memory_pressure=seen.is_pressed)
     return cause_of(seen, run.output, run.status or 0, evidence, oom_kills=int(run.oom_kills))
 

@@ -122,9 +122,8 @@ class Crew:
                     agreement.add(rank, answer.records)
                 elif answer is not None:
                     answers[rank] = answer
-                    limit = min(
-                        limit, self._limit_others(answer, time.monotonic() - started_s, late_s)
-                    )
+                    took_s = time.monotonic() - started_s
+                    limit = min(limit, self._limit_others(answer, took_s, late_s))
                 elif idle[rank].is_too_long:
                     answers[rank] = process.end(STUCK)
             until_s, why = limit

@@ -19,12 +19,11 @@ _TRACE = "(most recent call first):"  # Python's faulthandler
 _CURRENT = "Current thread "
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in ', re.MULTILINE)
 # In an exception these texts are ambiguous. A library that ends the process with them had no memory for its threads.
-_NO_THREADS = re.compile(
-    r"pthread_create failed|thread creation failed", re.IGNORECASE
-)  # OpenBLAS, libgomp
+# OpenBLAS, libgomp; then bitsandbytes.
+_NO_THREADS = re.compile(r"pthread_create failed|thread creation failed", re.IGNORECASE)
 _ANY_LIBRARY = re.compile(
     r"out of memory|failed to allocate|memory allocation failed", re.IGNORECASE
-)  # bitsandbytes
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +32,8 @@ class ExitStatus:
 
     signal: int | None  # that terminated it
     code: int | None  # that it exited with
-    why: (
-        str | None
-    )  # why its parent terminated it, such as "timed out" (see `settling`); None: it ended by itself
+    # Why its parent terminated it, such as "timed out" (see `settling`); None: it ended by itself.
+    why: str | None
     stderr: str  # the end of it
     peak_resident_bytes: int
     oom_kills: int  # of any process on the system while it ran
@@ -48,24 +46,20 @@ class ExitStatus:
             what = f"the trial's process exited with code {self.code} before it answered"
         else:
             what = f"the trial's process was killed by {signal.Signals(self.signal).name}"
-            if self.signal == signal.SIGKILL:
-                what += f" ({self._killer()})"
+            if self.signal == signal.SIGKILL and self.oom_kills:
+                what += " (the system's OOM killer was active)"
+            elif self.signal == signal.SIGKILL:
+                what += " (not by the system's OOM killer)"
         output, mark, trace = self.stderr.partition(_TRACE)
         shown = output[-SHOWN_CHARACTERS:] + mark + "\n".join(trace.splitlines()[:TRACE_LINES])
         if not shown:
             return what
         return f"{what}\nthe end of its stderr:\n{shown}"
 
-    def _killer(self) -> str:
-        if self.oom_kills:
-            return "the system's OOM killer was active"
-        return "not by the system's OOM killer"
-
     def where(self) -> str | None:
         """Return the line of the user's code that was running, from faulthandler's trace; None if unknown."""
-        trace = (
-            self.stderr.partition(_CURRENT)[2].partition("\n\n")[0].partition("\nThread ")[0]
-        )  # of one thread
+        of_threads = self.stderr.partition(_CURRENT)[2].partition("\n\n")[0]
+        trace = of_threads.partition("\nThread ")[0]  # of one of them
         for file, number in _FRAME.findall(trace):
             if not is_library(Path(file)):
                 return f"{Path(file).name}:{number}"
@@ -88,12 +82,8 @@ def classify_exit(
         return Verdict.TIMED_OUT
     if status.signal == signal.SIGKILL:
         return Verdict.HOST_OOM if status.oom_kills else Verdict.CRASHED
-    if status.signal in (
-        signal.SIGTERM,
-        signal.SIGINT,
-        signal.SIGHUP,
-        signal.SIGQUIT,
-    ):  # sent on purpose
+    # Sent on purpose.
+    if status.signal in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         return Verdict.CRASHED
     is_full = False
     if on_host and cap_bytes is not None:
@@ -101,7 +91,10 @@ def classify_exit(
     evidence = Evidence(
         smaller_size_passed=smaller_passed, memory_pressure=is_full, on_host=on_host
     )
-    verdict = _classify_words(_last_lines(status.stderr), evidence)
+    # Those before faulthandler's trace.
+    lines = status.stderr.partition("Fatal Python error")[0].splitlines()
+    last_lines = [*filter(str.strip, lines)][-LAST_LINES:]
+    verdict = _classify_words("\n".join(last_lines), evidence)
     if verdict is not None:
         return verdict
     if is_full and smaller_passed:
@@ -118,9 +111,3 @@ def _classify_words(words: str, evidence: Evidence) -> Verdict | None:
     if evidence.smaller_size_passed and _ANY_LIBRARY.search(words):
         return Verdict.OOM
     return None
-
-
-def _last_lines(stderr: str) -> str:
-    """Return the last lines of stderr before faulthandler's trace."""
-    lines = stderr.partition("Fatal Python error")[0].splitlines()
-    return "\n".join([line for line in lines if line.strip()][-LAST_LINES:])

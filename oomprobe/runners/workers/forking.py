@@ -58,7 +58,7 @@ def main(descriptor: int, target: str) -> NoReturn:
                 link.sendall(str(os.getpid()).encode())
                 link.close()
                 os.close(keepers)
-                _serve(wire, stderr)
+                _serve_forks(wire, stderr)
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel waits for the keepers
             pid = processes.fork()
             if not pid:
@@ -129,7 +129,7 @@ def _is_installed(name: str) -> bool:
         return True
     spec = PathFinder.find_spec(top)
     folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    return spec is not None and any(str(spec.origin).startswith(folder) for folder in folders)
+    return spec is not None and any(map(str(spec.origin).startswith, folders))
 
 
 def _keep_worker(wire: int, stderr: int, keepers: int) -> NoReturn:
@@ -142,7 +142,7 @@ def _keep_worker(wire: int, stderr: int, keepers: int) -> NoReturn:
             keeper.begin()
             for generator in (random, np.random, torch.default_generator):
                 generator.seed()  # by the system, as in a new interpreter
-            _serve(wire, stderr)
+            _serve_forks(wire, stderr)
         return pid
 
     os.setsid()
@@ -150,7 +150,7 @@ def _keep_worker(wire: int, stderr: int, keepers: int) -> NoReturn:
     os._exit(0)
 
 
-def _serve(wire: int, stderr: int) -> NoReturn:
+def _serve_forks(wire: int, stderr: int) -> NoReturn:
     """Be a worker."""
     os.dup2(stderr, 2)
     worker.main(wire)

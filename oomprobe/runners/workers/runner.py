@@ -276,7 +276,7 @@ class WorkersRunner:
         ready = _of_kind(Ready, answers)
         if len(ready) < self._ranks:
             self._end_crew()
-            _refuse(answers, self._source, self._clock, is_first=is_first)
+            _refuse_crew(answers, self._source, self._clock, is_first=is_first)
             return answers
         self._ready = [*ready.values()]
         if is_first:
@@ -315,7 +315,7 @@ class WorkersRunner:
                 wait=tenacity.wait_exponential(multiplier=0.25, max=4),
                 stop=tenacity.stop_after_delay(self._clock.patience.returning_s),
             )
-        self._outside_bytes = [max(pair) for pair in zip(outside, self._outside_bytes, strict=True)]
+        self._outside_bytes = [*map(max, zip(outside, self._outside_bytes, strict=True))]
 
     def _ask(
         self,
@@ -464,7 +464,7 @@ class WorkersRunner:
         if self._small is None or self._has_run or request.fresh:
             return
         answers = self._answers(self._small)
-        if any(has_failed(answer) for answer in answers.values()):
+        if any(map(has_failed, answers.values())):
             self._end_crew()
 
     def _passed(self, request: Request, outcomes: Mapping[int, Outcome]) -> Outcome:
@@ -548,7 +548,9 @@ def _of_group(facts: RunnerInfo, devices: Sequence[DeviceInfo], building_s: floa
     )
 
 
-def _refuse(answers: Mapping[int, Answer], source: Source, clock: Clock, *, is_first: bool) -> None:
+def _refuse_crew(
+    answers: Mapping[int, Answer], source: Source, clock: Clock, *, is_first: bool
+) -> None:
     """Raise the error of a crew that did not get ready, unless a later one died: that may not happen again."""
     rank, ranks = culprit(answers, {}), source.ranks or 1
     if rank is None:

@@ -16,7 +16,7 @@ from oomprobe.devices import Device, device_error, is_host
 from oomprobe.ground import linux, processes
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.options import Step
-from oomprobe.records.trials import Call, CallRecord, Request, Runner
+from oomprobe.records.trials import Call, CallRecord, Outcome, Request, Runner
 from oomprobe.runners.hooks import OptimizerWatch
 from oomprobe.runners.local import FurtherCalls, Workload, further_here
 from oomprobe.runners.predicting import open_local
@@ -53,7 +53,7 @@ def serve(
     try:
         runner, device = make()
     except BaseException as error:
-        _answer(wire, failed(error, building=building))
+        _send_answer(wire, failed(error, building=building))
         return
     ready = Ready(
         facts=runner.facts,
@@ -64,13 +64,16 @@ def serve(
         else None,
         outside_bytes=None if device is None else device.outside_bytes(),
     )
-    _answer(wire, ready)
+    _send_answer(wire, ready)
+    answer: Message
     while (message := receive(wire)) is not None:
         try:
-            answer = _carry_out(runner, message)
+            answer = runner.run(message) if isinstance(message, Request) else runner.measure()
         except BaseException as error:
             answer = _failure(error, device)
-        _answer(wire, answer)
+        if isinstance(answer, Outcome) and answer.recording is not None:
+            answer = replace(answer, recording=answer.recording.plain())
+        _send_answer(wire, answer)
 
 
 def _failure(error: BaseException, device: Device | None) -> Failed | Lost:
@@ -90,7 +93,7 @@ def _failure(error: BaseException, device: Device | None) -> Failed | Lost:
     return failed(of_device or error)
 
 
-def _answer(wire: Connection, answer: Message) -> None:
+def _send_answer(wire: Connection, answer: Message) -> None:
     processes.flush()
     send(wire, answer)
 
@@ -115,15 +118,6 @@ class FurtherOfAll:
         if not isinstance(answer, Further):
             os._exit(0)  # the parent is gone
         return answer.calls
-
-
-def _carry_out(runner: Runner, message: Message) -> Message:
-    if not isinstance(message, Request):
-        return runner.measure()
-    outcome = runner.run(message)
-    if outcome.recording is None:
-        return outcome
-    return replace(outcome, recording=outcome.recording.plain())
 
 
 def local_runner(

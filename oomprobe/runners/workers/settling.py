@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from oomprobe.errors import UnreliableError
 from oomprobe.ground.units import format_seconds
-from oomprobe.records.notes import Note, Notes
+from oomprobe.records.notes import Notes
 from oomprobe.records.trials import LOST, Measured, Outcome, RankTrial, Request, Trial, Verdict
 from oomprobe.rules.look import merged
 from oomprobe.runners.workers.exit_status import ExitStatus, classify_exit
@@ -61,7 +61,7 @@ _CAUSES = {
 _CAUSES_OF_END = {None: Cause.DEATH, TIMED_OUT: Cause.TIMEOUT}  # by `ExitStatus.why`
 
 
-def _cause(answer: Answer) -> Cause | None:
+def _cause_of_failure(answer: Answer) -> Cause | None:
     """Return why the rank failed; None if it passed, or was ended only because another one had failed."""
     if isinstance(answer, Outcome):
         return _CAUSES.get(answer.trial.verdict)
@@ -76,12 +76,12 @@ def _cause(answer: Answer) -> Cause | None:
 
 def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -> int | None:
     """Return the rank whose failure is believed; None if there is none. `answers` are in the order in which they came."""
-    bugs = [_words(answer) for answer in answers.values() if isinstance(answer, Failed)]
+    bugs = [_without_numbers(answer) for answer in answers.values() if isinstance(answer, Failed)]
     if len(bugs) == len(answers) and len(set(bugs)) == 1:
         return min(answers)  # they all have the same bug
     failing: dict[Cause, list[int]] = defaultdict(list)
     for rank, answer in answers.items():
-        cause = _cause(answer)
+        cause = _cause_of_failure(answer)
         if cause is not None:
             failing[cause].append(rank)
     if not failing:
@@ -92,14 +92,14 @@ def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -
     )
 
 
-def _words(failed: Failed) -> str:
+def _without_numbers(failed: Failed) -> str:
     """Return the text of a bug without its numbers, such as that of the rank."""
     return re.sub(r"\d+", "", failed.text)
 
 
 def _left_bytes(answer: Answer, available_bytes: int) -> int:
     """Return what a rank that ran out of memory had left; 0 for all others, of which the first counts."""
-    if isinstance(answer, Outcome) and _cause(answer) is Cause.LIMIT:
+    if isinstance(answer, Outcome) and _cause_of_failure(answer) is Cause.LIMIT:
         return available_bytes - (answer.trial.peak_reserved_bytes or 0)
     return 0
 
@@ -126,10 +126,6 @@ def _first(texts: Iterable[str | None]) -> str | None:
     return next((text for text in texts if text is not None), None)
 
 
-def _without_doubles(notes: Iterable[Sequence[Note]]) -> tuple[Note, ...]:
-    return tuple(Notes(chain.from_iterable(notes)))
-
-
 # How each field follows from what it is on every rank; all other fields are those of the limiting rank.
 _OUTCOME_OF_ALL: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "records": lambda records: tuple(merged(records)),
@@ -141,7 +137,7 @@ _OUTCOME_OF_ALL: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "refusal": _first,
     "is_spent": any,
     "in_steps_s": max,
-    "notes": _without_doubles,
+    "notes": lambda notes: tuple(Notes(chain.from_iterable(notes))),  # each once
 }
 _TRIAL_OF_ALL: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "peak_allocated_bytes": _most,

@@ -46,7 +46,7 @@ def backward(op: Operator) -> Launch | None:
     if not wanted[2] and not any(copies):
         return None
     is_permuted = bool(copies[0]) and _aten.is_non_overlapping_and_dense.default(grad)
-    rule = _in_turn
+    rule = _copy_in_turn
     if is_depthwise_without_cudnn(op.args[1:]):
         rule = _of_depthwise if images.dim() > 3 else _of_depthwise_sequences
     elif images.dim() == 3 and is_permuted:
@@ -77,7 +77,7 @@ def _backward_steps(
     return tuple(steps)
 
 
-def _in_turn(
+def _copy_in_turn(
     grad: _Copy,
     images: _Copy,
     weight: _Copy,

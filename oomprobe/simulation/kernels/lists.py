@@ -32,7 +32,7 @@ def split_copy(op: Operator) -> Launch | None:
     results, source = op.argument("out"), op.args[0]
     if (
         results is None
-        or not _are_dense((source, *results))
+        or not _are_all_dense((source, *results))
         or any(result.dtype != source.dtype for result in results)
     ):
         return None
@@ -77,8 +77,8 @@ def _chunk_tables(*chunks: int) -> Steps:
     return afterwards((6 * len(chunks) + 2 + blocks) * INT64_BYTES)
 
 
-def _are_dense(tensors: Iterable[torch.Tensor]) -> bool:
-    return all(torch.ops.aten.is_non_overlapping_and_dense.default(tensor) for tensor in tensors)
+def _are_all_dense(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(map(torch.ops.aten.is_non_overlapping_and_dense.default, tensors))
 
 
 def _ceil_div(number: int, by: int) -> int:

@@ -85,7 +85,7 @@ def _embedding_backward_steps(
         return *copies, RESULT
     column, segments = count * index_bytes, min(count, rows)
     partials = count // _ROWS_PER_PARTIAL + segments
-    sort = (column, _sort_bytes(count, index_bytes, index_bytes, _bits(rows)))
+    sort = (column, _sort_bytes(count, index_bytes, index_bytes, _bits_of(rows)))
     steps = [*copies, column, column, *in_turn([sort]), RESULT]
     steps += (
         column,
@@ -98,7 +98,7 @@ def _embedding_backward_steps(
     return tuple(steps)
 
 
-def _bits(count: int) -> int:
+def _bits_of(count: int) -> int:
     """Return how many bits the numbers below a count have."""
     return max(1, (count - 1).bit_length())
 
@@ -153,7 +153,7 @@ def _index_put_steps(indices: int, converted: int, rows: int, count: int, *copie
         column,
         column,
         column,
-        _sort_bytes(count, INT64_BYTES, INT64_BYTES, _bits(rows)),
+        _sort_bytes(count, INT64_BYTES, INT64_BYTES, _bits_of(rows)),
     )
 
 
@@ -214,7 +214,7 @@ def _sort_steps(
             _aligned(count * item_bytes) + _aligned(column) + blocks * 1024 + _SORT_ALIGNMENT - 1
         )
     if 1 < rows < _SEGMENTS_SORTED_APART and row < 1_000_000:  # all at once, and then by their rows
-        by_rows = _counts_of_tiles(count, _PAIRS_PER_TILE[8, 8], _bits(rows))
+        by_rows = _counts_of_tiles(count, _PAIRS_PER_TILE[8, 8], _bits_of(rows))
         return RESULT, *copies, column, column, count * item_bytes, by_keys, -1, -1, by_rows
     if rows == 1 or row >= 1_000_000:
         return RESULT, *copies, column, by_keys

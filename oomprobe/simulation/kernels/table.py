@@ -191,7 +191,7 @@ def _unfold_backward(op: Operator) -> Launch:
     return launch(afterwards, (), (sizes[dim] * INT64_BYTES,))
 
 
-def _normal(op: Operator) -> Launch | None:
+def _normal_of_mean(op: Operator) -> Launch | None:
     mean = op.args[0]
     if not isinstance(mean, torch.Tensor):
         return None
@@ -348,7 +348,7 @@ _RULES: dict[Any, Rule] = {
     _aten.copy_: _copy_in_place,
     _aten.where: _where,
     _aten.pow: _power,
-    _aten.normal: _normal,
+    _aten.normal: _normal_of_mean,
     _aten.bernoulli: _bernoulli,
     _aten._cdist_forward: _copying(before=(0, 1)),
     _aten._cdist_backward: _cdist_backward,

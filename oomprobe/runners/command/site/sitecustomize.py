@@ -240,7 +240,7 @@ class Watch:
             "torch": str(self.torch.__version__), "cuda": self.torch.version.cuda,
             "steps": self.steps // optimizers, "step_s": self.step_s,
             "ooms": self.ooms, "raised_ooms": self.raised, "where": self.where, "errors": [],
-            "devices": [self.device(index) for index in self.used_devices()],
+            "devices": [*map(self.device, self.used_devices())],
             "notes": [], "not_covered": [], "not_compared": "", "refusal": self.refusal,
         }  # fmt: skip
         if why == "exit":
