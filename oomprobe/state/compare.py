@@ -33,45 +33,41 @@ def same(first: Any, second: Any) -> bool:
         True
     """
     try:
-        return _same(first, second)
+        return _are_same(first, second)
     except RecursionError:  # a container that contains itself
         return True
 
 
-def _same(first: Any, second: Any) -> bool:
+def _are_same(first: Any, second: Any) -> bool:
     if first is second:
         return True
-    if type(first) is not type(second) or isinstance(
-        first, _ATOMS
-    ):  # atoms are equal only if identical
+    # Atoms are equal only if identical.
+    if type(first) is not type(second) or isinstance(first, _ATOMS):
         return False
     if isinstance(first, torch.Tensor):
         return same_tensors(first, second)
     if isinstance(first, float | complex | np.generic | np.ndarray):
-        return _same_bits(np.asarray(first), np.asarray(second))
+        first, second = np.asarray(first), np.asarray(second)
+        if first.dtype.hasobject:  # the bytes are addresses
+            return _are_same(first.tolist(), second.tolist())
+        return (first.dtype, first.shape, first.tobytes()) == (
+            second.dtype,
+            second.shape,
+            second.tobytes(),
+        )
     if isinstance(first, set | frozenset):
         return bool(first == second)
     if isinstance(first, dict):
         if first.keys() == second.keys():
-            return all(_same(value, second[key]) for key, value in first.items())
-        return _same(
+            return all(_are_same(value, second[key]) for key, value in first.items())
+        return _are_same(
             [*first.items()], [*second.items()]
         )  # equal keys may not be found: NaN, tensors
     if isinstance(first, list | tuple | deque):
         return len(first) == len(second) and all(
-            _same(a, b) for a, b in zip(first, second, strict=True)
+            _are_same(a, b) for a, b in zip(first, second, strict=True)
         )
     return _same_objects(first, second)
-
-
-def _same_bits(first: Any, second: Any) -> bool:
-    if first.dtype.hasobject:  # the bytes are addresses
-        return _same(first.tolist(), second.tolist())
-    return (first.dtype, first.shape, first.tobytes()) == (
-        second.dtype,
-        second.shape,
-        second.tobytes(),
-    )
 
 
 def _same_objects(first: Any, second: Any) -> bool:
@@ -82,7 +78,7 @@ def _same_objects(first: Any, second: Any) -> bool:
     except Exception:  # the comparison returns no truth value
         is_comparable = False
     if hasattr(first, "__dict__"):
-        return _same(vars(first), vars(second))
+        return _are_same(vars(first), vars(second))
     return not is_comparable
 
 
@@ -95,7 +91,7 @@ def same_tensors(first: Any, second: Any) -> bool:
     if is_traceable_wrapper_subclass(first):
         parts = inner_tensors(second)
         return all(same_tensors(part, parts[name]) for name, part in inner_tensors(first).items())
-    return torch.equal(_bits(first), _bits(second))
+    return torch.equal(_bits_in(first), _bits_in(second))
 
 
 def inner_tensors(wrapper: Any) -> dict[str, torch.Tensor]:
@@ -104,6 +100,6 @@ def inner_tensors(wrapper: Any) -> dict[str, torch.Tensor]:
     return {name: part for name, part in named.items() if isinstance(part, torch.Tensor)}
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits_in(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -17,6 +17,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -66,9 +67,8 @@ def counted(roots: Iterable[object], *, without: Iterable[object] = ()) -> list[
         (False, None)
     """
     counts: list[object] = [random.getstate(), pickle.dumps(np.random.get_state())]
-    met = {
-        id(value): value for value in without
-    }  # kept alive, so that no other object gets their ids
+    # Kept alive, so that no other object gets their ids.
+    met = {id(value): value for value in without}
     todo = deque(roots)
     while todo:
         value = todo.popleft()
@@ -78,7 +78,7 @@ def counted(roots: Iterable[object], *, without: Iterable[object] = ()) -> list[
             met[id(value)] = value
             counts.append(type(value))
             try:
-                todo.extend(_inside(value, counts))
+                todo.extend(_inside(value))
             except _HiddenError:
                 return None
         if len(counts) > MOST_VALUES:
@@ -86,43 +86,17 @@ def counted(roots: Iterable[object], *, without: Iterable[object] = ()) -> list[
     return counts
 
 
-def _inside(value: Any, counts: list[object]) -> Iterable[Any]:
-    """Add what a value counts with to `counts`, and return what it holds."""
+def _inside(value: Any) -> Iterable[Any]:
+    """Return what a value holds and counts with."""
     if is_written(value):
         return ()
     if is_source(value):
         raise _HiddenError
-    for kinds, look_into in _LOOKS:
-        if isinstance(value, kinds):
-            return look_into(value, counts)
-    return _in_object(value)
+    looks = (look for kinds, look in _LOOKS if isinstance(value, kinds))
+    return next(looks, _in_object)(value)
 
 
-def _in_dict(value: Any, counts: list[object]) -> Iterable[Any]:
-    return [part for pair in dict.items(value) for part in pair] + _attributes(value)
-
-
-def _in_items(value: Any, counts: list[object]) -> Iterable[Any]:
-    counts.append(len(value))
-    return [*value, *_attributes(value)]
-
-
-def _in_generator(value: Any, counts: list[object]) -> Iterable[Any]:
-    counts.append(_state_of(value))
-    return ()
-
-
-def _in_bytes(value: Any, counts: list[object]) -> Iterable[Any]:
-    counts += [len(value), bytes(value[:SMALL_BYTES])]
-    return ()
-
-
-def _in_cache(value: Any, counts: list[object]) -> Iterable[Any]:
-    counts += value.cache_info()[1:]  # hits say nothing
-    return (value.__wrapped__,)
-
-
-def _in_code(value: Any, counts: list[object]) -> Iterable[Any]:
+def _in_code(value: Any) -> Iterable[Any]:
     if isinstance(value, types.CellType):
         return in_cells({"": value}).values()
     if isinstance(value, types.FunctionType):
@@ -132,21 +106,14 @@ def _in_code(value: Any, counts: list[object]) -> Iterable[Any]:
             return ()
         variables = [part for name, part in vars(value).items() if not name.startswith(_OF_CLASSES)]
         return (*value.__bases__, *variables)
-    names = (
-        "func",
-        "args",
-        "keywords",
-        "__self__",
-        "__func__",
-        "fget",
-        "fset",
-    )  # of what stands around code
+    # Of what stands around code.
+    names = ("func", "args", "keywords", "__self__", "__func__", "fget", "fset")
     return [getattr(value, name) for name in names if hasattr(value, name)]
 
 
-def _in_optimizer(optimizer: torch.optim.Optimizer, counts: list[object]) -> Iterable[Any]:
+def _in_optimizer(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
     """Return what an optimizer that is not torch's own holds; its state counts steps, which decides nothing about memory."""
-    if _package(optimizer) not in _STILL:
+    if _package_of(optimizer) not in _STILL:
         for name, attribute in vars(optimizer).items():
             if name not in _OF_OPTIMIZERS:
                 yield attribute
@@ -154,7 +121,9 @@ def _in_optimizer(optimizer: torch.optim.Optimizer, counts: list[object]) -> Ite
 
 def _in_object(value: Any) -> Iterable[Any]:
     is_data = str(module_of(value)).startswith("torch.utils.data.")
-    is_still = isinstance(value, _STILL_KINDS) or type(value) is object or _package(value) in _STILL
+    is_still = (
+        isinstance(value, _STILL_KINDS) or type(value) is object or _package_of(value) in _STILL
+    )
     if is_still and not is_data:
         return ()
     if not is_made_in_python(type(value)):
@@ -162,7 +131,7 @@ def _in_object(value: Any) -> Iterable[Any]:
     return type(value), *_attributes(value)
 
 
-def _package(value: Any) -> str:
+def _package_of(value: Any) -> str:
     return str(module_of(value)).partition(".")[0]
 
 
@@ -176,7 +145,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def _in_function(function: types.FunctionType) -> Iterable[Any]:
-    if _package(function) in _STILL:
+    if _package_of(function) in _STILL:
         return
     yield from (
         vars(function),
@@ -185,10 +154,10 @@ def _in_function(function: types.FunctionType) -> Iterable[Any]:
         *(function.__closure__ or ()),
     )
     if is_users_code(module_of(function)):
-        yield from _named(function.__globals__, code_names(function.__code__), set())
+        yield from _variables_named(function.__globals__, code_names(function.__code__), set())
 
 
-def _named(variables: dict[str, Any], names: set[str], met: set[int]) -> Iterable[Any]:
+def _variables_named(variables: dict[str, Any], names: set[str], met: set[int]) -> Iterable[Any]:
     """Yield the variables with these names, of this module and of the modules among them."""
     for name in names & variables.keys():
         value = variables[name]
@@ -196,21 +165,20 @@ def _named(variables: dict[str, Any], names: set[str], met: set[int]) -> Iterabl
             yield value
         elif id(value) not in met:
             met.add(id(value))
-            yield from _named(vars(value), names, met)
+            yield from _variables_named(vars(value), names, met)
 
 
-def _in_module(module: torch.nn.Module, counts: list[object]) -> Iterable[Any]:
-    is_torchs = _package(module) == "torch"
+def _in_module(module: torch.nn.Module) -> Iterable[Any]:
+    is_torchs = _package_of(module) == "torch"
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is None:
             continue
-        counts.append(addresses_of(tensor))
+        yield str(addresses_of(tensor))
         if tensor.is_leaf and tensor.grad is not None:
-            counts.append(addresses_of(tensor.grad))
-        if (
-            not is_torchs
-        ):  # the buffers of batch norms count calls, which decides nothing about memory
-            counts.append(_small_on_host(tensor))
+            yield str(addresses_of(tensor.grad))
+        # The buffers of batch norms count calls, which decides nothing about memory.
+        if not is_torchs:
+            yield _small_on_host(tensor)
         yield from vars(tensor).items()
     yield from module._modules.values()
     if not type(module).__module__.startswith(PARALLEL):  # their attributes belong to C++ objects
@@ -220,15 +188,15 @@ def _in_module(module: torch.nn.Module, counts: list[object]) -> Iterable[Any]:
                 yield value
 
 
-def _in_tensor(tensor: torch.Tensor, counts: list[object]) -> Iterable[Any]:
+def _in_tensor(tensor: torch.Tensor) -> Iterable[Any]:
     if can_copy(tensor):
-        counts.append(addresses_of(tensor))
+        yield str(addresses_of(tensor))
         if not is_learnable(tensor):
-            counts += [tensor.shape, version_of(tensor), _small_on_host(tensor)]
-    return list(vars(tensor).values())
+            yield from (tensor.shape, version_of(tensor), _small_on_host(tensor))
+    yield from vars(tensor).values()
 
 
-def _small_on_host(tensor: torch.Tensor) -> object:
+def _small_on_host(tensor: torch.Tensor) -> str | None:
     """Return the values of a small tensor in host memory."""
     if tensor.device.type != "cpu" or not can_copy(tensor):
         return None
@@ -240,11 +208,12 @@ def _small_on_host(tensor: torch.Tensor) -> object:
     return repr(tensor.detach().tolist())
 
 
-def _in_array(value: Any, counts: list[object]) -> Iterable[Any]:
-    counts.append(value.shape)
+def _in_array(value: Any) -> Iterable[Any]:
+    yield str(value.shape)
     if value.nbytes <= SMALL_BYTES:
-        counts.append(value.tobytes())
-    return value.ravel().tolist() if value.dtype.hasobject else ()
+        yield value.tobytes()
+    if value.dtype.hasobject:
+        yield from value.ravel().tolist()
 
 
 def _state_of(generator: Any) -> str:
@@ -256,15 +225,19 @@ def _state_of(generator: Any) -> str:
 
 
 # How to look into a value of each kind, by the first that fits: an object of the user's may be of several.
-_LOOKS: tuple[tuple[Any, Callable[[Any, list[object]], Iterable[Any]]], ...] = (
+_LOOKS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (torch.Tensor, _in_tensor),
     (torch.nn.Module, _in_module),
-    (dict, _in_dict),
-    ((list, tuple, set, frozenset, deque), _in_items),
+    (dict, lambda value: [*chain.from_iterable(dict.items(value)), *_attributes(value)]),
+    (
+        (list, tuple, set, frozenset, deque),
+        lambda value: [len(value), *value, *_attributes(value)],
+    ),
     ((np.ndarray, np.generic), _in_array),
-    ((random.Random, np.random.Generator, np.random.RandomState), _in_generator),
-    ((array.array, bytearray), _in_bytes),
-    (functools._lru_cache_wrapper, _in_cache),
+    ((random.Random, np.random.Generator, np.random.RandomState), lambda value: [_state_of(value)]),
+    ((array.array, bytearray), lambda value: [len(value), bytes(value[:SMALL_BYTES])]),
+    # Its hits say nothing.
+    (functools._lru_cache_wrapper, lambda value: [*value.cache_info()[1:], value.__wrapped__]),
     (torch.optim.Optimizer, _in_optimizer),
     (_CODE, _in_code),
 )

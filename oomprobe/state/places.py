@@ -188,7 +188,7 @@ class Place:
         now = self.values.read()
         if self._is_in(now):
             return None
-        return [(key, _plain(value)) for key, value in _by_key(now).items()]
+        return [(key, _plain_part(value)) for key, value in _by_key(now).items()]
 
     def _is_back(self, now: Any) -> bool:
         """Return whether there is nothing to put back."""
@@ -401,7 +401,7 @@ def _generator_place(value: Any, path: str) -> OpaquePlace:
     return OpaquePlace(path, "a random number generator", get, put)
 
 
-def _plain(value: Any) -> Any:
+def _plain_part(value: Any) -> Any:
     if isinstance(value, PLAIN):
         return value
     return len(value) if isinstance(value, dict | list | set) else None
@@ -416,10 +416,10 @@ def _fingerprint(value: Any) -> Any:
             return None
         return value.tell()
     if is_iterator(value):
-        return _position(value)
+        return _position_of(value)
     if hasattr(value, "__dict__"):  # without private attributes, such as caches
         return {
-            name: _plain(part)
+            name: _plain_part(part)
             for name, part in list(vars(value).items())
             if not name.startswith("_")
         }
@@ -428,10 +428,10 @@ def _fingerprint(value: Any) -> Any:
     return None
 
 
-def _position(iterator: Any) -> Any:
+def _position_of(iterator: Any) -> Any:
     """Return what shows how far an iterator has come; `_UNKNOWN` if nothing does."""
     if hasattr(iterator, "__dict__"):
-        return {name: _plain(part) for name, part in list(vars(iterator).items())}
+        return {name: _plain_part(part) for name, part in list(vars(iterator).items())}
     if isinstance(iterator, itertools.count | itertools.repeat):
         return repr(iterator)
     left = operator.length_hint(iterator, -1)

@@ -146,7 +146,7 @@ class Reference(Saved):
                 self._is_strong = True
                 return
         if isinstance(value, tuple):
-            parts = [save(part) for part in value]
+            parts = [*map(save, value)]
             if any(part is MISSING for part in parts):
                 self._is_strong = True
                 return
@@ -215,7 +215,7 @@ class Reference(Saved):
             return value
         new: Any = _maker(self.kind).__new__
         if issubclass(self.kind, tuple):
-            parts = [get(part) for part in self._parts]
+            parts = [*map(get, self._parts)]
             if any(part is MISSING for part in parts):
                 return MISSING
             value = new(self.kind, parts)

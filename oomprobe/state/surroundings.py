@@ -20,7 +20,7 @@ GetterAndSetter = tuple[Callable[[], Any], Callable[[Any], object]]
 _UNREADABLE = object()
 
 
-def _read(get: Callable[[], Any]) -> Any:
+def _value_of(get: Callable[[], Any]) -> Any:
     """Return the value, or `_UNREADABLE` if torch raises, as it does after its two precision interfaces were mixed."""
     try:
         return get()
@@ -28,18 +28,18 @@ def _read(get: Callable[[], Any]) -> Any:
         return _UNREADABLE
 
 
-def _attribute(owner: Any, name: str) -> GetterAndSetter:
+def _accessors(owner: Any, name: str) -> GetterAndSetter:
     return partial(getattr, owner, name), partial(setattr, owner, name)
 
 
-def _flags(device_type: str) -> dict[str, GetterAndSetter]:
+def _global_flags(device_type: str) -> dict[str, GetterAndSetter]:
     """Return the global flags that a step may change, by name."""
     backends = torch.backends
     # General before specific: a precision that is not set reads as the more general one.
     precise = {"": backends, "cudnn.": backends.cudnn, "cuda.matmul.": backends.cuda.matmul}
     precise |= {f"cudnn.{name}.": getattr(backends.cudnn, name, None) for name in ("conv", "rnn")}
     flags = {
-        f"{path}fp32_precision": _attribute(owner, "fp32_precision")
+        f"{path}fp32_precision": _accessors(owner, "fp32_precision")
         for path, owner in precise.items()
     }
     flags |= {
@@ -57,7 +57,7 @@ def _flags(device_type: str) -> dict[str, GetterAndSetter]:
         ),
     }
     for name in ("enabled", "benchmark", "allow_tf32", "deterministic"):
-        flags[f"cudnn.{name}"] = _attribute(backends.cudnn, name)
+        flags[f"cudnn.{name}"] = _accessors(backends.cudnn, name)
     for kind in {
         "cpu",
         "cuda",
@@ -105,10 +105,10 @@ class Surroundings:
     """Saved random number generators and global flags, without those that could not be read."""
 
     def __init__(self, device_type: str) -> None:
-        self._flags = {**_flags(device_type), **generators(device_type)}
+        self._global_flags = {**_global_flags(device_type), **generators(device_type)}
         self._values: dict[str, Any] = {}
-        for name, (get, _) in self._flags.items():
-            value = _read(get)
+        for name, (get, _) in self._global_flags.items():
+            value = _value_of(get)
             if value is not _UNREADABLE:
                 self._values[name] = value
 
@@ -121,7 +121,7 @@ class Surroundings:
     def _set(self, name: str) -> bool:
         try:
             if self._differs(name):
-                _, put = self._flags[name]
+                _, put = self._global_flags[name]
                 put(self._values[name])
         except Exception:  # continue with the others
             return False
@@ -132,8 +132,8 @@ class Surroundings:
         return list(filter(self._differs, self._values))
 
     def _differs(self, name: str) -> bool:
-        get, _ = self._flags[name]
-        return not same(_read(get), self._values[name])
+        get, _ = self._global_flags[name]
+        return not same(_value_of(get), self._values[name])
 
 
 FROZEN_BY_PYTHON = (

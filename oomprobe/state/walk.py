@@ -78,12 +78,10 @@ class Kind(enum.Enum):
     MODULE = enum.auto()
     STATEFUL = enum.auto()  # has state_dict() and load_state_dict(), like every optimizer
     CODE = enum.auto()  # a function, method or class of the user's
-    HOLDER = (
-        enum.auto()
-    )  # an object of the user's, or a container: all that matters is what it holds
-    LIBRARY = (
-        enum.auto()
-    )  # an object of a library that the user's code holds, which is not walked into
+    # An object of the user's, or a container: all that matters is what it holds.
+    HOLDER = enum.auto()
+    # An object of a library that the user's code holds, which is not walked into.
+    LIBRARY = enum.auto()
 
 
 class Met(NamedTuple):
@@ -187,6 +185,9 @@ def code_names(code: types.CodeType) -> set[str]:
     return names
 
 
+_Seen = tuple[Kind, Iterable[Values]]  # what a value is, and what it holds
+
+
 class _Walk:
     """One walk; its methods say what each kind of value holds."""
 
@@ -201,7 +202,7 @@ class _Walk:
         self._queue = deque[_Node]()
         self._passed = deque[_Node]()  # held by objects of libraries
         for root, path in roots:
-            self._packages.add(_package(root))
+            self._packages.add(_package_of_root(root))
             self._queue.append(_Node(root, path, trains=isinstance(root, torch.Tensor)))
         for owner in owners:
             self._queue.append(_Node(owner, type(owner).__name__))
@@ -245,7 +246,7 @@ class _Walk:
             if isinstance(value, PLAIN):
                 continue
             path = values.named(key)
-            if is_owner and _is_of_data(key, value):
+            if is_owner and (isinstance(value, _FOLLOWED) or key in _FOLLOWED_NAMES):
                 self._follow(value, path)
             elif only_data and not (isinstance(value, _DATA) or self.is_users(value)):
                 self._pass([value], path)
@@ -274,23 +275,9 @@ class _Walk:
         return is_users_code(name) or str(name).partition(".")[0] in self._packages
 
     def _of(self, node: _Node) -> Met:
-        for kinds, look_into in _LOOKS:
-            if isinstance(node.value, kinds):
-                return look_into(self, node)
-        return self._of_object(node)
-
-    def _of_tensor(self, node: _Node) -> Met:
-        values = contents.of_tensor(weak(node.value), node.path)
-        return Met(node.value, node.path, Kind.TENSOR, (values,), node.trains)
-
-    def _of_array(self, node: _Node) -> Met:
-        return Met(node.value, node.path, Kind.ARRAY)
-
-    def _of_generator(self, node: _Node) -> Met:
-        return Met(node.value, node.path, Kind.GENERATOR)
-
-    def _of_function(self, node: _Node) -> Met:
-        return Met(node.value, node.path, Kind.CODE, tuple(self._variables_of(node.value)))
+        looks = (look for kinds, look in _LOOKS if isinstance(node.value, kinds))
+        kind, values = next(looks, _Walk._of_object)(self, node)
+        return Met(node.value, node.path, kind, tuple(values), node.trains)
 
     def _variables_of(self, function: types.FunctionType) -> Iterator[Values]:
         name, cells = function.__name__, _cells_of(function)
@@ -306,9 +293,8 @@ class _Walk:
             yield contents.of_cells(cells)
         names, variables = code_names(function.__code__), function.__globals__
         used = {variable: variables[variable] for variable in names & variables.keys()}
-        if not is_users_code(
-            module_of(function)
-        ):  # of an installed package: it shares these with others
+        # An installed package shares these with others.
+        if not is_users_code(module_of(function)):
             self._pass(used.values(), name)
             return
         yield contents.of_variables(vars(function), f"{name}.")
@@ -317,62 +303,53 @@ class _Walk:
             if isinstance(module, types.ModuleType) and is_users_code(module.__name__):
                 yield contents.of_variables(vars(module), f"{variable}.", names)
 
-    def _of_method(self, node: _Node) -> Met:
+    def _of_method(self, node: _Node) -> _Seen:
         owner = node.value.__self__
         self._add(node.path or type(owner).__name__.lower(), owner)
         self._add(node.path, node.value.__func__)
-        return Met(node.value, node.path, Kind.CODE)
+        return Kind.CODE, ()
 
-    def _of_wrapper(self, node: _Node) -> Met:
+    def _of_wrapper(self, node: _Node) -> _Seen:
         self._add(node.path, *_parts(node.value))
-        return Met(node.value, node.path, Kind.CODE)
+        return Kind.CODE, ()
 
-    def _of_class(self, node: _Node) -> Met:
+    def _of_class(self, node: _Node) -> _Seen:
         kind = node.value
         if not is_users_code(kind.__module__):
-            return Met(kind, node.path, Kind.CODE)
+            return Kind.CODE, ()
         self._add(node.path, *kind.__bases__)
         for value in vars(kind).values():  # __call__ too, which is not among its values
             if isinstance(value, types.FunctionType):
                 self._add(node.path, value)
-        return Met(kind, node.path, Kind.CODE, (contents.of_class(kind),))
+        return Kind.CODE, [contents.of_class(kind)]
 
-    def _of_cache(self, node: _Node) -> Met:
-        cache, path = node.value, node.path
-        self._add(path, cache.__wrapped__)
+    def _of_cache(self, node: _Node) -> _Seen:
+        cache = node.value
+        self._add(node.path, cache.__wrapped__)
         if not is_users_code(module_of(cache.__wrapped__)):
-            return Met(cache, path, Kind.CODE)
+            return Kind.CODE, ()
         # Some of what a cache returns may be known by its identity, so one that is not empty cannot be emptied.
         if cache.cache_info().currsize:
-            return Met(cache, path, Kind.LIBRARY)
-        return Met(cache, path, Kind.CODE, (contents.of_cache(cache, path),))
+            return Kind.LIBRARY, ()
+        return Kind.CODE, [contents.of_cache(cache, node.path)]
 
-    def _of_tuple(self, node: _Node) -> Met:
-        items = contents.of_tuple(Reference(node.value), node.path)._replace(
-            when=node.when, trains=node.trains
-        )
-        return Met(node.value, node.path, Kind.HOLDER, (items,))
-
-    def _of_frozenset(self, node: _Node) -> Met:
+    def _of_frozenset(self, node: _Node) -> _Seen:
         for value in node.value:
             if not isinstance(value, PLAIN):
                 self._queue.append(node._replace(value=value))
-        return Met(node.value, node.path, Kind.HOLDER)
+        return Kind.HOLDER, ()
 
-    def _of_container(self, node: _Node) -> Met:
+    def _of_container(self, node: _Node) -> _Seen:
         value, path, reference = node.value, node.path, Reference(node.value)
-        base = next(kind for kind in type(value).__mro__ if not self.is_users(kind))
-        values = [
-            contents.of_items(reference, path, base)._replace(when=node.when, trains=node.trains)
-        ]
-        if self.is_users(value):
+        if isinstance(value, tuple):
+            items, is_users = contents.of_tuple(reference, path), False
+        else:
+            base = next(kind for kind in type(value).__mro__ if not self.is_users(kind))
+            items, is_users = contents.of_items(reference, path, base), self.is_users(value)
+        values = [items._replace(when=node.when, trains=node.trains)]
+        if is_users:
             values += self._attributes_of(reference, path)
-        return Met(value, path, Kind.HOLDER, tuple(values))
-
-    def _of_module(self, node: _Node) -> Met:
-        return Met(
-            node.value, node.path, Kind.MODULE, tuple(self._registries_of(node.value, node.path))
-        )
+        return Kind.HOLDER, values
 
     def _registries_of(self, module: torch.nn.Module, path: str) -> Iterator[Values]:
         kind, is_users = type(module), self.is_users(module)
@@ -389,7 +366,7 @@ class _Walk:
         for name in REGISTRIES:
             registry = vars(module)[name]
             # Sharded parameters change places with whole ones while a step runs, and torch's own objects know which are there.
-            is_sharded = any(is_traceable_wrapper_subclass(value) for value in registry.values())
+            is_sharded = any(map(is_traceable_wrapper_subclass, registry.values()))
             self._met[id(registry)] = registry
             values = contents.of_registry(reference, name, f"{path}.")
             yield values._replace(when=When.AT_END if is_sharded else When.COLD)
@@ -401,27 +378,18 @@ class _Walk:
             )
             yield values._replace(when=When.EACH_TRIAL if restarts else When.AT_END, trains=True)
 
-    def _of_loader(self, node: _Node) -> Met:
+    def _of_loader(self, node: _Node) -> _Seen:
         if id(node.value) in self._owners:
             return self._holder(node, When.AT_END)
-        return Met(node.value, node.path, Kind.LIBRARY)  # whose position is not covered
+        return Kind.LIBRARY, ()  # whose position is not covered
 
-    def _of_optimizer(self, node: _Node) -> Met:
-        return self._holder(node, When.COLD, keeps_state=True)
-
-    def _of_namespace(self, node: _Node) -> Met:
-        return self._holder(node, When.EACH_TRIAL, keeps_state=has_state(node.value))
-
-    def _of_object(self, node: _Node) -> Met:
-        value, path = node.value, node.path
-        is_owner, is_users, keeps_state = (
-            id(value) in self._owners,
-            self.is_users(value),
-            has_state(value),
-        )
+    def _of_object(self, node: _Node) -> _Seen:
+        value = node.value
+        is_owner, is_users = id(value) in self._owners, self.is_users(value)
+        keeps_state = has_state(value)
         if not (is_owner or is_users or keeps_state):
-            self._pass(_parts(value), path)
-            return Met(value, path, Kind.LIBRARY)
+            self._pass(_parts(value), node.path)
+            return Kind.LIBRARY, ()
         when = When.EACH_TRIAL
         if str(module_of(value)).startswith(_COLD):
             when = When.COLD
@@ -429,11 +397,9 @@ class _Walk:
             when = When.AT_END
         return self._holder(node, when, keeps_state=keeps_state)
 
-    def _holder(self, node: _Node, when: When, *, keeps_state: bool = False) -> Met:
-        values = self._attributes_of(Reference(node.value), node.path, when, trains=keeps_state)
-        return Met(
-            node.value, node.path, Kind.STATEFUL if keeps_state else Kind.HOLDER, tuple(values)
-        )
+    def _holder(self, node: _Node, when: When, *, keeps_state: bool = False) -> _Seen:
+        kind = Kind.STATEFUL if keeps_state else Kind.HOLDER
+        return kind, self._attributes_of(Reference(node.value), node.path, when, trains=keeps_state)
 
     def _attributes_of(
         self, reference: Reference, path: str, when: When = When.EACH_TRIAL, *, trains: bool = False
@@ -452,36 +418,36 @@ class _Walk:
 
 
 # How to look into a value of each kind, by the first that fits: an object of the user's may be of several.
-_LOOKS: tuple[tuple[Any, Callable[[_Walk, _Node], Met]], ...] = (
-    (torch.Tensor, _Walk._of_tensor),
-    (np.ndarray, _Walk._of_array),
-    (_GENERATORS, _Walk._of_generator),
-    (types.FunctionType, _Walk._of_function),
+_LOOKS: tuple[tuple[Any, Callable[[_Walk, _Node], _Seen]], ...] = (
+    (
+        torch.Tensor,
+        lambda _, node: (Kind.TENSOR, [contents.of_tensor(weak(node.value), node.path)]),
+    ),
+    (np.ndarray, lambda *_: (Kind.ARRAY, ())),
+    (_GENERATORS, lambda *_: (Kind.GENERATOR, ())),
+    (types.FunctionType, lambda walk, node: (Kind.CODE, walk._variables_of(node.value))),
     (types.MethodType, _Walk._of_method),
     (_AROUND_CODE, _Walk._of_wrapper),
     (type, _Walk._of_class),
     (functools._lru_cache_wrapper, _Walk._of_cache),
-    (tuple, _Walk._of_tuple),
     (frozenset, _Walk._of_frozenset),
-    (_CONTAINERS, _Walk._of_container),
-    (torch.nn.Module, _Walk._of_module),
+    ((tuple, *_CONTAINERS), _Walk._of_container),
+    (torch.nn.Module, lambda walk, node: (Kind.MODULE, walk._registries_of(node.value, node.path))),
     (torch.utils.data.DataLoader, _Walk._of_loader),
-    (torch.optim.Optimizer, _Walk._of_optimizer),
-    (_NAMESPACES, _Walk._of_namespace),
+    (torch.optim.Optimizer, lambda walk, node: walk._holder(node, When.COLD, keeps_state=True)),
+    (
+        _NAMESPACES,
+        lambda walk, node: walk._holder(node, When.EACH_TRIAL, keeps_state=has_state(node.value)),
+    ),
 )
 
 
-def _package(value: Any) -> str:
+def _package_of_root(value: Any) -> str:
     """Return the top-level package of a root; "" for the standard library, torch and oomprobe."""
     value = getattr(value, "__func__", getattr(value, "func", value))
     name = getattr(value, "__module__", None) or type(value).__module__
     package = str(name).partition(".")[0]
     return "" if package in LIBRARIES else package
-
-
-def _is_of_data(key: Any, value: Any) -> bool:
-    """Return whether what an owner of data holds is a data set, a loader, or one of their parts."""
-    return isinstance(value, _FOLLOWED) or key in _FOLLOWED_NAMES
 
 
 def _cells_of(function: types.FunctionType) -> dict[Any, types.CellType]:
