@@ -195,15 +195,12 @@ def _exit_status(
         if required is None or probed.trains:
             return 0
         return REQUIRED_STATUS[probed.epoch is not None and bool(probed.epoch.deaths)]
-    if probed.savings is not None:
-        if required is not None and probed.cheapest(required) is None:
-            return errors.REQUIRED_FAILS
-    else:
-        is_cut_short = len(probed.rows) < len(options["over"][probed.axis])
-        if is_cut_short or any(not result.trains for result in _results(probed)):
-            return errors.UnreliableError.exit_status
-        if required is not None and probed.smallest() is None:
-            return errors.REQUIRED_FAILS
+    is_cut_short = len(probed.rows) < len(options.get("over", {}).get(probed.axis, ()))
+    if is_cut_short or any(not result.trains for result in _results(probed)):
+        return errors.UnreliableError.exit_status
+    size, chosen = _choice_of(probed)
+    if size is not None and chosen is None:
+        return errors.REQUIRED_FAILS
     return 0 if _results(probed) else errors.NothingFitsError.exit_status
 
 
@@ -228,15 +225,20 @@ def _numbers(probed: ProbeResult | ProbeTable) -> str:
     """Return the batch size; of a table, a line with each value and its size, ``-`` if it does not fit; or the smallest card or cheapest saving."""
     if isinstance(probed, ProbeResult):
         return f"{probed.batch_size}\n"
-    chosen = None
-    if probed.required is not None:
-        chosen = probed.smallest()
-    elif probed.savings is not None and probed.savings.required:
-        chosen = probed.cheapest(probed.savings.batch_size)
-    else:
+    required, chosen = _choice_of(probed)
+    if required is None:
         sizes = probed.batch_sizes()
         return "".join(f"{value} {sizes.get(value, '-')}\n" for value in probed.rows)
     return "" if chosen is None else f"{chosen}\n"
+
+
+def _choice_of(table: ProbeTable) -> tuple[int | None, Any]:
+    """Return the size that must run, if there is one, and the smallest card or the cheapest saving that runs it."""
+    if table.savings is None:
+        return table.required, table.smallest()
+    if not table.savings.required:
+        return None, None
+    return table.savings.batch_size, table.cheapest(table.savings.batch_size)
 
 
 def _save(probed: ProbeResult | ProbeTable, arguments: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Targets that build small models with real training steps, for ``oomprobe demo`` and scripts/gpu-check."""
+"""Targets that build small models with real training steps, for ``oomprobe demo``."""
 
 from __future__ import annotations
 
@@ -11,43 +11,27 @@ from torch.nn import functional as F
 from oomprobe.devices import current_accelerator
 from oomprobe.records.options import StepFn
 
-IMAGE_SIDE, CLASSES = 32, 10
-HIDDEN = 65_536
+CLASSES, HIDDEN = 10, 65_536
 VOCABULARY, CONTEXT, WIDTH, HEADS, LAYERS = 512, 64, 128, 4, 3
-
-
-def conv_net() -> tuple[nn.Module, StepFn]:
-    """A convolutional net with batch norm on images of 32 x 32, trained with AdamW."""
-    model = nn.Sequential(
-        *_conv_block(3, 32), *_conv_block(32, 64), *_conv_block(64, 128),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, CLASSES),
-    ).to(demo_device())  # fmt: skip
-    return model, _classify(
-        torch.optim.AdamW(model.parameters(), lr=1e-3), 3, IMAGE_SIDE, IMAGE_SIDE
-    )
 
 
 def wide_mlp() -> tuple[nn.Module, StepFn]:
     """One wide hidden layer, trained with SGD: 1 MiB per sample for little arithmetic."""
+    device = demo_device()
     model = nn.Sequential(
         nn.Linear(16, HIDDEN), nn.GELU(), nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, CLASSES)
-    )
-    model = model.to(demo_device())
-    return model, _classify(torch.optim.SGD(model.parameters(), lr=1e-3), 16)
-
-
-def _classify(optimizer: torch.optim.Optimizer, *sample_shape: int) -> StepFn:
-    device = demo_device()
+    ).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step(model: nn.Module, batch_size: int) -> None:
-        inputs = torch.randn(batch_size, *sample_shape, device=device)
+        inputs = torch.randn(batch_size, 16, device=device)
         labels = torch.randint(CLASSES, (batch_size,), device=device)
         optimizer.zero_grad()
         loss: Any = F.cross_entropy(model(inputs), labels)
         loss.backward()
         optimizer.step()
 
-    return step
+    return model, step
 
 
 def small_gpt() -> tuple[nn.Module, StepFn]:
@@ -70,14 +54,6 @@ def small_gpt() -> tuple[nn.Module, StepFn]:
 def demo_device() -> torch.device:
     """Return the accelerator if there is one, otherwise the host."""
     return current_accelerator() or torch.device("cpu")
-
-
-def _conv_block(channels_in: int, channels_out: int) -> list[nn.Module]:
-    return [
-        nn.Conv2d(channels_in, channels_out, 3, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(channels_out),
-        nn.ReLU(),
-    ]
 
 
 class SmallGPT(nn.Module):

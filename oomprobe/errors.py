@@ -213,12 +213,6 @@ class Caller:
     more: str = ""  # a sentence about what trials leave out
 
 
-def _limited(text: str) -> str:
-    if len(text) <= LONGEST_TEXT:
-        return text
-    return f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters in all)"
-
-
 LONGEST_TEXT = 2000  # characters of an exception's text: some carry all their data
 MISTYPED = (NameError, ImportError, SyntaxError)  # errors of the code alone, wherever it runs
 
@@ -247,7 +241,9 @@ def step_failed(
         places.append(f"in trial {trial} of its process")
     if simulated and not isinstance(error, MISTYPED):
         places.append("on a simulated card, whose tensors have no data")
-    came = ""
+    came, text = "", text_of(error)
+    if len(text) > LONGEST_TEXT:
+        text = f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters in all)"
     if places:
         came = f" It came {', '.join(places)}."
     if simulated and largest_passed is not None and 2 * largest_passed < batch_size:
@@ -255,7 +251,7 @@ def step_failed(
     else:
         reason = _no_answer(error, batch_size, largest_passed, caller, trial, known)
     return StepFailedError(
-        f"the step failed at batch size {batch_size} with {type(error).__name__}: {_limited(text_of(error))}\n"
+        f"the step failed at batch size {batch_size} with {type(error).__name__}: {text}\n"
         f"This is not about memory{reason}.{came} {alone}",
         batch_size=batch_size,
     )

@@ -81,7 +81,11 @@ class Recorder:
                     yield address, kind
 
     def _hooks(self) -> Iterator[Any]:
-        yield torch_module.register_module_forward_pre_hook(self._enter_module)
+        yield torch_module.register_module_forward_pre_hook(
+            lambda module, _: self._enter(
+                ACTIVATIONS, self._modules.get(id(module), (OUTSIDE, ""))[0]
+            )
+        )
         yield torch_module.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
         yield register_optimizer_step_pre_hook(lambda *_: self._enter(STEPPING))
         yield register_optimizer_step_post_hook(lambda *_: self._leave())
@@ -98,9 +102,6 @@ class Recorder:
                 self._leave()
 
         return wrapped
-
-    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
-        self._enter(ACTIVATIONS, self._modules.get(id(module), (OUTSIDE, ""))[0])
 
     def _enter(self, kind: str, module: str = OUTSIDE) -> None:
         self._contexts.append((kind, module))

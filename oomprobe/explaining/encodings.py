@@ -6,6 +6,7 @@ import codecs
 import json
 import re
 import zlib
+from itertools import chain
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
@@ -86,7 +87,7 @@ def _texts(fields: object) -> list[str]:
         case str(text):
             return [text.strip()]
         case dict():
-            return [text for inner in fields.values() for text in _texts(inner)]
+            return [*chain.from_iterable(map(_texts, fields.values()))]
         case list():
-            return [text for inner in fields for text in _texts(inner)]
+            return [*chain.from_iterable(map(_texts, fields))]
     return []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from oomprobe.allocator.segments import LARGE_SEGMENT
@@ -225,7 +226,7 @@ def read_log(data: bytes) -> LogStory:
 def _places(lowered: bytes) -> list[tuple[int, bytes]]:
     """Return where words of such errors stand, with the words, in order."""
     kept: dict[int, bytes] = {}
-    strong = [word for kind in KINDS for word in kind.words]
+    strong = [*chain.from_iterable(kind.words for kind in KINDS)]
     for words in (strong, _HINTS):  # apart, as hints may stand in each line of a log
         places: dict[int, bytes] = {}
         for word in words:

@@ -303,7 +303,9 @@ class PeakMonitor:
             where += f", in {phase}"
         peak, size = format_bytes(self._peak_bytes), self.batch_size
         line = f"peak {peak} at {where}: {self._difference_percent:.1f} % above the {self._probed} probed at batch {size}"
-        missed = [*map(_brief, self._result.not_covered[:MOST_MISSED])]
+        missed = []  # without the advice that follows each
+        for item in self._result.not_covered[:MOST_MISSED]:
+            missed.append(clean(item.partition(" (")[0].partition(":")[0]))
         if missed:
             line += f"; not covered by the probe: {'; '.join(missed)}"
         return (
@@ -332,11 +334,6 @@ class PeakMonitor:
             yield OTHER_TORCH.format(probed=probed_torch, here=torch.__version__)
         if self._unseen:
             yield self._unseen
-
-
-def _brief(item: str) -> str:
-    """Return what a probe did not cover without the advice that follows."""
-    return clean(item.partition(" (")[0].partition(":")[0])
 
 
 def rank_here() -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from oomprobe.errors import NothingFitsError, OomProbeError, TimeLimitError
@@ -92,7 +93,7 @@ class Rows:
         """
         self._opened, last = opened, None
         for row, value in enumerate(self._axis.values):
-            smaller = self._smaller_unfit(value)
+            smaller = next(filter(partial(is_larger, value), self.unfit), None)
             if smaller is not None:
                 self.results[value] = None
                 self.unfit[value] = NOT_TRIED.format(
@@ -120,13 +121,6 @@ class Rows:
         if last is not None:
             self._compare(last[0])
 
-    def _smaller_unfit(self, value: Any) -> Any:
-        """Return a value that does not fit and is smaller than this one; None if there is none."""
-        for unfit in self.unfit:
-            if is_larger(value, unfit):
-                return unfit
-        return None
-
     def _compare(self, session: Session) -> None:
         """Note answers that are all alike, and lower those that do not train in turn."""
         answers = {
@@ -136,6 +130,7 @@ class Rows:
         }
         sizes = [result.batch_size for result in answers.values()]
         is_limited = {result.limited_by for result in answers.values()} == {"memory"}
+        is_limited &= not session.device.on_host
         if len(answers) > 1 and is_limited and max(sizes) <= ALIKE * min(sizes):
             self.notes.append(UNUSED.format(axis=self._axis.name))
         if self._axis.epoch is not None and answers:

@@ -159,7 +159,8 @@ CARDS = "device"  # the axis of a table of simulated cards, which no step takes
 
 
 def _check_values(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
-    plain = tuple(map(_plain_number, values))
+    # A scalar of numpy or torch holds a number.
+    plain = tuple(value.item() if getattr(value, "ndim", 1) == 0 else value for value in values)
     for value in plain:
         if value.__hash__ is None:
             raise InvalidArgumentError(
@@ -170,13 +171,6 @@ def _check_values(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
             f"{name} must have at least one value, and each only once, not {list(plain)!r}"
         )
     return plain
-
-
-def _plain_number(value: Any) -> Any:
-    """Return the number that a scalar of numpy or torch holds; any other value as it is."""
-    if getattr(value, "ndim", None) == 0:
-        return value.item()
-    return value
 
 
 def text_of_value(value: object) -> str:

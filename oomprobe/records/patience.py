@@ -23,12 +23,10 @@ class Patience:
     # Many calls of a step. Of 162 answers confirmed over 8 calls, 6 failed within 200 calls under the cap; over 15, 2; over 25,
     # 1; over 50, none.
     look_calls: int = 50  # of a look and of a confirmation, if time allows
-    look_s: float = (
-        10.0  # time for the calls of each, or as long as the search has taken if that is more
-    )
-    host_look_s: float = (
-        1.0  # the same on host memory, where calls are slow and answers approximate
-    )
+    # Time for the calls of each, or as long as the search has taken if that is more.
+    look_s: float = 10.0
+    # The same on host memory, where calls are slow and answers approximate.
+    host_look_s: float = 1.0
     unasked_host_s: float = 120.0  # for a whole probe of host memory that no option asked for
     # Where a failure is expensive, a deciding trial keeps calling for this share of its cost: more calls see more, and a failed
     # confirmation costs two failures.
@@ -73,8 +71,9 @@ class Clock:
     ) -> None:
         self.options, self.patience = options, patience
         self._started_s = time.monotonic()
-        limit_s = options.time_limit_s
-        self.end_s = self._started_s + limit_s if end_s is None and limit_s is not None else end_s
+        self.end_s = end_s
+        if options.time_limit_s is not None:
+            self.limit(options.time_limit_s)
 
     def limit(self, seconds: float) -> None:
         """Let the probe end after so many seconds, unless an option has set another limit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.words import did_you_mean
@@ -102,7 +102,7 @@ def go_together(saving: Saving) -> bool:
 
 def pairs_of(savings: Iterable[Saving]) -> list[Saving]:
     """Return the pairs of single savings that can act together, the cheapest first."""
-    names = sorted((name for saving in savings for name in saving), key=ORDER.index)
+    names = sorted(chain.from_iterable(savings), key=ORDER.index)
     return sorted(filter(go_together, combinations(names, 2)), key=cost)
 
 

@@ -146,7 +146,9 @@ def _table_lines(table: Table, width: int) -> list[str]:
         rows.insert(0, Row(cells=table.heads))
     columns = []
     for place, cells in enumerate(zip(*(map(clean, row.cells) for row in rows), strict=True)):
-        columns.append(_justify(cells, is_text=place in table.texts))
+        width_of_column = max(map(len, cells))
+        justify = str.ljust if place in table.texts else str.rjust
+        columns.append([justify(text, width_of_column) for text in cells])
     indent = "".ljust(len(columns[0][0]) + 4)
     lines = []
     for row, cells in zip(rows, zip(*columns, strict=True), strict=True):
@@ -160,11 +162,3 @@ def _table_lines(table: Table, width: int) -> list[str]:
     for line in table.foot:
         lines.append(clip(visible(line), WIDTH))
     return lines
-
-
-def _justify(cells: Sequence[str], *, is_text: bool) -> list[str]:
-    """Return the cells of a column, equally wide."""
-    width = max(map(len, cells))
-    if is_text:
-        return [text.ljust(width) for text in cells]
-    return [number.rjust(width) for number in cells]

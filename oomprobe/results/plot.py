@@ -249,16 +249,10 @@ def _bars(axes: Any, heights: Sequence[float | None], name: str) -> None:
     rotation, padding = 0, PADDING
     if len(heights) > FEW:
         rotation, padding = 90, 1.3  # room for numbers that stand on end
-    axes.bar_label(
-        bars, [cell(height, _short) for height in heights], fontsize=SMALL - 1, rotation=rotation
-    )
+    texts = [cell(height, lambda h: f"{h:.{12 if h < MILLION else 3}g}") for height in heights]
+    axes.bar_label(bars, texts, fontsize=SMALL - 1, rotation=rotation)
     axes.set_ylim(0, max(known) * padding or 1)
     _label(axes, name)
-
-
-def _short(height: float) -> str:
-    digits = 12 if height < MILLION else 3
-    return f"{height:.{digits}g}"
 
 
 def _scatter(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
@@ -219,7 +220,7 @@ class ProbeResult(Reported):
         return {
             name: value
             for name, value in plain.items()
-            if value is None or isinstance(value, int | float | str)
+            if isinstance(value, int | float | str | None)
         }
 
     def _noted(self) -> list[Note]:
@@ -236,7 +237,7 @@ class ProbeResult(Reported):
             notes=tuple(note.text for note in notes),
             note_kinds={note.text: note.kind for note in notes if note.warns},
             noted_sizes=tuple(
-                dict.fromkeys([*self.noted_sizes, *(size for note in notes for size in note.sizes)])
+                dict.fromkeys(chain(self.noted_sizes, *(note.sizes for note in notes)))
             ),
         )
 

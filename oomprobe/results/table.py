@@ -159,7 +159,7 @@ class ProbeTable(Reported):
         """
         peaks: dict[Any, tuple[int, int] | None] = {}
         for value, result in self.rows.items():
-            trial = None if result is None else trial_at(result, batch_size)
+            trial = trial_at(result, batch_size)
             if trial is None and (result is not None or self.savings is None):
                 raise InvalidArgumentError(
                     f"batch {batch_size} was not run in row {text_of_value(value)}"
@@ -185,12 +185,12 @@ class ProbeTable(Reported):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON types; `from_dict` reads them back, except values other than numbers, texts and tuples."""
-        rows = []
+        rows, sizes = [], self.batch_sizes()
         for value, result in self.rows.items():
             rows.append(
                 {
                     "value": json.loads(json.dumps(value, default=str)),
-                    "batch_size": None if result is None else result.batch_size,
+                    "batch_size": sizes.get(value),
                     "unfit": self.unfit.get(value),
                     "result": None if result is None else result.to_dict(),
                 }
@@ -221,13 +221,13 @@ class ProbeTable(Reported):
                 value = _value(row.value)
                 if not isinstance(value, str) and (saved.savings or saved.axis == CARDS):
                     raise InvalidArgumentError(f"rows[{at}].value is no name")
-                rows[value] = result = None
+                rows[value] = None
                 if row.result is not None:
                     rows[value] = result = read_at(row.result, f"rows[{at}].result")
-                if result is not None and result.confirmation is None:
-                    raise InvalidArgumentError(
-                        f"rows[{at}].result.trials has none that ran batch {result.batch_size}"
-                    )
+                    if result.confirmation is None:
+                        raise InvalidArgumentError(
+                            f"rows[{at}].result.trials has none that ran batch {result.batch_size}"
+                        )
                 if row.unfit is not None:
                     unfit[value] = row.unfit
             read = {name: getattr(saved, name) for name in _SHARED_FIELDS}

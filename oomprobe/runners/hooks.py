@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -184,8 +185,8 @@ class OptimizerWatch:
         self, act: Callable[[torch.optim.Optimizer], None], optimizer: torch.optim.Optimizer
     ) -> None:
         """Call `act`. Hooks are process-wide; ignore optimizers that train another model in another thread."""
-        if threading.get_ident() == self._thread or any(
-            id(parameter) in self._trained for parameter in parameters_of(optimizer)
+        if threading.get_ident() == self._thread or not self._trained.isdisjoint(
+            map(id, parameters_of(optimizer))
         ):
             act(optimizer)
 
@@ -209,21 +210,15 @@ class Stepping:
 
     def __init__(self, watch: OptimizerWatch, tracker: Tracker, device: Device) -> None:
         self._watch, self._tracker, self._device = watch, tracker, device
-        self._expected: dict[
-            str, set[int]
-        ] = {}  # by the name of a step that is known; empty: it steps none
+        # By the name of a step that is known; empty: it steps none.
+        self._expected: dict[str, set[int]] = {}
         self._last_call: set[int] = set()  # that stepped in the last call that ran
         self._idle: set[int] = set()  # that were waited for in vain
         self._waited_calls = 0
         self._size, self._is_learning = 0, False
         # Of the turn: the step, and its full steps.
-        self._name, self._max_calls, self._completed, self._turn_calls, self._longest = (
-            "",
-            0,
-            0,
-            0,
-            1,
-        )
+        self._name, self._longest = "", 1
+        self._max_calls = self._completed = self._turn_calls = 0
         # Of the full step: what has stepped, the calls until now, and until the last one in which another optimizer stepped.
         self._stepped: set[int] = set()
         self._wanted: Set[int] | None = NO_OPTIMIZER
@@ -236,12 +231,8 @@ class Stepping:
 
     def start_turn(self, name: str, step: Step, batch_size: int, *, learns: bool) -> None:
         """Begin the calls of a step; where the trial `learns`, they go on until an optimizer has stepped, or cannot."""
-        self._name, self._max_calls, self._size, self._is_learning = (
-            name,
-            step.max_calls,
-            batch_size,
-            learns,
-        )
+        self._name, self._max_calls = name, step.max_calls
+        self._size, self._is_learning = batch_size, learns
         self._completed, self._turn_calls, self._longest = 0, 0, 1
         self._start_full_step()
 
@@ -308,9 +299,7 @@ class Stepping:
         """Return the optimizers that complete a full step, or one of the two values with a name."""
         if self._name in self._expected:
             return self._expected[self._name] or NO_OPTIMIZER
-        within_reach = {
-            id(optimizer) for optimizer in self._tracker.optimizers if not wraps_another(optimizer)
-        }
+        within_reach = {*map(id, filterfalse(wraps_another, self._tracker.optimizers))}
         of_other_steps = set[int]().union(*self._expected.values())
         if not of_other_steps:
             return within_reach or ANY_OPTIMIZER
@@ -324,7 +313,11 @@ class Stepping:
             return False  # more calls follow in any case
         if self._wanted is NO_OPTIMIZER:
             return True
-        if self._wanted == ANY_OPTIMIZER and not self._last and not self._has_gradients():
+        if (
+            self._wanted == ANY_OPTIMIZER
+            and not self._last
+            and not gradients_of(self._tracker.parameters())
+        ):
             return True  # it may only run the model forward
         if self._calls < max(self._max_calls, self._longest) or self._waits():
             return False
@@ -348,12 +341,6 @@ class Stepping:
     def _made_anew(self, wanted: Set[int]) -> bool:
         """Return whether optimizers that the step has made stepped in the place of those wanted."""
         return bool(self._stepped - wanted) and len(self._stepped) >= len(wanted)
-
-    def _has_gradients(self) -> bool:
-        return any(
-            parameter.is_leaf and parameter.grad is not None
-            for parameter in self._tracker.parameters()
-        )
 
     def _waits(self) -> bool:
         """Return whether to go on calling a step of the user's, because an optimizer within reach has gradients to step."""

@@ -109,11 +109,12 @@ def ranks_to_start(nproc_per_node: int | str, device: object, *, isolate: bool) 
         if kind is None or kind.type == "mps"
         else int(torch.get_device_module(kind).device_count())
     )
+    ranks = cards
     if nproc_per_node != "gpu":
         check_size("nproc_per_node", nproc_per_node)
-    ranks = cards if nproc_per_node == "gpu" else int(nproc_per_node)
+        ranks = int(nproc_per_node)
     instead = "lower --nproc-per-node, or " if cards else ""
-    if ranks > cards or not cards:
+    if not 0 < ranks <= cards:
         raise NoDeviceError(
             f"{count(ranks or 1, 'rank needs', 'ranks need')} an accelerator each, and this machine shows "
             f"{count(cards, 'accelerator', 'accelerators')} for ranks (CUDA_VISIBLE_DEVICES="

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -97,9 +97,8 @@ class Savings:
     """
 
     def __init__(self, saving: Sequence[str] = (), device: Device | None = None) -> None:
-        self._saving = tuple(
-            name for name in saving if name != EXPANDABLE
-        )  # that one is a setting of the process
+        # Expandable segments are a setting of the process.
+        self._saving = tuple(name for name in saving if name != EXPANDABLE)
         self._type = "cuda" if device is None or device.is_simulated else device.torch_device.type
         self._pins = (
             OFFLOAD in self._saving and device is not None and device.torch_device.type == "cuda"
@@ -141,9 +140,8 @@ class Savings:
         }  # fmt: skip
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
-            warnings.filterwarnings(
-                "ignore", message=".*there are global hooks on modules"
-            )  # the next one
+            # The next one.
+            warnings.filterwarnings("ignore", message=".*there are global hooks on modules")
             stack.enter_context(self._hooked())
             stack.enter_context(backward_wrapped(self._outside_forward))
             stack.callback(self._leave_scopes)
@@ -223,7 +221,10 @@ class Savings:
 
     @contextmanager
     def _autocast(self, name: str, model: torch.nn.Module) -> Iterator[None]:
-        dtype = _most_parameters(model)
+        sizes = Counter[torch.dtype]()
+        for parameter in model.parameters():
+            sizes[parameter.dtype] += parameter.nbytes
+        dtype = max(sizes, key=sizes.__getitem__, default=None)  # of most parameters
         if torch.is_autocast_enabled(self._type):
             self._why_not[name] = ALREADY_ON
         if dtype in HALVES.values():
@@ -244,9 +245,8 @@ class Savings:
     def _scale(self, stack: ExitStack) -> None:
         """Scale losses until `stack` closes, and unscale gradients, as a GradScaler does."""
         if self._scaler is None:
-            self._scaler = torch.amp.GradScaler(
-                self._type, init_scale=1.0
-            )  # a larger one would skip first steps
+            # A larger scale would skip first steps.
+            self._scaler = torch.amp.GradScaler(self._type, init_scale=1.0)
         scaler = self._scaler
 
         def unscale(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -335,14 +335,6 @@ class Savings:
             yield
 
 
-def _most_parameters(model: torch.nn.Module) -> torch.dtype | None:
-    """Return the dtype of most parameters, by their bytes."""
-    sizes: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.nbytes
-    return max(sizes, key=sizes.__getitem__, default=None)
-
-
 def _why_no_flags(name: str, optimizer: torch.optim.Optimizer) -> str:
     """Return why an optimizer cannot be fused, or be made to work without lists of tensors; "" if it can."""
     groups, kind = optimizer.param_groups, type(optimizer).__name__
@@ -393,9 +385,7 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
     blocks = max(_by_class(lists).values(), key=_parameter_bytes, default=[])
     outer = {*map(id, blocks)}
-    blocks = [
-        block for block in blocks if outer.isdisjoint(id(inner) for inner in [*block.modules()][1:])
-    ]
+    blocks = [block for block in blocks if outer.isdisjoint(map(id, [*block.modules()][1:]))]
     if len(blocks) < 2:
         return []
     sequences = [

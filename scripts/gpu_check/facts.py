@@ -4,7 +4,7 @@ Call each function in a process of its own.
 """
 
 import oomprobe
-from oomprobe import demo
+from gpu_check.models import conv_net
 
 PROBED = {"max_batch": 256, "progress": "off"}
 
@@ -14,7 +14,7 @@ def outside_bytes():
     import torch
 
     def training():
-        model, step = demo.conv_net()
+        model, step = conv_net()
         for _ in range(3):
             step(model, 64)
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from oomprobe.demo import CONTEXT, VOCABULARY, SmallGPT, conv_net, small_gpt
+from oomprobe.demo import CONTEXT, VOCABULARY, SmallGPT, small_gpt
 
 
 def readme():
@@ -16,6 +16,29 @@ def readme():
         tokens = torch.randn(batch_size, 256, 512, device="cuda")
         optimizer.zero_grad()
         model(tokens).square().mean().backward()
+        optimizer.step()
+
+    return model, step
+
+
+def conv_net():
+    """A convolutional net with batch norm on images of 32 x 32, trained with AdamW."""
+    layers = []
+    for channels, following in ((3, 32), (32, 64), (64, 128)):
+        layers += [
+            nn.Conv2d(channels, following, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(following),
+            nn.ReLU(),
+        ]
+    head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+    model = nn.Sequential(*layers, *head).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step(model, batch_size):
+        images = torch.randn(batch_size, 3, 32, 32, device="cuda")
+        labels = torch.randint(10, (batch_size,), device="cuda")
+        optimizer.zero_grad()
+        functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
 
     return model, step

@@ -210,11 +210,9 @@ class RunReports:
     @property
     def is_pressed(self) -> bool:
         """Whether an allocator had to release its cache, or has refused something."""
-        for report in self.reports:
-            for memory in report.devices:
-                if report.ooms or memory.retries:
-                    return True
-        return False
+        return any(
+            report.ooms or memory.retries for report in self.reports for memory in report.devices
+        )
 
     @property
     def may_recover(self) -> bool:

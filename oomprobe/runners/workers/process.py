@@ -203,15 +203,13 @@ class Process:
     def _read_stderr(self, *, pass_on: bool) -> None:
         output = processes.drain(self._stderr)
         self._stderr_tail = (self._stderr_tail + output)[-TAIL_BYTES:]
-        if pass_on and output:
-            with suppress(OSError):
-                os.write(2, self._labelled(output))
-
-    def _labelled(self, output: bytes) -> bytes:
-        if not self._label:
-            return output
-        *lines, self._unfinished = (self._unfinished + output).split(b"\n")
-        return b"".join(self._label + line + b"\n" for line in lines)
+        if not pass_on or not output:
+            return
+        if self._label:
+            *lines, self._unfinished = (self._unfinished + output).split(b"\n")
+            output = b"".join(self._label + line + b"\n" for line in lines)
+        with suppress(OSError):
+            os.write(2, output)
 
     def terminate(self) -> None:
         """Ask the process to end; faulthandler then writes where it hangs."""

@@ -223,9 +223,8 @@ class WorkersRunner:
         self._available_bytes: dict[int, int] = {}
         self._learned: dict[int, Mapping[str, Sequence[int]]] = {}  # which optimizers step, by rank
         self._small: Request | None = None  # the first that several ranks have passed
-        self._sample: Measured | None = (
-            None  # of the memory after the first pass of a crew, until it was told
-        )
+        # Of the memory after the first pass of a crew, until it was told.
+        self._sample: Measured | None = None
 
     def __enter__(self) -> WorkersRunner:
         """Start the first crew and take over what it reports of the device and the steps."""
@@ -244,9 +243,8 @@ class WorkersRunner:
     @cached_property
     def facts(self) -> RunnerInfo:
         """What the first crew has reported; of several ranks, the device with the least memory stands for all."""
-        facts = replace(
-            self._ready[0].facts, replaceable=True
-        )  # unlike this process, they can be replaced
+        # Unlike this process, they can be replaced.
+        facts = replace(self._ready[0].facts, replaceable=True)
         if self._source.template is not None:
             return replace(
                 facts, environment={**facts.environment, "workers": self._source.template.how}
@@ -569,7 +567,11 @@ def _refuse_crew(
         raise errors.StepFailedError(
             f"a child forked from this process died before its trial: {answer.text()}"
         )
-    raise _died_building(answer, source.task.target, rank, ranks)
+    who, under = "the process", ""
+    if ranks > 1:
+        who, under = f"rank {rank} of {ranks}", f" under torchrun --nproc-per-node {ranks}"
+    how, target = answer.text(), source.task.target
+    raise errors.StepFailedError(DIED_BUILDING.format(who=who, target=target, how=how, under=under))
 
 
 def _of_rank(failed: Failed, rank: int, ranks: int) -> Failed:
@@ -582,18 +584,6 @@ def _of_rank(failed: Failed, rank: int, ranks: int) -> Failed:
     if failed.kind == "InvalidArgumentError":  # which all ranks would raise
         return failed
     return replace(failed, text=f"{where}: {failed.text}")
-
-
-def _died_building(
-    status: ExitStatus, target: str, rank: int, ranks: int
-) -> errors.StepFailedError:
-    """Return the error for a process that died while it built the target."""
-    who, under = "the process", ""
-    if ranks > 1:
-        who, under = f"rank {rank} of {ranks}", f" under torchrun --nproc-per-node {ranks}"
-    return errors.StepFailedError(
-        DIED_BUILDING.format(who=who, target=target, how=status.text(), under=under)
-    )
 
 
 def _further(request: Request, ranks: Sequence[Records]) -> Sequence[Call]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -133,8 +134,17 @@ def local_runner(
     """Make a runner of trials in this process, without a snapshot: the changed state ends with the process."""
     if is_host(device):
         torch.set_num_threads(1)  # the threads of the parent were not forked
-        _compile_here()
-        _try_backward()
+        # The threads that serve torch.compile's worker pool were not forked either: compile in this process.
+        config: Any = sys.modules.get("torch._inductor.config")
+        if config is None:
+            os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        else:
+            config.compile_threads = 1
+        try:  # autograd cannot restart its threads after a fork (torch/csrc/autograd/engine.cpp)
+            torch.ones(1, device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if "fork" in str(error):
+                raise cannot_train(error) from error
     gc.collect()
     gc.freeze()  # so that trials collect only what they created
     watch = OptimizerWatch(tracker.add, model)
@@ -147,24 +157,6 @@ def local_runner(
     )  # fmt: skip
     _, runner = open_local(work)
     return runner
-
-
-def _compile_here() -> None:
-    """Make torch.compile compile in this process: the threads that serve its worker pool were not forked."""
-    config = sys.modules.get("torch._inductor.config")
-    if config is None:
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    else:
-        config.compile_threads = 1  # type: ignore[attr-defined]
-
-
-def _try_backward() -> None:
-    """Raise if no backward pass can run: autograd cannot restart its threads after a fork (torch/csrc/autograd/engine.cpp)."""
-    try:
-        torch.ones(1, device="cpu", requires_grad=True).backward()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        if "fork" in str(error):
-            raise cannot_train(error) from error
 
 
 def cannot_train(error: BaseException) -> errors.InvalidArgumentError:

@@ -67,16 +67,14 @@ def _cause_of_failure(answer: Answer) -> Cause | None:
         return _CAUSES.get(answer.trial.verdict)
     if isinstance(answer, ExitStatus):
         return _CAUSES_OF_END.get(answer.why)
-    if isinstance(answer, Lost):
-        return Cause.DEATH
-    if isinstance(answer, Failed):
-        return Cause.BUG
-    return None
+    causes: dict[type, Cause] = {Lost: Cause.DEATH, Failed: Cause.BUG}
+    return causes.get(type(answer))
 
 
 def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -> int | None:
     """Return the rank whose failure is believed; None if there is none. `answers` are in the order in which they came."""
-    bugs = [_without_numbers(answer) for answer in answers.values() if isinstance(answer, Failed)]
+    failed = (answer.text for answer in answers.values() if isinstance(answer, Failed))
+    bugs = [re.sub(r"\d+", "", text) for text in failed]  # numbers may be of the rank
     if len(bugs) == len(answers) and len(set(bugs)) == 1:
         return min(answers)  # they all have the same bug
     failing: dict[Cause, list[int]] = defaultdict(list)
@@ -90,11 +88,6 @@ def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -
         failing[min(failing)],
         key=lambda rank: _left_bytes(answers[rank], available_bytes.get(rank, 0)),
     )
-
-
-def _without_numbers(failed: Failed) -> str:
-    """Return the text of a bug without its numbers, such as that of the rank."""
-    return re.sub(r"\d+", "", failed.text)
 
 
 def _left_bytes(answer: Answer, available_bytes: int) -> int:

@@ -53,22 +53,15 @@ class Watch:
     """What this process has done so far; see `oomprobe.runners.command.reports` for the meaning of a report's fields."""
 
     def __init__(self, folder, fractions):
-        self.folder, self.fractions = (
-            folder,
-            fractions,
-        )  # JSON: fractions by UUID; "" stands for all other devices
+        self.folder = folder
+        self.fractions = fractions  # JSON: by UUID; "" stands for all other devices
         self.start()
 
     def start(self):
         import time
 
-        self.pid, self.begun_s, self.steps, self.ooms, self.raised = (
-            os.getpid(),
-            time.time(),
-            0,
-            0,
-            0,
-        )
+        self.pid, self.begun_s = os.getpid(), time.time()
+        self.steps = self.ooms = self.raised = 0
         self.optimizers = self.where = None
         self.program, self.refusal = getattr(self, "program", None), ""  # on a simulated card
         self.step_s, self.outside, self.capped, self.requested, self.kept = [], {}, {}, {}, {}
@@ -78,10 +71,8 @@ class Watch:
     def torch_is_imported(self, torch):
         """Queue for the moment when CUDA starts in this process, and count the steps of all optimizers."""
         self.start()
-        self.torch, self.has_gpu = (
-            torch,
-            bool(torch.version.cuda or getattr(torch.version, "hip", None)),
-        )
+        self.torch = torch
+        self.has_gpu = bool(torch.version.cuda or getattr(torch.version, "hip", None))
         if os.environ.get("OOMPROBE_SIMULATE"):
             self.simulate(os.environ["OOMPROBE_SIMULATE"])
         elif self.has_gpu:
@@ -181,9 +172,8 @@ class Watch:
             current = self.torch.cuda.current_device()
             self.torch.cuda.set_per_process_memory_fraction(min(1.0, fraction), device)
             self.capped[device] = fraction
-            self.torch.cuda._maybe_exchange_device(
-                current
-            )  # makes no context there, as set_device would
+            # Makes no context there, as set_device would.
+            self.torch.cuda._maybe_exchange_device(current)
 
     def stepped(self, optimizer, *_):
         import time
@@ -210,9 +200,8 @@ class Watch:
         self.write_oom()
 
     def raises(self):
-        guards = sys.modules.get(
-            "torch._guards"
-        )  # Inductor tries kernels, and handles what they raise
+        # Inductor tries kernels, and handles what they raise.
+        guards = sys.modules.get("torch._guards")
         self.raised += guards is None or guards.TracingContext.try_get() is None
         self.write_oom()
 
@@ -256,8 +245,8 @@ class Watch:
         os.replace(path + ".part", path)  # it may be read at any time
 
     def rank(self):
-        distributed = getattr(self.torch, "distributed", None)
-        if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed = self.torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
             return distributed.get_rank(), distributed.get_world_size()
         rank = os.environ.get("RANK", "")
         return (int(rank) if rank.isdigit() else None), None
