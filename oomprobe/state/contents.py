@@ -40,9 +40,8 @@ class Values(NamedTuple):
     write: Callable[[dict[Any, Any], dict[Any, Any]], object]
     owner: Reference | None = None  # whose they are: an object or a container; None for variables
     when: When = When.EACH_TRIAL
-    trains: bool = (
-        False  # whether they are the model's or an optimizer's, which must come back bit for bit
-    )
+    # Whether they are the model's or an optimizer's, which must come back bit for bit.
+    trains: bool = False
     is_ordered: bool = False  # whether the order of a dict's items is part of it
     is_registry: bool = False  # of a module: its parameters, buffers, modules or hooks
     # Returns what identifies a variable, which several functions may use.
@@ -67,9 +66,8 @@ class Values(NamedTuple):
     def named(self, key: Any) -> str:
         """Return the path of one value."""
         parts = key if isinstance(key, tuple) else (key,)
-        if not all(
-            isinstance(part, PLAIN) for part in parts
-        ):  # the text of a tensor takes memory on its device
+        # The text of a tensor takes memory on its device.
+        if not all(isinstance(part, PLAIN) for part in parts):
             key = type(key).__name__
         is_item = self.path and not self.path.endswith(".")
         if is_item:
@@ -124,10 +122,7 @@ def of_class(kind: type) -> Values:
 def of_attributes(owner: Reference, path: str, *, without: frozenset[str] = frozenset()) -> Values:
     """Return the values of an object's ``__dict__``, without some names."""
 
-    def read() -> dict[str, Any]:
-        value = owner.find()
-        if value is None:
-            return {}
+    def read(value: object) -> dict[str, Any]:
         attributes: dict[str, Any] = vars(value)
         if not without:
             return attributes
@@ -139,17 +134,14 @@ def of_attributes(owner: Reference, path: str, *, without: frozenset[str] = froz
     def drop(name: str) -> None:
         del vars(owner.find())[name]
 
-    return Values(path, read, _writer(put, drop), owner)
+    return Values(path, _reader(owner.find, read), _writer(put, drop), owner)
 
 
 def of_slots(owner: Reference, slots: dict[str, Any], path: str) -> Values:
     """Return the values of an object's slots."""
 
-    def read() -> dict[Any, Any]:
-        value = owner.find()
+    def read(value: object) -> dict[Any, Any]:
         attributes: dict[Any, Any] = {}
-        if value is None:
-            return attributes
         for name, member in slots.items():
             with suppress(AttributeError):  # not set
                 attributes[name] = member.__get__(value)
@@ -161,17 +153,14 @@ def of_slots(owner: Reference, slots: dict[str, Any], path: str) -> Values:
     def drop(name: str) -> None:
         slots[name].__delete__(owner.find())
 
-    return Values(path, read, _writer(put, drop), owner)
+    return Values(path, _reader(owner.find, read), _writer(put, drop), owner)
 
 
 def of_tensor(find: Callable[[], torch.Tensor | None], path: str) -> Values:
     """Return the attributes of the tensor that is found, and the gradient of a leaf."""
 
-    def read() -> dict[Any, Any]:
+    def read(tensor: torch.Tensor) -> dict[Any, Any]:
         attributes: dict[Any, Any] = {}
-        tensor = find()
-        if tensor is None:
-            return attributes
         if tensor.is_leaf and tensor.grad is not None:
             attributes["grad"] = tensor.grad
         # Sharded parameters of FSDP keep there what its C++ and Python objects know of them.
@@ -188,15 +177,13 @@ def of_tensor(find: Callable[[], torch.Tensor | None], path: str) -> Values:
         else:
             delattr(find(), name)
 
-    return Values(f"{path}.", read, _writer(put, drop), when=When.COLD, trains=True)
+    reader = _reader(find, read)
+    return Values(f"{path}.", reader, _writer(put, drop), when=When.COLD, trains=True)
 
 
 def of_registry(owner: Reference, name: str, path: str) -> Values:
     """Return the parameters, buffers or modules that a module has registered."""
-
-    def read() -> Any:
-        module = owner.find()
-        return {} if module is None else vars(module)[name]
+    read = _reader(owner.find, lambda module: vars(module)[name])
 
     def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
         registry = vars(owner.find())[name]
@@ -209,16 +196,12 @@ def of_registry(owner: Reference, name: str, path: str) -> Values:
 def of_hooks(owner: Reference, names: Collection[str], path: str) -> Values:
     """Return what a module has registered beside its parameters, buffers and modules, such as hooks, by registry and key."""
 
-    def read() -> dict[Any, Any]:
+    def read(module: torch.nn.Module) -> dict[Any, Any]:
         hooks: dict[Any, Any] = {}
-        module = owner.find()
-        if module is None:
-            return hooks
         for name in names:
             registry = vars(module)[name]
-            is_set = isinstance(
-                registry, set
-            )  # such as the names of buffers that state_dict() leaves out
+            # Such as the names of buffers that state_dict() leaves out.
+            is_set = isinstance(registry, set)
             for key in registry:
                 hooks[name, key] = key if is_set else registry[key]
         return hooks
@@ -234,17 +217,15 @@ def of_hooks(owner: Reference, names: Collection[str], path: str) -> Values:
             else:
                 registry[key] = hook
 
-    return Values(f"{path}.", read, write, owner, when=When.COLD, trains=True, is_registry=True)
+    reader = _reader(owner.find, read)
+    return Values(f"{path}.", reader, write, owner, when=When.COLD, trains=True, is_registry=True)
 
 
 def of_items(owner: Reference, path: str, base: Any) -> Values:
     """Return the items of a dict, list, set or deque; methods of `base` read and change it, not those of a user's subclass."""
     is_dict, is_set = issubclass(base, dict), issubclass(base, set)
 
-    def read() -> Any:
-        container = owner.find()
-        if container is None:
-            return {}
+    def read(container: Any) -> Any:
         return dict(base.items(container)) if is_dict else [*base.__iter__(container)]
 
     def write(before: dict[Any, Any], now: dict[Any, Any]) -> None:
@@ -258,7 +239,7 @@ def of_items(owner: Reference, path: str, base: Any) -> Values:
         for value in before.values():
             add(container, value)
 
-    return Values(path, read, write, owner, is_ordered=True)
+    return Values(path, _reader(owner.find, read), write, owner, is_ordered=True)
 
 
 def of_tuple(owner: Reference, path: str) -> Values:
@@ -281,6 +262,16 @@ def of_cache(cache: functools._lru_cache_wrapper[Any], path: str) -> Values:
             now.cache_clear()
 
     return Values(f"{path}.", read, write)
+
+
+def _reader(find: Callable[[], Any], read: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Return how to read what an owner holds that is found; nothing once it is gone."""
+
+    def read_found() -> Any:
+        owner = find()
+        return {} if owner is None else read(owner)
+
+    return read_found
 
 
 def _writer(

@@ -39,12 +39,10 @@ from oomprobe.state.tensors import (
 )
 from oomprobe.state.walk import Kind, Met, module_of
 
-SMALL_BYTES = (
-    2**12
-)  # tensors and arrays up to this size are put back before every trial, larger ones at the end
-COPIED_BYTES = (
-    2**30
-)  # of larger ones outside the model, in all; of the others only their version is compared
+# Tensors and arrays up to this size are put back before every trial, larger ones at the end.
+SMALL_BYTES = 2**12
+# Of larger ones outside the model, in all; of the others only their version is compared.
+COPIED_BYTES = 2**30
 MAX_ENTRIES = 100_000  # in all containers together: comparing them takes 3 ms; of others only the length is compared
 PIECE_BYTES = 2**24
 _UNKNOWN = object()  # the fingerprint of an object that does not show whether it has changed

@@ -76,7 +76,7 @@ class Snapshot:
                 restore()
             except (
                 Exception
-            ) as error:  # the user's objects may raise anything; continue with the others
+            ) as error:  # the user's objects may raise anything; go on with the others
                 failed.append(f"{name} ({type(error).__name__}: {error})")
         failed += self._surroundings.restore()
         if failed:
@@ -129,9 +129,8 @@ class Snapshot:
             read, load = "get_extra_state", "set_extra_state"
         try:
             self._states.append(Stateful(owner, read, load, self._copies))
-        except (
-            Exception
-        ) as error:  # it may need an argument, or exist only later or only in distributed training
+        # It may need an argument, or exist only later or only in distributed training.
+        except Exception as error:
             self.notes.append(
                 UNREAD.format(kind=owner.kind.__name__, why=f"{type(error).__name__}: {error}")
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -275,9 +276,7 @@ def addresses_of(tensor: Any) -> tuple[int, ...]:
         True
     """
     if is_traceable_wrapper_subclass(tensor):
-        return tuple(
-            address for inner in inner_tensors(tensor).values() for address in addresses_of(inner)
-        )
+        return tuple(chain.from_iterable(map(addresses_of, inner_tensors(tensor).values())))
     return (tensor.untyped_storage().data_ptr(),) if can_copy(tensor) else ()
 
 
@@ -346,7 +345,7 @@ class HostCopies:
 def _plain_parts(copy: AnyCopy) -> list[TensorCopy]:
     if isinstance(copy, TensorCopy):
         return [copy]
-    return [part for wrapped in copy.parts for part in _plain_parts(wrapped)]
+    return [*chain.from_iterable(map(_plain_parts, copy.parts))]
 
 
 def write_back(copies: Iterable[AnyCopy]) -> None:

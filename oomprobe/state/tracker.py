@@ -88,12 +88,9 @@ class Tracker:
         self.tensors: dict[AnyCopy, Place] = {}
         self.late: dict[AnyCopy, Place] = {}
         self.uncopied: dict[str, str] = {}  # the kinds, by path, of those that cannot be copied
-        self._sources: list[
-            tuple[OpaquePlace, int]
-        ] = []  # iterators and queues of data, with their ids
-        self._optimizers: MutableMapping[torch.optim.Optimizer, list[Place]] = (
-            WeakIdKeyDictionary()
-        )  # live ones
+        # Iterators and queues of data, with their ids; and live optimizers.
+        self._sources: list[tuple[OpaquePlace, int]] = []
+        self._optimizers: MutableMapping[torch.optim.Optimizer, list[Place]] = WeakIdKeyDictionary()
         self._leaves: list[Callable[[], torch.Tensor | None]] = []
         self._names: set[str] = set()  # that the user's functions use
         self._left_entries = MAX_ENTRIES
@@ -539,9 +536,8 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield an optimizer's state tensors, without scalars such as step counts, which stay on the host."""
     for state in state_of(optimizer).values():
-        values = (
-            state.values() if isinstance(state, dict) else [state]
-        )  # some optimizers store a single value
+        # Some optimizers store a single value.
+        values = state.values() if isinstance(state, dict) else [state]
         for value in values:
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 yield value
