@@ -117,7 +117,7 @@ def test_no_class_is_longer_than_360_lines():
 # of the field; a value that needs no thought stays an expression; a helper that its only caller reads better without goes back.
 AT_MOST = {
     "decisions per 1,000 lines": 227.6,
-    "slivers": 113,
+    "slivers": 94,
     "names at the top of several modules": 19,
     "modules that name replays": 4,
     "lines over 100 columns": 1949,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -153,14 +154,13 @@ class StreamContext:
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
+        self._inside = nullcontext() if stream is None else stream
 
     def __enter__(self) -> None:
-        if self.stream is not None:
-            self.stream.__enter__()
+        self._inside.__enter__()
 
     def __exit__(self, *_: object) -> None:
-        if self.stream is not None:
-            self.stream.__exit__()
+        self._inside.__exit__(None, None, None)
 
 
 class _OfLegacyType(type):
@@ -202,20 +202,16 @@ def set_default_tensor_type(kind: Any) -> None:
     torch.set_default_device("cuda" if name.startswith("torch.cuda.") else None)
 
 
-def _refused(name: str, why: str) -> type:
-    """Return a class that stands for a class or a function, and refuses to be called."""
-
-    def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise SimulationError(REFUSAL.format(name=name, line=user_line(), why=why))
-
-    return type(name, (), {"__new__": refuse})
-
-
 def _refused_names() -> dict[str, type]:
+    """Return classes that stand for classes and functions, by their names, and refuse to be called."""
+
+    def refuse(kind: Any, *_: Any, **__: Any) -> NoReturn:
+        raise SimulationError(REFUSAL.format(name=kind.__name__, line=user_line(), why=kind.why))
+
     refusals = {}
     for why, names in _REFUSED.items():
         for name in names:
-            refusals[name] = _refused(name, why)
+            refusals[name] = type(name, (), {"__new__": refuse, "why": why})
     return refusals
 
 
@@ -249,9 +245,8 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
         return lambda *_, **__: value
 
     def constants(names: Iterable[str], value: Any) -> dict[str, Any]:
-        return {
-            name: constant(value) for name in names
-        }  # one for each: compilers tell functions apart
+        # One for each: compilers tell functions apart.
+        return {name: constant(value) for name in names}
 
     def mem_get_info(*_: Any, **__: Any) -> tuple[int, int]:
         return memory.card.available_bytes - memory.allocator.reserved_bytes, card.total_bytes

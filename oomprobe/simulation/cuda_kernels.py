@@ -160,7 +160,8 @@ def _attend(
     enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
     """Run the attention kernel that the card would choose; heads are in dimension -3."""
-    if not _are_dense((query, key, value)):
+    # The elements of each head must lie one after the other.
+    if {tensor.stride(-1) for tensor in (query, key, value)} != {1}:
         if enable_gqa:
             key, value = _repeat_heads(query, key), _repeat_heads(query, value)
         return _attend_step_by_step(query, key, value, attn_mask, dropout_p, is_causal, scale)[0]
@@ -268,11 +269,6 @@ def _uses_efficient(
     return query.shape[-1] % multiple == 0 and value.shape[-1] % multiple == 0
 
 
-def _are_dense(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the elements of each head lie one after the other."""
-    return all(tensor.stride(-1) == 1 for tensor in tensors)
-
-
 def _repeat_heads(query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     times = query.shape[-3] // tensor.shape[-3]
     return tensor.repeat_interleave(times, -3) if times > 1 else tensor
@@ -321,17 +317,6 @@ def _batch_norm_results(args: Any, result: Any) -> Any:
     return result[0], mean, deviation
 
 
-def _group_norm(args: Any, result: Any) -> Any:
-    if torch_versions.GROUP_NORM_KEEPS_FORMAT:
-        return result
-    return result[0].contiguous(), *result[1:]
-
-
-def _copied(args: Any, result: Any) -> Any:
-    """Copy again what has gaps or overlaps: a fake that is moved keeps them."""
-    return result if _aten.is_non_overlapping_and_dense.default(result) else result.clone()
-
-
 def _convolution_gradients(args: Any, result: Any) -> Any:
     *gradients, bias = result
     chosen = convolution_format(args[1:3])
@@ -349,13 +334,6 @@ def _efficient_attention(args: Any, result: Any) -> Any:
     return *result[:2], *(seed.new_empty(0) for seed in result[2:])
 
 
-def _cudnn_attention(args: Any, result: Any) -> Any:
-    """Leave out the log-sum-exp of each row unless it is asked for."""
-    if args[4]:
-        return result
-    return result[0], result[1].new_empty(0), *result[2:]
-
-
 def _first_like_input(args: Any, result: Any) -> Any:
     """Lay out the input's gradient as the input, not as the gradient of the result."""
     gradient, *others = result
@@ -367,7 +345,7 @@ def _first_like_input(args: Any, result: Any) -> Any:
     return gradient.contiguous(memory_format=chosen), *others
 
 
-def _contiguous_first(result: Any) -> Any:
+def _contiguous_first(_: Any, result: Any) -> Any:
     gradient, *others = result
     return gradient if gradient is None else gradient.contiguous(), *others
 
@@ -388,7 +366,7 @@ _AS_ON_CUDA: dict[Any, Callable[[Any, Any], Any]] = {
     ),
     **dict.fromkeys(
         (_aten.native_layer_norm_backward.default, _aten.native_group_norm_backward.default),
-        lambda _, result: _contiguous_first(result),
+        _contiguous_first,
     ),
     _aten.native_batch_norm_backward.default: _first_like_input,
     _aten.log_sigmoid_forward.default: lambda _, result: (result[0], result[1].new_empty(0)),
@@ -398,20 +376,27 @@ _AS_ON_CUDA: dict[Any, Callable[[Any, Any], Any]] = {
     ),
     _aten.native_layer_norm.default: _statistics,
     _aten.native_batch_norm.default: _batch_norm_results,
-    _aten.native_group_norm.default: _group_norm,
-    _aten._to_copy.default: _copied,
+    # Copied again, if it has gaps or overlaps: a fake that is moved keeps them.
+    _aten._to_copy.default: lambda _, result: (
+        result if _aten.is_non_overlapping_and_dense.default(result) else result.clone()
+    ),
     _aten.convolution.default: lambda args, result: result.contiguous(
         memory_format=convolution_format(args[:2])
     ),
     _aten.convolution_backward.default: _convolution_gradients,
     _aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
-    _aten._scaled_dot_product_cudnn_attention.default: _cudnn_attention,
+    # Without the log-sum-exp of each row, unless it is asked for.
+    _aten._scaled_dot_product_cudnn_attention.default: lambda args, result: (
+        result if args[4] else (result[0], result[1].new_empty(0), *result[2:])
+    ),
 }
-
-if hasattr(_aten, "_fused_rms_norm_backward"):
-    _AS_ON_CUDA[_aten._fused_rms_norm_backward.default] = lambda _, result: _contiguous_first(
-        result
+if not torch_versions.GROUP_NORM_KEEPS_FORMAT:
+    _AS_ON_CUDA[_aten.native_group_norm.default] = lambda _, result: (
+        result[0].contiguous(),
+        *result[1:],
     )
+if hasattr(_aten, "_fused_rms_norm_backward"):
+    _AS_ON_CUDA[_aten._fused_rms_norm_backward.default] = _contiguous_first
 
 
 def convolution_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:

@@ -26,9 +26,8 @@ from oomprobe.simulation.values import Values
 CARD = torch.device("cpu", 0)
 HOST = torch.device("cpu")
 EXPLICIT_HOST = torch.device("cpu", 1)  # the step named "cpu"; a plain "cpu" may be torch's default
-MOST_RESULTS = (
-    2**16
-)  # to remember: a number that differs at each call, such as Adam's, makes them many
+# To remember: a number that differs at each call, such as Adam's, makes them many.
+MOST_RESULTS = 2**16
 _PLAIN = {
     bool,
     int,
@@ -136,9 +135,8 @@ class Fakes:
         self._views: WeakKeyDictionary[torch.UntypedStorage, dict[tuple[Any, ...], FakeTensor]] = (
             WeakKeyDictionary()
         )
-        self._copies: dict[
-            int, tuple[weakref.ref[Any], torch.Tensor]
-        ] = {}  # card copies of views, by id of the view
+        # Card copies of views, by id of the view.
+        self._copies: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
         self.values = Values(self.has_values, self.fake)
         self.keeps_parameters = False  # whether parameters in host memory stay there
 
@@ -266,7 +264,10 @@ class Results:
         """Return what an operator returns for fakes."""
         values = (*args, *kwargs.values())
         key, tensors = [func, torch.get_default_dtype(), *kwargs], list[Any]([None])
-        is_plain = _depends_on_shapes(func) and _describe(values, key, tensors)
+        # ``set_`` moves a tensor to another's storage.
+        packet = getattr(func, "overloadpacket", None)
+        may_know = func.namespace == "aten" and packet is not torch.ops.aten.set_
+        is_plain = may_know and _describe(values, key, tensors)
         if not is_plain or len(tensors) == 1:
             return self._compute(func, args, kwargs)
         known = self._known.get(tuple(key))
@@ -306,13 +307,10 @@ class Results:
         geometry: list[Any] = []
         if type(result) is not FakeTensor or not _describe([result], geometry, tensors):
             return None
-        nbytes, keys = (
-            result.untyped_storage().nbytes(),
-            [tensor.untyped_storage()._cdata for tensor in tensors[1:]],
-        )
-        source = 1 + keys.index(
-            keys[-1]
-        )  # the first with the same storage; it may be the only one itself
+        nbytes = result.untyped_storage().nbytes()
+        keys = [tensor.untyped_storage()._cdata for tensor in tensors[1:]]
+        # The first with the same storage; it may be the only one itself.
+        source = 1 + keys.index(keys[-1])
 
         def make(tensors: list[Any]) -> Any:
             if source == len(tensors):
@@ -323,14 +321,6 @@ class Results:
             return tensors[-1]
 
         return make
-
-
-def _depends_on_shapes(func: Any) -> bool:
-    """Whether an operator returns the same for arguments of the same shapes; ``set_`` moves one to another's storage."""
-    return (
-        func.namespace == "aten"
-        and getattr(func, "overloadpacket", None) is not torch.ops.aten.set_
-    )
 
 
 def _describe(values: Any, parts: list[Any], tensors: list[Any]) -> bool:

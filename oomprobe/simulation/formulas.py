@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,29 +87,24 @@ class DeviceThread:
         def run_backward(outputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
             first = _next_number()
             gradients = run(outputs, *args, **kwargs)
-            if _next_number() > first:
-                self._renumber(first, [*(gradients or ()), *_gradients_of_leaves(outputs)])
-                self._count += _next_number() - first
+            if _next_number() == first:
+                return gradients
+            mine = (
+                self._begun + 2 * self._count
+            )  # twice: the main thread's numbers include these nodes
+            leaves = (node.variable for node in _nodes(outputs) if hasattr(node, "variable"))
+            for node in _nodes([*(gradients or ()), *(leaf.grad for leaf in leaves)], first):
+                # What sums the gradients of a leaf has the highest number.
+                if not hasattr(node, "variable"):
+                    node._set_sequence_nr(mine + node._sequence_nr() - first)
+            self._count += _next_number() - first
             return gradients
 
         return run_backward
 
-    def _renumber(self, first: int, gradients: list[torch.Tensor | None]) -> None:
-        mine = self._begun + 2 * self._count  # twice: the main thread's numbers include these nodes
-        for node in _nodes(gradients, first):
-            # What sums the gradients of a leaf has the highest number.
-            if not hasattr(node, "variable"):
-                node._set_sequence_nr(mine + node._sequence_nr() - first)
-
 
 def _next_number() -> int:
     return torch._C._autograd._get_sequence_nr()
-
-
-def _gradients_of_leaves(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor | None]:
-    for node in _nodes(outputs):
-        if hasattr(node, "variable"):
-            yield node.variable.grad
 
 
 def _nodes(tensors: Sequence[torch.Tensor | None], first: int = 0) -> list[Any]:

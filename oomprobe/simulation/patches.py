@@ -163,9 +163,8 @@ def _patches(card_mode: CardMode, device_mode: DeviceMode, kernels: CudaKernels)
     for name in ("range_push", "range_pop", "mark"):
         yield torch.cuda.nvtx, name, lambda *_, **__: 0
     transformers = sys.modules.get("transformers.utils.import_utils")
-    if hasattr(
-        transformers, "is_fake_tensor"
-    ):  # it makes masks that are not needed where it cannot look at values
+    # It makes masks that are not needed where it cannot look at values.
+    if hasattr(transformers, "is_fake_tensor"):
         values = card_mode.fakes.values
         yield (
             transformers,
@@ -173,7 +172,9 @@ def _patches(card_mode: CardMode, device_mode: DeviceMode, kernels: CudaKernels)
             lambda it: isinstance(it, FakeTensor) and not values.knows(it),
         )
     checks = checkpoint._allowed_determinism_checks_to_fns
-    yield checkpoint, "_allowed_determinism_checks_to_fns", {**checks, "default": _metadata}
+    # What is compared of a recomputed tensor; without its device, which depends on the caller.
+    compared = {**checks, "default": lambda tensor: {"shape": tensor.shape, "dtype": tensor.dtype}}
+    yield checkpoint, "_allowed_determinism_checks_to_fns", compared
 
 
 @contextmanager
@@ -267,11 +268,6 @@ class _Generator(metaclass=_AnyGenerator):
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return torch._C.Generator("cpu")
-
-
-def _metadata(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return what checkpointing compares of a recomputed tensor; without its device, which depends on the caller."""
-    return {"shape": tensor.shape, "dtype": tensor.dtype}
 
 
 def _device_getter(card_mode: CardMode) -> Any:

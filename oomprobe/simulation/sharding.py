@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from copy import copy
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -176,7 +177,7 @@ def _refusals() -> Iterator[Patch]:
 
 def _is_compiled(modules: Iterable[torch.nn.Module]) -> bool:
     """Return whether modules, or what calls them now, are compiled."""
-    suspects: list[Any] = [inner for module in modules for inner in module.modules()]
+    suspects: list[Any] = [*chain.from_iterable(module.modules() for module in modules)]
     suspects += [frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe())]
     for module in suspects:
         if isinstance(module, torch.nn.Module) and (

@@ -24,12 +24,11 @@ ALL_CHOSEN = "{line} chooses elements by values that are unknown: counted as if 
 
 # Operators whose results do not depend on the values of their arguments.
 _CONSTANT = frozenset(
-    packet
+    getattr(_aten, name)
     for name in (
         "arange", "eye", "full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "tril_indices",
         "triu_indices", "zeros", "zeros_like",
     )
-    if (packet := getattr(_aten, name, None)) is not None
 )  # fmt: skip
 MASKING = frozenset(
     {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import ceil
+from math import ceil, prod
 
 from oomprobe.ground import torch_versions
 from oomprobe.simulation.kernels.steps import FLOAT_BYTES, Launch, Operator, afterwards, launch
@@ -115,11 +115,7 @@ def efficient(op: Operator) -> Launch | None:
     query, value = op.args[0], op.args[2]
     if value.element_size() == FLOAT_BYTES or value.shape[3] <= _TILE_WIDTH:
         return None
-    return launch(_efficient_steps, (value.shape[3],), query.shape[:3])
-
-
-def _efficient_steps(width: int, batch: int, heads: int, length: int) -> Steps:
-    return afterwards(batch * heads * length * width * FLOAT_BYTES)
+    return launch(afterwards, (), (prod(query.shape[:3]) * value.shape[3] * FLOAT_BYTES,))
 
 
 def efficient_backward(op: Operator) -> Launch | None:

@@ -188,6 +188,7 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten.logsumexp.default: _logsumexp,
     _aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
     _aten.huber_loss.default: _huber_loss,
+    _aten._safe_softmax.default: _safe_softmax,
     _aten._embedding_bag.default: _embedding_bag,
     _aten._embedding_bag_forward_only.default: _embedding_bag,
     _aten.multinomial.default: _multinomial,
@@ -199,8 +200,6 @@ _COMPOSITES: dict[Any, Callable[..., Any]] = {
         tensor, [] if dim is None else [dim]
     ),
 }
-if hasattr(_aten, "_safe_softmax"):
-    _COMPOSITES[_aten._safe_softmax.default] = _safe_softmax
 # By name: of operators that exist once torch.distributed has been imported.
 _DISTRIBUTED: dict[str, Callable[..., Any]] = {
     "_c10d_functional::all_to_all_single": _all_to_all,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._prims_common import suggest_memory_format
@@ -57,12 +58,19 @@ def backward(op: Operator) -> Launch | None:
     kind = Reduction(
         op.processors, item_bytes, max(4, item_bytes), tuple(dim != 1 for dim in range(grad.dim()))
     )
-    numbers = [nbytes for copy in copies for nbytes in copy]
+    numbers = [*chain.from_iterable(copies)]
     numbers += (grad.storage_offset(), *grad.shape, *grad.stride())
     return launch(_backward_steps, (rule, kind, wanted, tuple(map(len, copies))), numbers)
 
 
-_Copy = tuple[int, ...]  # bytes, or nothing
+class _Parts(NamedTuple):
+    """What the gradients of a convolution take: the bytes of each copy, and each result; empty if there is none."""
+
+    grad: tuple[int, ...]
+    images: tuple[int, ...]
+    weight: tuple[int, ...]
+    of_images: tuple[None, ...]
+    of_weight: tuple[None, ...]
 
 
 def _backward_steps(
@@ -71,20 +79,16 @@ def _backward_steps(
     first, second = copies[0], copies[0] + copies[1]
     third = second + copies[2]
     results = [(RESULT,) * is_wanted for is_wanted in wanted]
-    steps = rule(numbers[:first], numbers[first:second], numbers[second:third], *results[:2])
+    copied_bytes = numbers[:first], numbers[first:second], numbers[second:third]
+    steps = rule(_Parts(*copied_bytes, *results[:2]))
     if wanted[2]:
         steps += (RESULT, *reducing(kind, *numbers[third:]))
     return tuple(steps)
 
 
-def _copy_in_turn(
-    grad: _Copy,
-    images: _Copy,
-    weight: _Copy,
-    of_images: tuple[None, ...],
-    of_weight: tuple[None, ...],
-) -> list[int | None]:
+def _copy_in_turn(parts: _Parts) -> list[int | None]:
     """Copy the gradient for each of the results."""
+    grad, images, weight, of_images, of_weight = parts
     steps: list[int | None] = [*images]
     if of_images:
         steps += (*of_images, *weight, *grad, *(-1,) * len(weight + grad))
@@ -93,48 +97,28 @@ def _copy_in_turn(
     return [*steps, *(-1,) * len(images)]
 
 
-def _gradient_first(
-    grad: _Copy,
-    images: _Copy,
-    weight: _Copy,
-    of_images: tuple[None, ...],
-    of_weight: tuple[None, ...],
-) -> list[int | None]:
+def _gradient_first(parts: _Parts) -> list[int | None]:
     """Copy the gradient once, if the convolution is transposed or the gradient in another format than the input."""
+    grad, images, weight, of_images, of_weight = parts
     steps: list[int | None] = [*images, *grad, *of_images]
     if of_images:
         steps += (*weight, *(-1,) * len(weight))
     return [*steps, *of_weight, *(-1,) * len(images + grad)]
 
 
-def _of_sequences(
-    grad: _Copy,
-    images: _Copy,
-    weight: _Copy,
-    of_images: tuple[None, ...],
-    of_weight: tuple[None, ...],
-) -> list[int | None]:
+def _of_sequences(parts: _Parts) -> list[int | None]:
     """Copy tensors of three dimensions that are permuted before anything else, and hold the input until the end."""
+    grad, images, _, of_images, of_weight = parts
     return [*images, *grad, *of_images, *of_weight, *(-1,) * len(grad)]
 
 
-def _of_depthwise(
-    grad: _Copy,
-    images: _Copy,
-    weight: _Copy,
-    of_images: tuple[None, ...],
-    of_weight: tuple[None, ...],
-) -> list[int | None]:
+def _of_depthwise(parts: _Parts) -> list[int | None]:
+    grad, images, _, of_images, of_weight = parts
     return [*grad, *images, *of_weight, *(-1,) * len(images), *of_images, *(-1,) * len(grad)]
 
 
-def _of_depthwise_sequences(
-    grad: _Copy,
-    images: _Copy,
-    weight: _Copy,
-    of_images: tuple[None, ...],
-    of_weight: tuple[None, ...],
-) -> list[int | None]:
+def _of_depthwise_sequences(parts: _Parts) -> list[int | None]:
+    grad, images, _, of_images, of_weight = parts
     return [*images, *grad, *of_weight, *of_images, *(-1,) * len(grad)]
 
 

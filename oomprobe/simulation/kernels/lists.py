@@ -6,7 +6,6 @@ gathered, and what it is about to reduce.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import ceil, prod, sqrt
 
 import torch
@@ -30,11 +29,9 @@ _BLOCKS_PER_RESIDENT = 2  # of which so many are launched as multiprocessors hol
 def split_copy(op: Operator) -> Launch | None:
     """Split a tensor into others."""
     results, source = op.argument("out"), op.args[0]
-    if (
-        results is None
-        or not _are_all_dense((source, *results))
-        or any(result.dtype != source.dtype for result in results)
-    ):
+    if results is None or any(result.dtype != source.dtype for result in results):
+        return None
+    if not all(map(torch.ops.aten.is_non_overlapping_and_dense.default, (source, *results))):
         return None
     dim = op.argument("dim") % source.dim()
     item_bytes = source.stride(dim) * source.element_size()
@@ -75,10 +72,6 @@ def chunk_cat(op: Operator) -> Launch | None:
 def _chunk_tables(*chunks: int) -> Steps:
     blocks = sum(_ceil_div(chunk, _TILE_BYTES) for chunk in chunks)
     return afterwards((6 * len(chunks) + 2 + blocks) * INT64_BYTES)
-
-
-def _are_all_dense(tensors: Iterable[torch.Tensor]) -> bool:
-    return all(map(torch.ops.aten.is_non_overlapping_and_dense.default, tensors))
 
 
 def _ceil_div(number: int, by: int) -> int:

@@ -40,19 +40,16 @@ def reduction(partial_bytes: Callable[[torch.dtype], int], *, casts: bool = Fals
         layout = (tensor.storage_offset(), *tensor.shape, *tensor.stride())
         if casts and dtype is torch.int64 and tensor.dtype is not torch.int64:
             kind = Reduction(op.processors, INT64_BYTES, INT64_BYTES, reduced)
-            return launch(_cast_and_reduced, (kind,), (tensor.numel() * INT64_BYTES, *layout))
+            return launch(_reduced, (kind, 1), (tensor.numel() * INT64_BYTES, *layout))
         kind = Reduction(op.processors, tensor.element_size(), partial_bytes(dtype), reduced)
-        return launch(_reduced, (kind,), layout)
+        return launch(_reduced, (kind, 0), layout)
 
     return rule
 
 
-def _reduced(kind: Reduction, *layout: int) -> Steps:
-    return RESULT, *reducing(kind, *layout)
-
-
-def _cast_and_reduced(kind: Reduction, cast: int, *layout: int) -> Steps:
-    return RESULT, cast, *reducing(kind, *layout)
+def _reduced(kind: Reduction, copies: int, *numbers: int) -> Steps:
+    """Reduce, perhaps from copies: after their bytes, the numbers are an offset, a shape and strides."""
+    return RESULT, *numbers[:copies], *reducing(kind, *numbers[copies:])
 
 
 def accumulated(dtype: torch.dtype) -> int:
@@ -70,7 +67,7 @@ def of_index(op: Operator) -> Launch | None:
     tensor = op.args[0]
     copy = copied(tensor)
     kind = Reduction(op.processors, tensor.element_size(), _INDEXED_BYTES, (True,))
-    return launch(_all_reduced, (kind, len(copy)), (*copy, tensor.numel()))
+    return launch(_reduced, (kind, len(copy)), (*copy, 0, tensor.numel(), 1))
 
 
 def of_extremes(pairs: int) -> Rule:
@@ -86,14 +83,9 @@ def of_extremes(pairs: int) -> Rule:
             op.processors, tensor.element_size(), pairs * tensor.element_size(), (True,)
         )
         copy = copied(tensor)
-        return launch(_all_reduced, (kind, len(copy)), (*copy, tensor.numel()))
+        return launch(_reduced, (kind, len(copy)), (*copy, 0, tensor.numel(), 1))
 
     return rule
-
-
-def _all_reduced(kind: Reduction, copies: int, *numbers: int) -> Steps:
-    """Reduce all elements, as one dimension, of a copy or of a result."""
-    return RESULT, *numbers[:copies], *reducing(kind, 0, numbers[copies], 1)
 
 
 _CHUNK = 65_536  # elements
@@ -120,7 +112,7 @@ def loss(op: Operator) -> Launch | None:
     count = prod(torch.broadcast_shapes(op.args[0].shape, op.args[1].shape))  # type: ignore[no-untyped-call]
     kind = Reduction(op.processors, dtype.itemsize, accumulated(dtype), (True,))
     nbytes = count * dtype.itemsize
-    return launch(_all_reduced, (kind, 1), (nbytes, count), nbytes)
+    return launch(_reduced, (kind, 1), (nbytes, 0, count, 1), nbytes)
 
 
 def binary_cross_entropy(op: Operator) -> Launch | None:
@@ -129,9 +121,5 @@ def binary_cross_entropy(op: Operator) -> Launch | None:
     if op.argument("reduction") == 0:
         return None
     kind = Reduction(op.processors, tensor.element_size(), accumulated(tensor.dtype), (True,))
-    fixed = (kind, tensor.element_size())
-    return launch(_copied_loss, fixed, (tensor.numel(),), tensor.numel() * tensor.element_size())
-
-
-def _copied_loss(kind: Reduction, item_bytes: int, count: int) -> Steps:
-    return RESULT, item_bytes, *reducing(kind, 0, count, 1)
+    numbers = (tensor.element_size(), 0, tensor.numel(), 1)
+    return launch(_reduced, (kind, 1), numbers, tensor.numel() * tensor.element_size())

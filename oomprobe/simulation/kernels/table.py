@@ -175,22 +175,6 @@ def _scatter_mean(op: Operator) -> Launch | None:
     return launch(afterwards, (), (source.numel() * source.element_size(), counts, target.numel()))
 
 
-def _im2col(op: Operator) -> Launch:
-    nbytes = op.args[0].numel() * op.args[0].element_size()
-    return launch(throughout, (), (*copied(op.args[0]), nbytes))
-
-
-def _col2im(op: Operator) -> Launch:
-    """The result is made as large as the patches, and then resized."""
-    copy = copied(op.args[0])
-    return launch(afterwards, (), copy, op.args[0].numel() * op.args[0].element_size())
-
-
-def _unfold_backward(op: Operator) -> Launch:
-    sizes, dim = op.args[1:3]
-    return launch(afterwards, (), (sizes[dim] * INT64_BYTES,))
-
-
 def _normal_of_mean(op: Operator) -> Launch | None:
     mean = op.args[0]
     if not isinstance(mean, torch.Tensor):
@@ -297,9 +281,12 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         (_aten.reflection_pad1d_backward, _aten.reflection_pad2d_backward), _COPIES_FIRST
     ),
-    _aten.im2col: _im2col,
-    _aten.col2im: _col2im,
-    _aten.unfold_backward: _unfold_backward,
+    _aten.im2col: lambda op: launch(throughout, (), (*copied(op.args[0]), op.args[0].nbytes)),
+    # The result is made as large as the patches, and then resized.
+    _aten.col2im: lambda op: launch(afterwards, (), copied(op.args[0]), op.args[0].nbytes),
+    _aten.unfold_backward: lambda op: launch(
+        afterwards, (), (op.args[1][op.args[2]] * INT64_BYTES,)
+    ),
     # norms
     _aten.native_layer_norm: _COPIES_FIRST_BEFORE,
     _aten.native_layer_norm_backward: norms.layer_norm_backward,
@@ -384,9 +371,8 @@ def _flash_results(args: Any, results: Any) -> Any:
 # By operator: its results in the order in which its kernel allocates them, where it is another one.
 _ALLOCATION_ORDER: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.native_dropout.default: _picking(1, 0),  # the mask first
-    _aten._scaled_dot_product_cudnn_attention.default: _picking(
-        6, 7, 0, 1
-    ),  # the seed of its dropout first
+    # The seed of its dropout first.
+    _aten._scaled_dot_product_cudnn_attention.default: _picking(6, 7, 0, 1),
     _aten._scaled_dot_product_efficient_attention.default: _picking(2, 3, 0, 1),  # as well
     _aten.nll_loss2d_forward.default: _picking(1, 0),  # the weight first
     _aten.convolution_backward.default: convolutions.gradients_in_order,
