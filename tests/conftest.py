@@ -3,6 +3,7 @@
 import gc
 import resource
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,17 @@ def frozen_so_far():
     preload_dynamo()
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the time of each layer, a folder of tests, over all processes."""
+    if not terminalreporter.config.option.durations:
+        return
+    layers = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if hasattr(report, "duration"):
+                layers[str(Path(report.nodeid.partition("::")[0]).parent)] += report.duration
+    terminalreporter.section("time of each layer")
+    for layer, duration_s in layers.most_common():
+        terminalreporter.line(f"{duration_s:7.1f} s  {layer}")

@@ -1,5 +1,6 @@
 """The workflows and the action: what they run, and what they may do."""
 
+import os
 import re
 import subprocess
 
@@ -60,3 +61,53 @@ def test_other_platforms_run_the_first_example_of_the_readme(tmp_path):
     )
     assert (tmp_path / "first.py").read_text(encoding="utf-8") == first
     compile(first, "first.py", "exec")
+
+
+@pytest.mark.parametrize(
+    ("changed", "runs"),
+    [
+        (["docs/faq.md", "README.md"], "tests no"),
+        (["docs/recipes.md"], "tests\nbed"),  # a test of the bed opens it
+        (["docs/faq.md", "oomprobe/probe.py"], "tests\nbed"),
+    ],
+)
+def test_the_bed_runs_unless_only_pages_have_changed_since_all_passed(changed, runs, tmp_path):
+    files = {
+        ".ci/run": (REPOSITORY / ".ci/run").read_text(encoding="utf-8"),
+        ".gitignore": ".venv-cuda",
+        ".venv-cuda/stub": "",
+        "scripts/test": '#!/bin/sh\necho tests $BED; [ ! -e "$FAILS" ]',
+        "scripts/test-bed": "#!/bin/sh\necho bed",
+        "tests/cuda/test_recipes.py": 'PAGE = "recipes.md"',
+        "tests/bed/__init__.py": '"""See tests/bed/README.md."""',
+        **dict.fromkeys(changed, "before"),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+
+    def run(*words, **variables):
+        environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **variables}
+        ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return ended.stdout
+
+    def commit():
+        run("git", "add", ".")
+        run("git", "-c", "user.name=a", "-c", "user.email=b", "commit", "-m", "c")
+        return run("git", "rev-parse", "HEAD").strip()
+
+    run("git", "init")
+    commit()
+    assert run(".ci/run", FAILS=".gitignore") == "tests\n"
+    assert run(".ci/run") == "tests\nbed\n"  # nothing is known of any commit
+    passed = (tmp_path / ".venv-cuda/green").read_text(encoding="utf-8").strip()
+    for name in changed:
+        (tmp_path / name).write_text("after", encoding="utf-8")
+    assert run(".ci/run").endswith(f"{runs}\n")
+    assert (tmp_path / ".venv-cuda/green").read_text(encoding="utf-8").strip() == passed
+    now = commit()
+    said = run(".ci/run")
+    assert said.endswith(f"{runs}\n")
+    assert (passed in said) == (runs == "tests no")
+    assert (tmp_path / ".venv-cuda/green").read_text(encoding="utf-8").strip() == now
