@@ -3,12 +3,16 @@
 import gc
 import resource
 import signal
+import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from processes import environment
 from torch.optim import optimizer as torch_optimizer
+from warm import ADDRESS, Warm
 
 from oomprobe.ground import torch_versions
 from oomprobe.runners.hooks import preload_dynamo
@@ -58,6 +62,19 @@ def frozen_so_far():
     preload_dynamo()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def warm():
+    with tempfile.TemporaryDirectory() as folder:
+        yield Warm(Path(folder), environment())
+
+
+@pytest.fixture
+def warm_python(warm, monkeypatch):
+    """Start Python warm: as `sys.executable`, without the seconds of importing torch (tests/warm.py)."""
+    monkeypatch.setattr(sys, "executable", warm.python)
+    monkeypatch.setenv(ADDRESS, warm.address)
 
 
 def pytest_terminal_summary(terminalreporter):

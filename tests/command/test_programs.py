@@ -16,8 +16,9 @@ from oomprobe.cli import main
 from oomprobe.errors import SimulationError, UnreliableError
 from oomprobe.simulation import program
 
-from .test_sitecustomize import run
+from .test_sitecustomize import PYTHON, run
 
+pytestmark = pytest.mark.usefixtures("warm_python")
 TRAIN = """
     import os, sys, argparse, torch
     from torch import nn
@@ -499,9 +500,12 @@ EVALUATES = """
 
 
 def test_a_peak_that_no_replay_has_shown_ends_replaying_with_a_note(tmp_path):
-    """The calls that it writes down repeat, and between later ones it takes more."""
+    """The calls that it writes down repeat, and between later ones it takes more.
+
+    A trial goes on for as long as its start takes, so that a warm Python would not show later calls.
+    """
     script = SCRIPT.partition("if __name__")[0] + "if True:\n" + EVALUATES
-    words = command(tmp_path, script=script)
+    words = [PYTHON, *command(tmp_path, script=script)[1:]]
     result = oomprobe.probe_command(
         words, device="sim:1GiB", start_batch=512, max_batch=2048, progress="off"
     )

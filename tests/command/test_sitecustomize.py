@@ -11,7 +11,8 @@ import pytest
 from oomprobe.runners.command.reports import RunReports
 from oomprobe.runners.command.run import HERE
 
-SITE = HERE / "site"
+pytestmark = pytest.mark.usefixtures("warm_python")
+SITE, PYTHON = HERE / "site", sys.executable
 TRAINS = """
     import os, sys, torch
     model = torch.nn.Linear(4, 4)
@@ -22,8 +23,8 @@ TRAINS = """
 """
 
 
-def run(tmp_path, code, *, path=(), **variables):
-    """Run a program, and return its exit status, its stderr and the reports."""
+def run(tmp_path, code, *, path=(), python=None, **variables):
+    """Run a program, by the warm Python unless another is given, and return its exit status, its stderr and the reports."""
     reports = tmp_path / "reports"
     reports.mkdir(exist_ok=True)
     script = tmp_path / "script.py"
@@ -34,7 +35,7 @@ def run(tmp_path, code, *, path=(), **variables):
         "OOMPROBE_REPORTS": str(reports),
     }
     ended = subprocess.run(
-        [sys.executable, script],
+        [python or sys.executable, script],
         env={**environment, **variables},
         capture_output=True,
         text=True,
@@ -130,7 +131,7 @@ def test_a_program_without_torch_has_its_own_sitecustomize_and_gets_no_torch(tmp
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("OWN = True")
     code = "import sys; assert sys.modules['sitecustomize'].OWN and not {'torch', 'json'} & {*sys.modules}"
-    assert run(tmp_path, code, path=[tmp_path / "own"]) == (0, "", [])
+    assert run(tmp_path, code, path=[tmp_path / "own"], python=PYTHON) == (0, "", [])
 
 
 def test_it_is_python_3_8():
