@@ -22,6 +22,8 @@ from oomprobe import InvalidArgumentError, cli, errors
 from oomprobe.cli import check_run, given_options, parser
 from oomprobe.records.options import Options
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 TARGET = """
 import os
 import sys

@@ -8,6 +8,8 @@ import sys
 import pytest
 from processes import REPOSITORY, environment
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 TRAIN = """
 import torch
 from net import WIDTH

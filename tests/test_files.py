@@ -23,6 +23,8 @@ from oomprobe.records.files import read_file, write_file
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable, read_result
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 OLD, NEW = b"old" * 1000, b"new" * 2000
 
 

@@ -151,6 +151,7 @@ TYPED = [
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch names its build")
+@pytest.mark.usefixtures("warm_python")
 def test_each_command_line_is_answered_by_what_to_type(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)

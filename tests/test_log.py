@@ -13,6 +13,8 @@ from oomprobe.results.log import logged
 from oomprobe.results.result import WARNING
 from oomprobe.results.table import ProbeTable
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 QUIET = {"device": "sim:1GiB", "max_batch": 4, "progress": "off"}
 
 

@@ -8,6 +8,8 @@ from importlib.metadata import entry_points
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("warm_python")
+
 TESTS = """
 import pytest, torch
 from oomprobe.records.patience import Patience

@@ -91,7 +91,7 @@ def what_runs(words):
         warned, words = [*warned, *words[1:taken]], words[taken:]
     if words[:1] and words[0] in ("-c", "-m"):
         return warned, words[0], words[1:]
-    if words and not words[0].startswith("-"):
+    if words and os.path.isfile(words[0]):
         return warned, "", words
     return None
 
@@ -189,7 +189,7 @@ def run(argv, folder, environment, numbers, given):
         code = outcome(kind, words)
         threading._shutdown()
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
             stream.flush()
     finally:
         os._exit(code)
@@ -220,7 +220,9 @@ def prepare(argv, warned, kind, words):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in argv[1:3]
     sys.stdin, sys.stdout, sys.stderr = (
-        open(number, mode, closefd=False, buffering=1 if number == 2 or unbuffered else -1)  # noqa: SIM115
+        open(number, mode, 1 if number == 2 or unbuffered else -1, closefd=False)  # noqa: SIM115
+        if is_open(number)
+        else None
         for number, mode in enumerate("rww")
     )
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
