@@ -1,6 +1,7 @@
 """Fixtures for all tests. The library must leave no limit, hook, handler or flag behind."""
 
 import gc
+import os
 import resource
 import signal
 import sys
@@ -72,8 +73,9 @@ def warm():
 
 @pytest.fixture
 def warm_python(warm, monkeypatch):
-    """Start Python warm: as `sys.executable`, without the seconds of importing torch (tests/warm.py)."""
+    """Start Python warm, as `sys.executable` and as "python", without the seconds of importing torch (tests/warm.py)."""
     monkeypatch.setattr(sys, "executable", warm.python)
+    monkeypatch.setenv("PATH", str(Path(warm.python).parent), prepend=os.pathsep)
     monkeypatch.setenv(ADDRESS, warm.address)
 
 

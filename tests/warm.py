@@ -208,14 +208,18 @@ def place(given, numbers):
 
 def prepare(argv, warned, kind, words):
     """Set what the interpreter sets before a program begins."""
+    import ctypes
     import importlib
     import signal
     import site
     import types
     import warnings
+    from contextlib import suppress
 
     import torch
 
+    with suppress(OSError, AttributeError):  # the bed's driver has read its options in the server
+        ctypes.CDLL("libcuda.so.1").cudastub_configure()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in argv[1:3]

@@ -14,13 +14,14 @@ from oomprobe.cli import main
 from oomprobe.ground.torch_versions import VERSION
 
 SCRIPT = Path(__file__).with_name("script.py")
+NOT_WARM = sys.executable
 MIB = 2**20
 OOM = oomprobe.Verdict.OOM
 FAILED, UNRELIABLE = oomprobe.StepFailedError, oomprobe.UnreliableError
 
 
 @pytest.fixture(autouse=True)
-def bed(monkeypatch, tmp_path):
+def bed(warm_python, monkeypatch, tmp_path):
     settings = {
         "MEMORY": "1GiB",
         "CONTEXT": "100MiB",
@@ -32,8 +33,8 @@ def bed(monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def python(*words, options=()):
-    return [sys.executable, *options, str(SCRIPT), "--batch-size", "{batch}", *words]
+def python(*words, program="python", options=()):
+    return [program, *options, str(SCRIPT), "--batch-size", "{batch}", *words]
 
 
 def probe(command, **options):
@@ -60,7 +61,7 @@ def test_the_answer_is_what_fresh_runs_can_do(capfd):
     confirmations = [trial for trial in result.trials if trial.phase == "confirm"]
     assert [(trial.batch_size, trial.passed) for trial in confirmations] == [(answer, True)] * 2
     assert all(
-        trial.steps >= 50 and trial.peak_reserved_bytes <= result.budget_bytes
+        trial.steps >= 10 and trial.peak_reserved_bytes <= result.budget_bytes
         for trial in confirmations
     )
     assert all(trial.cap_bytes == result.budget_bytes for trial in result.trials[1:])
@@ -84,7 +85,7 @@ def test_a_script_that_resets_the_peaks_or_prints_an_error_shows_the_same():
     for words in ([], ["--fault", "resets,quotes"]):
         last = oomprobe.check_command(python(*words), 32, progress="off").trials[-1]
         assert last.passed
-        assert 50 <= last.steps < 10_000
+        assert 10 <= last.steps < 10_000
         shown.append((last.peak_allocated_bytes, last.peak_reserved_bytes, last.alloc_retries))
     assert shown[0] == shown[1]
 
@@ -99,8 +100,8 @@ ALL = {"memory_fraction": 1.0}
         # Swallowed by the script. Of errors beside convolutions, torch itself catches some. The other steps pass.
         (python("--fault", "skips-once"), {}, {}, ""),
         (python("--fault", "skips-once-beside-convolutions"), {}, {}, ""),
-        # An allocator that tells no observer.
-        (python("--fault", "skips-once"), {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, ALL, ""),
+        # An allocator that tells no observer, which torch chooses as it is loaded.
+        (python("--fault", "skips-once", program=NOT_WARM), {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, ALL, ""),
         # Where no process reports, the line that decides is quoted.
         (python("--fault", "quotes", "--steps", "4", options=["-I"]), {}, ALL, "tip: .* 20.00 MiB' lower the batch size$"),
     ],

@@ -23,7 +23,16 @@ def two_cards(monkeypatch, bed):
 
 def torchrun(*words):
     script = [str(SCRIPT), "--batch-size", "{batch}", "--backend", "nccl"]
-    return [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", *script, *words]
+    return [
+        "python",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *script,
+        *words,
+    ]
 
 
 def test_one_rank_runs_out_of_memory_and_hangs():
