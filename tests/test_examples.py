@@ -160,6 +160,7 @@ def test_a_notebook_installs_first_and_is_stored_with_outputs_only_if_a_test_mak
     assert '\n%pip install --quiet "{SOURCE}' in "\n".join(cell.source for cell in code)
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
 def test_quickstart_shows_a_report_a_table_and_their_plots(tmp_path):
     """Its stored outputs are those of its cells; OVERWRITE_GOLDEN stores them anew."""
@@ -185,6 +186,7 @@ def test_quickstart_shows_a_report_a_table_and_their_plots(tmp_path):
         assert without_times(stored) == without_times(outputs)
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a card")
 def test_gpu_check_ends_with_its_own_sentence_without_a_card(tmp_path):
     outputs = outputs_of(

@@ -29,11 +29,11 @@ QUIET = {
     "confirm_steps": 2,
     "patience": QUICK,
 }
-WIDTH = 192
+WIDTH, LAYERS = 192, 3
 
 
-def mixer(**options):
-    return Mixer(ByHand(""), layers=4, **options)
+def mixer():
+    return Mixer(ByHand(""), layers=LAYERS)
 
 
 def step_of(optimizer):
@@ -92,8 +92,8 @@ def test_a_size_that_grew_over_the_margin_does_not_run():
 
 
 class Flagged(Mixer):
-    def __init__(self, hand):
-        super().__init__(hand)
+    def __init__(self, hand, **options):
+        super().__init__(hand, **options)
         self.gradient_checkpointing = True
 
 
@@ -106,17 +106,23 @@ class Own(torch.optim.SGD):
     [
         (Mixer, {}, lambda: torch.autocast("cuda", torch.bfloat16), "bf16_autocast", "already on"),
         (
-            lambda hand: Mixer(hand).bfloat16(),
+            lambda hand, layers: Mixer(hand, layers=layers).bfloat16(),
             {},
             None,
             "bf16_autocast",
             "its parameters are bfloat16 already",
         ),
         (Mixer, {}, torch.autograd.graph.save_on_cpu, "offload_activations", "already on"),
-        (lambda _: Mixer(ByHand("checkpoint")), {}, None, "checkpoint", "already on"),
+        (
+            lambda _, layers: Mixer(ByHand("checkpoint"), layers=layers),
+            {},
+            None,
+            "checkpoint",
+            "already on",
+        ),
         (Flagged, {}, None, "checkpoint", "already on"),
         (
-            lambda hand: nn.Sequential(nn.Linear(WIDTH, 8)),
+            lambda _, layers: nn.Sequential(nn.Linear(WIDTH, 8)),
             {},
             None,
             "checkpoint",
@@ -130,7 +136,7 @@ class Own(torch.optim.SGD):
     ],
 )
 def test_what_does_not_apply_is_named_and_not_run(model, optimizer, around, saving, reason):
-    model = model(ByHand(""))
+    model = model(ByHand(""), layers=LAYERS)
     dtype = next(model.parameters()).dtype
     if optimizer is None:
         optimizer = Own(model.parameters(), lr=0.1)
