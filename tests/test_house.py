@@ -1,6 +1,7 @@
 """Structure of the package: few frames from the call to the step, no import cycles, device classes used in one place."""
 
 import ast
+import functools
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -51,9 +52,14 @@ def test_the_step_is_near_the_call(options):
         assert len({file for file, _ in frames}) <= 4, frames
 
 
-def imports_of(path):
+@functools.cache
+def tree(name):
+    return ast.parse(MODULES[name].read_text())
+
+
+def imports_of(name):
     """Yield the package's modules that a module imports anywhere, for type checkers too."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
@@ -84,11 +90,11 @@ CLIMBING = {("errors", "records"), ("ground.units", "errors")}  # errors carry t
 
 def test_each_floor_imports_only_floors_below():
     climbing = set()
-    for name, path in MODULES.items():
+    for name in MODULES:
         if name == "oomprobe":
             continue
         floor = name.split(".")[1]
-        for imported in imports_of(path):
+        for imported in imports_of(name):
             other = imported.split(".")[1]
             if other != floor and FLOOR_OF[other] >= FLOOR_OF[floor]:
                 climbing.add((name.removeprefix("oomprobe."), other))
@@ -96,17 +102,15 @@ def test_each_floor_imports_only_floors_below():
 
 
 def test_imports_have_no_cycle():
-    graph = {
-        name: set(imports_of(path)) for name, path in MODULES.items() if name != "oomprobe"
-    }  # it re-exports
+    graph = {name: set(imports_of(name)) for name in MODULES if name != "oomprobe"}  # it re-exports
     TopologicalSorter(graph).prepare()
 
 
 def test_no_class_is_longer_than_360_lines():
     lengths = {
         f"{name}.{node.name}": node.end_lineno - node.lineno + 1
-        for name, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name in MODULES
+        for node in ast.walk(tree(name))
         if isinstance(node, ast.ClassDef)
     }
     assert {name: length for name, length in lengths.items() if length > 360} == {}
@@ -158,9 +162,9 @@ def _g(x):
 def test_only_devices_test_for_device_classes():
     asked = [
         f"{name}: {ast.unparse(node)}"
-        for name, path in MODULES.items()
+        for name in MODULES
         if not name.startswith("oomprobe.devices")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(name))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) == "isinstance"
         and DEVICE_CLASSES & set(ast.unparse(node.args[1]).replace("|", " ").split())
@@ -172,8 +176,8 @@ def test_names_of_modules_in_texts_are_names_of_modules():
     """Renaming a module must not leave its old name behind in a text that code compares with or imports."""
     names = {
         node.value
-        for path in MODULES.values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for name in MODULES
+        for node in ast.walk(tree(name))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if node.value.startswith("oomprobe.")
         and node.value.replace(".", "").isidentifier()

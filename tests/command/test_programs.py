@@ -376,8 +376,10 @@ def command(tmp_path, *words, python=(), script=SCRIPT):
 
 
 def test_a_command_is_probed_like_any_and_sizes_that_follow_from_two_runs_are_replayed(
-    tmp_path, capfd
+    tmp_path, monkeypatch
 ):
+    """On a card that is simulated though the user hides all cards from all programs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     at = tmp_path / "result.json"
     words = command(tmp_path)
     options = ["--device", "sim:64MiB", "--start-batch", "512", "--quiet", "--json", str(at)]
@@ -417,8 +419,11 @@ def test_a_refusal_ends_the_probe_with_its_sentence(tmp_path, words, python, scr
         oomprobe.check_command(words, 64, device="sim:1GiB", progress="off")
 
 
-@pytest.mark.parametrize("rows", ["32", "min(96, int(sys.argv[1]))"])
-@pytest.mark.parametrize("probe", [oomprobe.check_command, oomprobe.probe_command])
+@pytest.mark.parametrize(
+    ("probe", "rows"),
+    [(oomprobe.check_command, "32"), (oomprobe.probe_command, "min(96, int(sys.argv[1]))")],
+    ids=["check", "probe"],
+)
 def test_a_command_that_does_not_use_its_size_is_no_answer(tmp_path, probe, rows):
     script = textwrap.dedent(TRAIN) + f"train(20, {rows})"
     words = [sys.executable, "-c", script, "{batch}"]
@@ -480,14 +485,6 @@ def test_a_program_may_hide_the_card(tmp_path, when):
         oomprobe.check_command(
             command(tmp_path, script=script), 64, device="sim:1GiB", progress="off"
         )
-
-
-def test_a_card_that_the_user_hides_from_all_programs_is_simulated(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert (
-        oomprobe.check_command(command(tmp_path), 64, device="sim:1GiB", progress="off").batch_size
-        == 64
-    )
 
 
 EVALUATES = """

@@ -112,6 +112,7 @@ def test_a_worker_is_ended_with_all_that_it_started_and_no_other(target, tmp_pat
     source.end()
 
 
+@pytest.mark.usefixtures("warm_python")
 @pytest.mark.parametrize("why", ["timed out", "stuck"])
 def test_a_worker_that_hangs_says_where(target, why):
     """Though its keeper is in its session, and gets no signal."""
