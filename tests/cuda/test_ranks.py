@@ -277,6 +277,7 @@ def test_what_cannot_be_asked(variables, options, said):
 # --- as users start it ---
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_the_command_line_starts_everything(tmp_path):
     def run():
         words = [

@@ -281,6 +281,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_program_peaks_where_it_does_on_torchs_allocator(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(PROGRAM))

@@ -63,8 +63,15 @@ def is_nothing_left(mark):
     return not running(SECONDS) and not marked(mark) and not os.listdir(tempfile.gettempdir())
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("kind", STARTED_BY)
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [
+        ("target", signal.SIGKILL),
+        ("target", signal.SIGTERM),
+        ("command", signal.SIGKILL),
+        ("command", signal.SIGHUP),
+    ],
+)
 def test_nothing_is_left_of_a_killed_probe(probing, mark, kind, sent):
     process = probing(kind)
     until(lambda: len(running(SECONDS)) >= STARTED_BY[kind])
