@@ -21,6 +21,7 @@ CARD = {"memory": "80GiB", "context": "500MiB", "lazy": "250MiB"}
 A100, H100 = "8.0,108,2048", "9.0,132,2048"
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_tests_marked_gpu(tmp_path):
     """What they say is kept without colours, which kernels of notebooks force."""
     # Without the slow test of children, which tests/cuda/test_faults.py covers, and one that needs kernels that compute.
@@ -38,6 +39,7 @@ def test_tests_marked_gpu(tmp_path):
     assert said["not_passed"] == []
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_gpu_check(tmp_path):
     def check():
         card = {**gpu_check.find_card(), **gpu_check.surroundings()}
