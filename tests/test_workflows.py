@@ -69,6 +69,7 @@ def test_other_platforms_run_the_first_example_of_the_readme(tmp_path):
         (["docs/faq.md", "README.md"], "tests no"),
         (["docs/recipes.md"], "tests\nbed"),  # a test of the bed opens it
         (["docs/faq.md", "oomprobe/probe.py"], "tests\nbed"),
+        (["oomprobe/moved.py"], "tests\nbed"),  # among the pages
     ],
 )
 def test_the_bed_runs_unless_only_pages_have_changed_since_all_passed(changed, runs, tmp_path):
@@ -103,7 +104,10 @@ def test_the_bed_runs_unless_only_pages_have_changed_since_all_passed(changed, r
     assert run(".ci/run") == "tests\nbed\n"  # nothing is known of any commit
     passed = (tmp_path / ".venv-cuda/green").read_text(encoding="utf-8").strip()
     for name in changed:
-        (tmp_path / name).write_text("after", encoding="utf-8")
+        if "moved" in name:
+            (tmp_path / name).rename(tmp_path / "moved.md")
+        else:
+            (tmp_path / name).write_text("after", encoding="utf-8")
     assert run(".ci/run").endswith(f"{runs}\n")
     assert (tmp_path / ".venv-cuda/green").read_text(encoding="utf-8").strip() == passed
     now = commit()
