@@ -178,6 +178,7 @@ STARTS_A_THREAD = (
 MAPS_CUDA = "import mmap, os; library = mmap.mmap(os.open({library!r}, os.O_RDONLY), 4096, prot=mmap.PROT_READ)"
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_a_process_whose_import_has_loaded_cudas_driver_is_not_forked(target, tmp_path):
     library = tmp_path / "libcuda.so.1"
     library.write_bytes(b"0" * 4096)
@@ -199,6 +200,7 @@ def test_a_process_whose_import_has_loaded_cudas_driver_is_not_forked(target, tm
     assert told.stdout.endswith("loads CUDA's driver True\n")
 
 
+@pytest.mark.usefixtures("warm_python")
 def test_one_that_must_not_be_forked_becomes_the_first_worker(target, monkeypatch):
     """An import that starts a thread, of a module that is called installed."""
     name, notes = target(first="import this")
