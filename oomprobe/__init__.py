@@ -22,7 +22,7 @@ _NAMES = {
         ),
         *("DeviceLostError", "TimeLimitError", "UnreliableError"),
     ),
-    "explaining": ("Explanation", "PeakMonitor", "explain"),
+    "explaining": ("PeakMonitor", "explain"),
     "probe": (
         *("check", "check_command", "check_target"),
         *("find_max_batch", "find_max_batches", "find_max_tokens", "find_savings"),
@@ -35,6 +35,7 @@ _NAMES = {
     "records.trials": ("Phase", "Trial", "Verdict"),
     "results.result": ("ProbeResult",),
     "results.table": ("ProbeTable",),
+    "results.why": ("Explanation",),
     "verdicts": ("Evidence", "classify_error"),
     "worst_case": ("WorstCaseBatches", "worst_case_batches"),
 }
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from oomprobe.errors import StepFailedError as StepFailedError
     from oomprobe.errors import TimeLimitError as TimeLimitError
     from oomprobe.errors import UnreliableError as UnreliableError
-    from oomprobe.explaining import Explanation as Explanation
     from oomprobe.explaining import PeakMonitor as PeakMonitor
     from oomprobe.explaining import explain as explain
     from oomprobe.probe import check as check
@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from oomprobe.records.trials import Verdict as Verdict
     from oomprobe.results.result import ProbeResult as ProbeResult
     from oomprobe.results.table import ProbeTable as ProbeTable
+    from oomprobe.results.why import Explanation as Explanation
     from oomprobe.verdicts import Evidence as Evidence
     from oomprobe.verdicts import classify_error as classify_error
     from oomprobe.worst_case import WorstCaseBatches as WorstCaseBatches

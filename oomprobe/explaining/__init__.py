@@ -1,6 +1,6 @@
 """What a recording or a log says: why memory ran out, and whether a real run peaks where the probe said."""
 
-from oomprobe.explaining.explanation import Explanation, explain
+from oomprobe.explaining.explanation import explain
 from oomprobe.explaining.monitor import PeakMonitor
 
-__all__ = ["Explanation", "PeakMonitor", "explain"]
+__all__ = ["PeakMonitor", "explain"]

@@ -1,10 +1,9 @@
-"""Why memory ran out: a snapshot or a log, explained."""
+"""Explain why memory ran out, from a snapshot or a log."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,43 +21,18 @@ from oomprobe.explaining.remedies import (
     remedies_for,
 )
 from oomprobe.ground.units import format_bytes
-from oomprobe.ground.words import clean, clip, shortened
-from oomprobe.records.files import read_file, write_file
-from oomprobe.results.blocks import Block, Fact, Report, Row, Table, as_text
-from oomprobe.results.html import page
-from oomprobe.simulation.catalogue import CATALOGUE
+from oomprobe.ground.words import clip, shortened
+from oomprobe.records.files import read_file
+from oomprobe.results.why import BESIDE, ENGINE_NAMES, Explanation
 from oomprobe.tape.history import Contradiction, History, Moment
 from oomprobe.tape.replay import NotSimulated, Replay, replayed
 from oomprobe.tape.snapshot import MOST_FILE_BYTES, Event, Snapshot, is_pickle, read_snapshot
-from oomprobe.tape.stacks import UNKNOWN, Modules, Stacks, total_by
+from oomprobe.tape.stacks import UNKNOWN, Stacks, total_by
 
 MOST_LOG_BYTES = 2**28
 RECORD_LESS = "record less, with _record_memory_history(max_entries=1_000_000)"
 TOO_LONG = "a log may have {limit}: pass its end, tail -c 50M train.log | oomprobe explain -"
-MOST_ROWS = 12
-NAME_WIDTH = 70  # columns of a table
 MOST_QUOTED = 600  # characters of an error
-TITLES = {
-    "live": "live tensors fill the memory",
-    "fragmentation": "fragmentation: enough memory is free, but in pieces that are too small",
-    "cap": "a cap: the device has memory, and this process may not use it",
-    "others": "other processes hold the memory",
-    "request": "one request is larger than the device, whatever else it holds",
-    "host": "the host's memory ran out, not the device's",
-    "pinned": "pinned memory of the host ran out, not the device's memory",
-    "unknown": "it does not say what held the memory",
-    None: "no request was refused",
-}
-BESIDE = "other allocations on the device, outside of torch's allocator"  # Metal's
-BESIDE_TITLE = "allocations outside of torch's allocator hold the memory"
-ENGINE_NAMES = {
-    "jax": "JAX",
-    "tensorflow": "TensorFlow",
-    "llama.cpp": "llama.cpp",
-    "vllm": "vLLM",
-    "cupy": "CuPy",
-}
-OF_ANOTHER_ENGINE = "{name}, not torch, ran out of the device's memory"
 ADVICE: Mapping[str | None, tuple[str, ...]] = {
     "live": (SAVINGS,),
     "fragmentation": (SHAPES,),
@@ -66,7 +40,6 @@ ADVICE: Mapping[str | None, tuple[str, ...]] = {
     "unknown": (),
     None: (),
 }
-CAUGHT = "The run went on after this error: it was caught, and is not how the run ended."
 WHY_PINNED = (
     "torch rounds each pinned request up to a power of two, so that it takes up to twice what was "
     "asked for; the error names the device, whose memory may be half empty."
@@ -83,173 +56,6 @@ UNSEEN = (
     "The driver did not see what this process holds, so that memory outside of torch's allocator "
     "may be its own or that of other processes."
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Why memory ran out, or what held it at its peak. Sizes are in bytes; None where a file does not say.
-
-    Attributes:
-        source: The file.
-        cause: ``"live"``, ``"fragmentation"``, ``"cap"``, ``"others"``, ``"request"`` (it alone is
-            larger than the device), ``"host"``, ``"pinned"`` (memory of the host that is pinned) or
-            ``"unknown"``; None: nothing was refused.
-        engine: Whose memory it is: ``"torch"``, ``"host"``, ``"jax"``, ``"tensorflow"``,
-            ``"llama.cpp"``, ``"vllm"`` or ``"cupy"``.
-        went_on: Whether the run went on after the error of a log; None: unknown.
-        ended_with: The exception that ended the run then.
-        ranks: Of a log: the cause of the last error of each rank or GPU, in the order of these.
-        requested_bytes: The request that was refused, the last one if there were several.
-        where: The line that asked for it, such as ``"model.py:7 in forward"``.
-        live_bytes: Held by tensors then, or at the peak; each block counts as a multiple of 512 bytes, as torch rounds it.
-        reserved_bytes: Held by torch's allocator then, or at most.
-        free_bytes: Free on the device when the request was refused.
-        available_bytes: What torch's allocator could have held then: what it had reserved, with what
-            was free; under a cap, what that allowed at least.
-        held: What was live, largest first: by line of code, or of a log by what it tells apart.
-        kinds: The same bytes by kind: parameters and buffers, forward, backward, optimizer, ...
-        modules: Calls of equal modules: the line, how many hold memory, and the bytes of all.
-        least_bytes: The smallest memory for torch in which the recording runs, with the refused requests.
-        least_bytes_expandable: The same with ``expandable_segments``.
-        least_cap_bytes: The smallest cap on a larger device, as ``set_per_process_memory_fraction``
-            sets one, in which the recording runs. With expandable segments it is not `least_bytes`:
-            torch counts a whole request, also where some of its pages are mapped, and not what the
-            last page has beyond the request.
-        advice: What to type.
-        notes: How certain this is, and what the file does not say.
-
-    Examples:
-        >>> import oomprobe, tempfile
-        >>> with tempfile.NamedTemporaryFile("w", suffix=".log") as log:
-        ...     _ = log.write("CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 23.65 GiB total capacity; 12.10 GiB "
-        ...         "already allocated; 1.04 GiB free; 22.31 GiB reserved in total by PyTorch)")
-        ...     log.flush()
-        ...     found = oomprobe.explain(log.name)
-        >>> found.cause, found.requested_bytes, round(found.live_bytes / 2**30, 1)
-        ('fragmentation', 2147483648, 12.1)
-        >>> found.to_dict()["reserved_bytes"]
-        23955180093
-        >>> with tempfile.NamedTemporaryFile(suffix=".html") as file:
-        ...     found.to_html(file.name)
-    """
-
-    source: str
-    cause: str | None = None
-    engine: str = "torch"
-    went_on: bool | None = None
-    ended_with: str = ""
-    ranks: Mapping[str, str] = field(default_factory=dict)
-    requested_bytes: int | None = None
-    where: str = ""
-    live_bytes: int | None = None
-    reserved_bytes: int | None = None
-    free_bytes: int | None = None
-    available_bytes: int | None = None
-    held: Mapping[str, int] = field(default_factory=dict)
-    kinds: Mapping[str, int] = field(default_factory=dict)
-    modules: tuple[Modules, ...] = ()
-    least_bytes: int | None = None
-    least_bytes_expandable: int | None = None
-    least_cap_bytes: int | None = None
-    advice: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain data, as JSON has it."""
-        lists = {
-            "modules": [*map(asdict, self.modules)],
-            "advice": [*self.advice],
-            "notes": [*self.notes],
-        }
-        return asdict(self) | lists
-
-    def to_html(self, path: str | Path) -> None:
-        """Write the report as one self-contained HTML file, whole or not at all.
-
-        Raises:
-            InvalidArgumentError: the file cannot be written.
-        """
-        write_file(path, page(self._report()).encode())
-
-    def __str__(self) -> str:
-        """Return the report, of at most 100 columns."""
-        return as_text(self._report())
-
-    def _report(self) -> Report:
-        """Return what people read."""
-        facts = {
-            "asked for": _sizes(self.requested_bytes),
-            "where": [Fact(self.where)] if self.where else [],
-            "live": _sizes(self.live_bytes),
-            "reserved": _sizes(self.reserved_bytes, " by torch's allocator"),
-            "free": _sizes(self.free_bytes, " on the device"),
-        }
-        calls = [
-            f"{calls.where}: {calls.count} x {format_bytes(calls.held_bytes / calls.count)}"
-            for calls in self.modules
-        ]
-        ranks = [f"{rank}: {TITLES[cause]}" for rank, cause in self.ranks.items()]
-        if len(ranks) < 2:
-            ranks = []
-        blocks = (
-            Block("memory", {label: about for label, about in facts.items() if about}),
-            Block("ranks, in the order of their errors", ranks[:MOST_ROWS]),
-            _table_of("what was live", self.held),
-            _table_of("by kind", self.kinds),
-            Block("calls of equal modules", calls[:MOST_ROWS]),
-            Block("the least memory for torch in which the same requests run", self._least()),
-            Block("what to type", self.advice),
-            Block("notes:", self.notes),
-        )
-        warning = ""
-        if self.went_on:
-            warning = CAUGHT
-            if self.ended_with:
-                warning += f" It ended with {self.ended_with}"
-        return Report(verdict=self._title(), warning=warning, blocks=blocks)
-
-    def _title(self) -> str:
-        title = TITLES[self.cause]
-        if self.cause == "others" and BESIDE in self.held:
-            return BESIDE_TITLE
-        if self.engine not in ENGINE_NAMES or self.cause == "host":
-            return title
-        of_engine = OF_ANOTHER_ENGINE.format(name=ENGINE_NAMES[self.engine])
-        if self.cause == "unknown":
-            return of_engine
-        return f"{of_engine}: {title}"
-
-    def _least(self) -> list[str]:
-        if self.least_bytes is None or self.least_bytes_expandable is None:
-            return []
-        lines = []
-        if self.available_bytes is not None:
-            lines.append(f"it had: {format_bytes(self.available_bytes)}{self._cap()}")
-        lines += [
-            f"as recorded: {format_bytes(self.least_bytes)}; {_smallest_card(self.least_bytes)}"
-        ]
-        if self.least_cap_bytes not in (None, self.least_bytes):
-            lines.append(f"as recorded, under a cap: {format_bytes(self.least_cap_bytes)}")
-        if self.least_bytes_expandable != self.least_bytes:
-            change = self.least_bytes_expandable / self.least_bytes - 1
-            lines.append(
-                f"with expandable segments: {format_bytes(self.least_bytes_expandable)} ({change:+.1%})"
-            )
-        return lines
-
-    def _cap(self) -> str:
-        """Return what is known of the cap, if one held back what was free."""
-        reserved, free, requested, available = (
-            nbytes or 0
-            for nbytes in (
-                *(self.reserved_bytes, self.free_bytes),
-                *(self.requested_bytes, self.available_bytes),
-            )
-        )
-        if available >= reserved + free:
-            return ""
-        too_much = format_bytes(reserved + segment_size(requested))
-        return f" at least, under a cap of less than {too_much}"
 
 
 def explain(path: str | Path, *, device: int | None = None) -> Explanation:
@@ -498,36 +304,3 @@ def _notes_on_others(
     for snapshot in snapshots:
         if snapshot is not chosen:
             yield f"Device {snapshot.device} held {format_bytes(snapshot.held_bytes())} at the end: --device {snapshot.device} explains it."
-
-
-# --- the report ---
-
-
-def _sizes(nbytes: int | None, more: str = "") -> list[Fact]:
-    if nbytes is None:
-        return []
-    return [Fact(f"{format_bytes(nbytes)}{more}")]
-
-
-def _table_of(title: str, sizes: Mapping[str, int]) -> Block:
-    """Return a table of bytes and shares by name, with the small ones together."""
-    total = sum(sizes.values())
-    shown = list(sizes.items())[:MOST_ROWS]
-    rest = total - sum(nbytes for _, nbytes in shown)
-    if rest:
-        shown.append((f"{len(sizes) - MOST_ROWS} more", rest))
-    if {*sizes} <= {UNKNOWN}:
-        return Block(title, "")
-    rows = []
-    for name, nbytes in shown:
-        shown_name = clip(clean(name)[::-1], NAME_WIDTH)[::-1]  # the end of a path says more
-        rows.append(Row(cells=(shown_name, format_bytes(nbytes), f"{nbytes / max(1, total):.1%}")))
-    return Block(title, Table(heads=("", "bytes", "share"), rows=rows, texts=frozenset({0})))
-
-
-def _smallest_card(nbytes: int) -> str:
-    cards = [card for card in CATALOGUE if card.available_bytes >= nbytes]
-    if not cards:
-        return "more than any card of the catalogue leaves to torch"
-    card = min(cards, key=lambda card: card.available_bytes)
-    return f"the smallest card that leaves it to torch is {card.name}, with {format_bytes(card.available_bytes)}"
