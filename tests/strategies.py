@@ -9,6 +9,8 @@ from oomprobe.records.fit import LinearFit
 from oomprobe.records.notes import NoteKind
 from oomprobe.records.trials import Phase, RankTrial, Trial, Verdict
 from oomprobe.results.result import SCHEMA_VERSION, ProbeResult
+from oomprobe.results.why import TITLES, Explanation
+from oomprobe.tape.stacks import Modules
 
 nbytes = st.integers(0, 2**63 - 1)
 counts = nbytes | st.just(10**30)
@@ -51,6 +53,12 @@ BY_TYPE["tuple[int | None, ...]"] = st.lists(maybe(sizes), max_size=3).map(tuple
 BY_TYPE["tuple[int, int]"] = st.tuples(counts, counts)
 BY_TYPE["Mapping[str, int]"] = st.dictionaries(words, counts, max_size=3)
 BY_TYPE["EpochRecord"] = built(EpochRecord)
+BY_TYPE |= {
+    "Mapping[str, str]": st.dictionaries(words, words, max_size=3),
+    "Mapping[str, Bytes]": st.dictionaries(words, nbytes, max_size=3),
+}
+BY_TYPE["tuple[Modules, ...]"] = st.lists(built(Modules), max_size=3).map(tuple)
+BY_TYPE["Explanation"] = built(Explanation, cause=st.sampled_from([*TITLES]))
 BY_TYPE["tuple[RankTrial, ...]"] = st.lists(built(RankTrial), max_size=3).map(tuple)
 trials = built(Trial, accumulation_steps=st.integers(1, 64))
 results = built(

@@ -17,7 +17,7 @@ from oomprobe.results import facts
 from oomprobe.rules.epoch import BucketOrders, StepOrders, shape_of
 from oomprobe.tape.calls import ALLOCATED, FREED, RecordedCall
 from oomprobe.tape.epochs import replay_order, replay_orders
-from oomprobe.tape.record import Beginning, Recording
+from oomprobe.tape.record import Beginning, TapedTrial
 from oomprobe.tape.reductions import Processors
 from oomprobe.tape.shapes import ShapedTape, share_alike
 
@@ -251,7 +251,7 @@ def test_requests_that_differ_are_counted():
 
 
 def a_start(capacity_bytes=64 * 2**20):
-    return Recording(calls=(), allocator=CachingAllocator(capacity_bytes), live={})
+    return TapedTrial(calls=(), allocator=CachingAllocator(capacity_bytes), live={})
 
 
 def test_a_replay_ends_in_the_call_that_is_too_large():
@@ -282,11 +282,11 @@ def test_orders_run_side_by_side_and_in_their_order():
 def test_a_recording_crosses_to_another_process():
     began = Beginning(segments=[(2**40, 2**21, 0, [(2**40, 512)])], settings={}, most_bytes=2**30)
     allocator, live = began.allocator()
-    recording = Recording(
+    recording = TapedTrial(
         calls=(call_at(2, 3),), allocator=allocator, live=live, began=began,
         processors=Processors((8, 0), 108, 2048),
     )  # fmt: skip
-    read = Recording.read(json.loads(json.dumps(recording.plain())))
+    read = TapedTrial.read(json.loads(json.dumps(recording.plain())))
     assert (read.calls, read.processors, read.live) == (
         [*recording.calls],
         recording.processors,

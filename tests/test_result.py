@@ -28,6 +28,7 @@ def test_a_result_of_version_1_is_read():
         "breakdown": None,
         "epoch": None,
         "unit": "samples",
+        "explanation": None,
         "world_size": 1,
         "limiting_rank": None,
         "note_kinds": {},

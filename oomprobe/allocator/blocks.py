@@ -7,6 +7,7 @@ half the time of one over objects, and a copy a tenth. All bytes of a segment ar
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 SMALLEST_BLOCK = 512  # kMinBlockSize
 
@@ -83,6 +84,19 @@ class Blocks:
     def address(self, block: int) -> int:
         place = self.place[block]
         return self.addresses[place >> OFFSET_BITS] + (place & OFFSETS) * SMALLEST_BLOCK
+
+    def stretches(self) -> Iterator[tuple[int, int, int]]:
+        """Yield address, bytes and pool of neighbouring blocks that are mapped."""
+        none = {0, *self.spare}
+        for first in range(len(self.size)):
+            if first in none or (self.before[first] and self.mapped[self.before[first]]):
+                continue
+            block, nbytes = first, 0
+            while block and self.mapped[block]:
+                nbytes += self.size[block] >> BYTE_BITS
+                block = self.after[block]
+            if nbytes:
+                yield self.address(first), nbytes, self.pool_of[first]
 
     def is_expandable(self, block: int) -> bool:
         return self.place[block] >> OFFSET_BITS in self.expandable

@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from oomprobe.allocator.blocks import (
     BYTE_BITS,
@@ -28,6 +28,17 @@ from oomprobe.allocator.blocks import (
 )
 from oomprobe.allocator.segments import MIB, SMALL, Segments
 from oomprobe.allocator.settings import AllocatorSettings, BlockOrder
+
+
+class Log(Protocol):
+    """Notes what an allocator does."""
+
+    def append(self, noted: tuple[int, int], /) -> None:
+        """Note a block's handle and its bytes, negative before it is freed.
+
+        Of a request that is refused, note 0 and the size of its block.
+        """
+
 
 _DEFAULTS = AllocatorSettings()
 _SMALL_SIZE = SMALL << BYTE_BITS
@@ -103,7 +114,7 @@ class CachingAllocator:
         self._allocated = self._peak = 0  # as sizes
         self.alloc_retries = self.ooms = 0
         self.served_bytes = 0  # total of all requests
-        self.log: list[tuple[int, int]] | None = None
+        self.log: Log | None = None
         self._searches = 0  # for large blocks while garbage is collected
         self._ages: dict[int, int] = {}  # searches before a free large block became one, by key
         self.set(settings)
@@ -293,6 +304,19 @@ class CachingAllocator:
         """Return where a block in use begins."""
         return self.segments.blocks.address(self._live[handle])
 
+    def stream_of(self, handle: int) -> int:
+        """Return the stream of a block in use."""
+        pool = self.segments.blocks.pool_of[self._live[handle]]
+        return next(stream for stream, pools in self._pools.items() if pool in pools)
+
+    def mapped(self) -> dict[int, tuple[int, int]]:
+        """Return size and stream of each stretch of the driver's memory, by its address."""
+        streams = {pool: stream for stream, pools in self._pools.items() for pool in pools}
+        return {
+            address: (nbytes, streams[pool])
+            for address, nbytes, pool in self.segments.blocks.stretches()
+        }
+
     def layout(self, handles: Iterable[int]) -> object:
         """Return what decides later requests: the places of these blocks and of free memory."""
         blocks = [self._live[handle] for handle in handles if handle in self._live]
@@ -381,6 +405,8 @@ class CachingAllocator:
             at = self.segments.new_segment(pool, wanted, nbytes)
         if not at:
             self.ooms += 1
+            if self.log is not None:
+                self.log.append((0, wanted >> BYTE_BITS))
             raise AllocatorOutOfMemory(oom_message(self, nbytes))
         return at
 

@@ -125,6 +125,22 @@ class AllocatorSettings:
         expands = bool(recorded.get("expandable_segments"))
         return replace(cls.from_text(",".join(items)), expandable_segments=expands)
 
+    def to_snapshot(self) -> dict[str, Any]:
+        """Return them as the ``allocator_settings`` of a snapshot, which `from_snapshot` reads."""
+        defaults, items = AllocatorSettings(), []
+        for name in _READERS:
+            value = getattr(self, name)
+            if value == getattr(defaults, name):
+                continue
+            if isinstance(value, tuple):
+                sizes = (f"{2**power}:{number}" for power, number in enumerate(value))
+                value = f"[{','.join(sizes)}]"
+            items.append(f"{name}:{value}")
+        return {
+            "PYTORCH_CUDA_ALLOC_CONF": ",".join(items),
+            "expandable_segments": self.expandable_segments,
+        }
+
     def updated(self, text: str) -> AllocatorSettings:
         """Return what ``torch.cuda.memory._set_allocator_settings(text)`` makes of these settings.
 

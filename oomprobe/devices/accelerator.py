@@ -23,6 +23,7 @@ from oomprobe.ground import linux
 from oomprobe.ground.replaced import replaced
 from oomprobe.ground.torch_versions import half_of
 from oomprobe.records.trials import Verdict
+from oomprobe.tape.snapshot import Snapshot
 from oomprobe.verdicts import Evidence, classify_error
 
 MIB = 2**20
@@ -91,6 +92,7 @@ class AcceleratorDevice(Device):
         self._statistics = Statistics(self._torch, index)
         self._calls = CallHistory(self.torch_device, self._statistics, self._usable_bytes)
         self._retries_before = 0  # the current trial
+        self.records = self._is_native()
 
     def _refuse_uncapped(self) -> None:
         """Raise UnreliableError if the allocator does not count an allocation, or cannot enforce a cap."""
@@ -296,6 +298,22 @@ class AcceleratorDevice(Device):
             sign = {"alloc": 1, "free_completed": -1}.get(event["action"], 0)
             if sign:
                 history.events.append((event["addr"], sign * event["size"]))
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Snapshot]]:
+        """Record torch's memory history, unless the user does: there is one for each process."""
+        snapshots = list[Snapshot]()
+        if not self.records or user_records():
+            yield snapshots
+            return
+        recording = MemoryHistory(self.torch_device)
+        recording.start(stacks=True)
+        try:
+            yield snapshots
+        except BaseException:
+            recording.stop()
+            raise
+        snapshots += recording.end_with_stacks()
 
     def healthy(self) -> bool:
         return kernel_answers(self.torch_device, self.synchronize)

@@ -22,8 +22,9 @@ from oomprobe.errors import (
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.trials import DeviceInfo
 from oomprobe.tape.calls import RecordedCall, ReplayedTrial
-from oomprobe.tape.record import Recording
+from oomprobe.tape.record import TapedTrial
 from oomprobe.tape.reductions import Processors
+from oomprobe.tape.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class Replayable(Protocol):
     ) -> ReplayedTrial | None:
         """Replay a cold trial under a cap; None if no trial has shown how one begins."""
 
-    def recorded(self) -> Recording | None:
+    def taped_trial(self) -> TapedTrial | None:
         """Return what the last trial asked for, and how it began; None if it was not recorded."""
 
 
@@ -122,6 +123,7 @@ class Device(ABC):
         world_size: Ranks of which the step is one, if the device simulates that.
         is_simulated: Whether it only counts what a step allocates, and may repeat calls without
             running them.
+        records: Whether `recorded` has something to record.
 
     Examples:
         >>> import oomprobe
@@ -142,6 +144,7 @@ class Device(ABC):
     half: str = "bf16"
     world_size: int = 1
     is_simulated: bool = False
+    records: bool = False
     _notes: tuple[str, ...] = ()
 
     # --- what each device must tell and do ---
@@ -211,6 +214,13 @@ class Device(ABC):
     def history(self) -> AbstractContextManager[History] | None:
         """Return a context manager that records allocations, or None if the allocator cannot."""
         return None
+
+    def recorded(self) -> AbstractContextManager[list[Snapshot]]:
+        """Record the trial that runs inside, with stacks; the list has the snapshot afterwards.
+
+        It stays empty if there was nothing to record, as by default.
+        """
+        return nullcontext([])
 
     def call_recorder(self) -> CallRecorder | None:
         """Return what records the calls of a trial, or None if the allocator cannot."""

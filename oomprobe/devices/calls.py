@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,13 +18,18 @@ from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.tape.calls import LiveBlocks, RecordedCall, ReplayedTrial
-from oomprobe.tape.record import Beginning, NotRecorded, Recording, cut_calls
+from oomprobe.tape.record import Beginning, NotRecorded, TapedTrial, cut_calls
+from oomprobe.tape.recording import MOST_EVENTS
 from oomprobe.tape.reductions import Processors
+from oomprobe.tape.snapshot import Snapshot, snapshots_of
 
 MOST_CALLS = 24  # of a trial, that are recorded to predict others
 _COUNTS = ("allocation", "all", "allocated"), ("allocation", "all", "freed")
+
+
 _NO_POOL = (0, 0)
 _AT_REST = {"active_allocated", "inactive"}  # not waiting for a stream
+ENGINE = ({"name": "torch::autograd::Engine", "filename": ""},)  # a stack
 USER_RECORDS = "the process records the allocator itself"
 
 
@@ -48,8 +54,8 @@ class MemoryHistory:
         self.segments: list[dict[str, Any]] = []
         self.settings: Mapping[str, Any] = {}
 
-    def start(self) -> None:
-        """Forget what was recorded, and record from here on."""
+    def start(self, *, stacks: bool = False) -> None:
+        """Forget what was recorded, and record from here on, with `stacks` where asked for."""
         torch.cuda.synchronize(self._device)  # lets blocks that wait for a stream be freed first
         self._memory._record_memory_history(None)
         snapshot = self._memory._snapshot(self._device)
@@ -57,15 +63,35 @@ class MemoryHistory:
         self.segments = [part for part in snapshot["segments"] if part["device"] == index]
         self.segments.sort(key=lambda part: part["address"], reverse=True)
         self.settings = snapshot.get("allocator_settings", {})
-        self._memory._record_memory_history("all", context=None, device=self._device)
+        context: dict[str, Any] = {"context": None}
+        if stacks:  # those of C++ take ten times as long to read
+            context = {"context": "alloc", "stacks": "python", "max_entries": MOST_EVENTS}
+        self._memory._record_memory_history("all", device=self._device, **context)
 
     def stop(self) -> list[dict[str, Any]]:
         """Record no more, and return the entries."""
+        return self.end()["device_traces"][self._device.index]  # type: ignore[no-any-return]
+
+    def end(self) -> dict[str, Any]:
+        """Record no more, and return what torch tells of all devices."""
         try:
-            snapshot: Any = self._memory._snapshot(self._device)
+            return self._memory._snapshot(self._device)  # type: ignore[no-any-return]
         finally:
             self._memory._record_memory_history(None)
-        return snapshot["device_traces"][self._device.index]  # type: ignore[no-any-return]
+
+    def end_with_stacks(self) -> list[Snapshot]:
+        """Record no more, and return what was recorded of the device, if anything.
+
+        Requests without a stack are those of autograd's own threads, which run no Python.
+        """
+        snapshots = list[Snapshot]()
+        for snapshot in snapshots_of(self.end()):
+            if snapshot.device == self._device.index:
+                events = (
+                    replace(event, frames=event.frames or ENGINE) for event in snapshot.events
+                )
+                snapshots.append(replace(snapshot, events=tuple(events)))
+        return snapshots
 
     def blocks(self) -> dict[int, int]:
         """Return the requested bytes of the blocks that were in use when recording began, by address."""
@@ -173,12 +199,12 @@ class CallHistory:
         except NotRecorded as error:
             self.reason = str(error)
 
-    def recorded(self) -> Recording | None:
+    def taped_trial(self) -> TapedTrial | None:
         """Return what the last trial asked for, and how it began; None if it was not recorded."""
         if self._cold is None or self.reason:
             return None
         allocator, live = self._cold
-        return Recording(
+        return TapedTrial(
             calls=self.calls,
             allocator=allocator,
             live=live,

@@ -32,7 +32,9 @@ from oomprobe.simulation.ranks import first_of, with_nccl
 from oomprobe.simulation.sharding import Sharding
 from oomprobe.simulation.unknown import refuse_address, wants_data
 from oomprobe.tape.calls import LiveBlocks, RecordedCall, ReplayedTrial
-from oomprobe.tape.record import Recording
+from oomprobe.tape.record import TapedTrial
+from oomprobe.tape.recording import Recording
+from oomprobe.tape.snapshot import Snapshot
 
 TOO_LARGE = (
     "the model alone (parameters, buffers, and gradients and optimizer state where they exist) takes {needed}, and {card} has "
@@ -75,7 +77,7 @@ class SimulatedDevice(Device):
         ('simulated GPU, 1.0 GiB', 0)
     """
 
-    counts_bytes = is_simulated = True
+    counts_bytes = is_simulated = records = True
     not_covered: tuple[str, ...] = UNSIMULATED
 
     def __init__(
@@ -109,6 +111,7 @@ class SimulatedDevice(Device):
         # The state before the trial's first call.
         self._cold: tuple[CachingAllocator, LiveBlocks] | None = None
         self._calls = list[RecordedCall]()
+        self._recordings: list[Recording] | None = None  # of trials; None: they are not recorded
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -116,6 +119,8 @@ class SimulatedDevice(Device):
             raise torch.OutOfMemoryError(oom_message(self._memory.allocator, SMALL_SEGMENT))
         if self._cold is None:
             self._cold = self._memory.allocator.copy(), self._memory.live_blocks
+            if self._recordings is not None:
+                self._recordings.append(Recording(self._memory.allocator))
         self._memory.tape.start()
         self._card_mode.start_call()
         passed = False
@@ -280,6 +285,17 @@ class SimulatedDevice(Device):
             )
         finally:
             allocator.log = None
+            events[:] = [event for event in events if event[0]]  # those that were not refused
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[Snapshot]]:
+        snapshots = list[Snapshot]()
+        self._recordings = recordings = list[Recording]()
+        try:
+            yield snapshots
+        finally:
+            self._recordings = None
+            snapshots += [recording.end() for recording in recordings[-1:]]
 
     # --- what trials asked of the allocator, and their replay ---
 
@@ -290,12 +306,12 @@ class SimulatedDevice(Device):
 
     bare_processors = None  # what is recorded names its kernels
 
-    def recorded(self) -> Recording | None:
+    def taped_trial(self) -> TapedTrial | None:
         """Return what the last trial asked for, and how it began; None if no call was made."""
         if self._cold is None:
             return None
         allocator, live = self._cold
-        return Recording(calls=tuple(self._calls), allocator=allocator, live=live)
+        return TapedTrial(calls=tuple(self._calls), allocator=allocator, live=live)
 
     @property
     def counts_values(self) -> bool:

@@ -85,7 +85,7 @@ def explain(path: str | Path, *, device: int | None = None) -> Explanation:
         if not is_pickle(data):
             return _of_log(str(path), read_log(data))
         snapshots = read_snapshot(data)
-        return _of_snapshot(str(path), snapshots, _chosen(snapshots, device))
+        return of_snapshot(_chosen(snapshots, device), source=str(path), beside=snapshots)
     except (OSError, InvalidArgumentError) as error:
         raise InvalidArgumentError(f"{path} cannot be explained: {error}") from None
 
@@ -197,7 +197,24 @@ def _chosen(snapshots: Sequence[Snapshot], device: int | None) -> Snapshot:
     return max(snapshots, key=lambda snapshot: (len(snapshot.refused()), snapshot.held_bytes()))
 
 
-def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot) -> Explanation:
+def of_snapshot(
+    snapshot: Snapshot,
+    *,
+    source: str,
+    beside: Sequence[Snapshot] = (),
+    cap_bytes: int | None = None,
+    before: str = UNKNOWN,
+) -> Explanation:
+    """Explain what was recorded of a device.
+
+    Args:
+        snapshot: With its events.
+        source: Where it comes from.
+        beside: Of the other devices.
+        cap_bytes: The cap that the allocator was held to, which then counts as the memory there is;
+            None: unknown, or none.
+        before: The kind of blocks without a stack.
+    """
     notes: list[str] = []
     history, replay = _replay_of(snapshot, notes)
     moment = history.moment()
@@ -209,11 +226,11 @@ def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot)
             "least_bytes_expandable": replay.least_bytes_expandable,
             "least_cap_bytes": replay.least_cap_bytes,
         }
-    stacks = Stacks(block.frames for block in moment.live)
+    stacks = Stacks((block.frames for block in moment.live), before)
     if refused is not None:
         where = stacks.line_of(refused.frames)
         known |= {"requested_bytes": refused.size, "free_bytes": refused.address, "where": where}
-        cause, available_bytes = _cause_of(history, moment, refused, replay)
+        cause, available_bytes = _cause_of(history, moment, refused, replay, cap_bytes)
         if history.snapshot is not snapshot:  # what was live when it was refused is not known
             cause = "unknown"
         known |= {"cause": cause, "available_bytes": available_bytes, "advice": ADVICE[cause]}
@@ -227,9 +244,10 @@ def _of_snapshot(source: str, snapshots: Sequence[Snapshot], snapshot: Snapshot)
             known["advice"] = (*ADVICE[cause], *expansion)
             notes.append(BARELY)
     kinds = total_by(stacks.kind_of, moment.live)
-    notes += _notes_on_others(snapshots, snapshot, kinds)
+    notes += _notes_on_others(beside, snapshot, kinds)
     return Explanation(
         source=source,
+        cap_bytes=cap_bytes,
         live_bytes=moment.live_bytes,
         reserved_bytes=moment.reserved_bytes,
         held=total_by(stacks.line_of, moment.live),
@@ -268,12 +286,19 @@ def _replay_of(snapshot: Snapshot, notes: list[str]) -> tuple[History, Replay | 
 
 
 def _cause_of(
-    history: History, moment: Moment, refused: Event, replay: Replay | None
+    history: History,
+    moment: Moment,
+    refused: Event,
+    replay: Replay | None,
+    cap_bytes: int | None,
 ) -> tuple[str, int]:
     """Return the cause, and what the allocator could have held when the request was refused."""
     is_capped = history.is_capped()
+    is_unknown_cap = is_capped and cap_bytes is None
     available_bytes = moment.reserved_bytes + refused.address
-    if is_capped:  # it allowed all that was held, and not the segment that was refused
+    if cap_bytes is not None:
+        available_bytes = min(available_bytes, cap_bytes)
+    elif is_capped:  # it allowed all that was held, and not the segment that was refused
         refused_bytes = moment.reserved_bytes + segment_size(refused.size)
         allowed_bytes = max(history.reserved())
         if history.is_expandable:  # the last page may lie beyond what counts
@@ -286,7 +311,7 @@ def _cause_of(
         is_fragmented = expandable <= min(available_bytes, ALMOST_FULL * as_recorded)
     if is_fragmented:
         return "fragmentation", available_bytes
-    return "cap" if is_capped else "live", available_bytes
+    return "cap" if is_unknown_cap else "live", available_bytes
 
 
 def _notes_on_others(

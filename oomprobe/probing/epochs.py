@@ -28,7 +28,7 @@ from oomprobe.rules.epoch import Orders, StepOrders, shape_of
 from oomprobe.rules.search import Found
 from oomprobe.tape.calls import RecordedCall
 from oomprobe.tape.epochs import OrderEnd, replay_order, replay_orders
-from oomprobe.tape.record import Recording
+from oomprobe.tape.record import TapedTrial
 from oomprobe.tape.shapes import ShapedTape, share_alike
 
 STRETCH = 50  # calls up to the hardest, that run
@@ -59,7 +59,7 @@ class EpochSearch:
 
     def __init__(self, session: Session, orders: Orders, sizes: Sizes) -> None:
         self._session, self.orders, self._sizes = session, orders, sizes
-        self._start: Recording
+        self._start: TapedTrial
         self._tape: ShapedTape
         self.matched_fraction: float | None = None
         self._hardest_first: list[int] = [*range(orders.count)]
@@ -76,20 +76,20 @@ class EpochSearch:
         while True:
             calls = self.orders.to_record(size)
             outcome = self._run(calls, None)
-            if outcome.recording is None:
+            if outcome.taped is None:
                 return outcome.unrecorded or UNRECORDED.format(device=self._session.device.name)
-            ran = len(outcome.recording.calls)
+            ran = len(outcome.taped.calls)
             if ran > len(calls) // 2:
                 break
             if size == 1:
                 return TOO_FEW.format(size=size, calls=count(ran, "call", "calls"))
             size = max(1, int(size * DYING_SHARE))
-        self._start = outcome.recording
+        self._start = outcome.taped
         self._tape = ShapedTape(self._start.processors)
         self._learn(calls, self._start)
         return ""
 
-    def _learn(self, calls: Iterable[Call], recording: Recording) -> None:
+    def _learn(self, calls: Iterable[Call], recording: TapedTrial) -> None:
         self._tape.learn([(call.step, shape_of(call)) for call in calls], recording.calls)
 
     def _run(self, calls: Sequence[Call], cap_bytes: int | None) -> Outcome:
@@ -105,7 +105,7 @@ class EpochSearch:
 
     # --- the orders ---
 
-    def ends(self, size: int, *, stops: bool = False, start: Recording | None = None) -> Ends:
+    def ends(self, size: int, *, stops: bool = False, start: TapedTrial | None = None) -> Ends:
         """Replay the orders at a size, the hardest first; if it `stops`, until one dies."""
 
         def replay(order: int) -> OrderEnd:
@@ -121,7 +121,7 @@ class EpochSearch:
                     break
         return dict(sorted(ends.items()))
 
-    def _replay(self, calls: Iterable[Call], start: Recording | None = None) -> OrderEnd:
+    def _replay(self, calls: Iterable[Call], start: TapedTrial | None = None) -> OrderEnd:
         cap_bytes = self._session.budget.search_cap()
         return replay_order(start or self._start, cap_bytes, self._predict(calls))
 
@@ -158,11 +158,11 @@ class EpochSearch:
         outcome = self._run(calls, self._session.budget.search_cap())
         trial = outcome.trial
         self._session.reporter.finished(trial)
-        if outcome.recording is None:
+        if outcome.taped is None:
             return trial, outcome.unrecorded
-        matched_fraction = self._match(calls, outcome.recording)
+        matched_fraction = self._match(calls, outcome.taped)
         self.matched_fraction = matched_fraction
-        self._learn(calls, outcome.recording)
+        self._learn(calls, outcome.taped)
         died = None if trial.passed else trial.steps + 1
         reserved_bytes = trial.peak_reserved_bytes or 0
         is_near = abs(reserved_bytes - expected.peak_reserved_bytes) <= TOLERANCE * reserved_bytes
@@ -176,7 +176,7 @@ class EpochSearch:
             expected_end=_ended(expected.died),
         )
 
-    def _match(self, calls: Iterable[Call], recording: Recording) -> float:
+    def _match(self, calls: Iterable[Call], recording: TapedTrial) -> float:
         """Return the share of the requests that came as predicted."""
         matched = requests = 0
         for call, predicted in zip(recording.calls, self._predict(calls), strict=False):

@@ -12,8 +12,10 @@ from oomprobe.probing.session import ContradictedError, Session
 from oomprobe.probing.summary import nothing_fits
 from oomprobe.records.notes import remark, warning
 from oomprobe.records.options import MAX_CALLS
+from oomprobe.records.plain import from_plain
 from oomprobe.records.plan import plan
-from oomprobe.records.trials import Phase, Request, Trial, last_of
+from oomprobe.records.trials import Phase, Request, Trial, Verdict, last_of
+from oomprobe.results.why import Explanation
 from oomprobe.rules import diagnosis
 from oomprobe.rules.search import Found
 
@@ -33,7 +35,8 @@ NO_PLAN = (
 def finish(session: Session, largest: Found, broken_down_at: int | None = None) -> Found:
     """Raise if nothing fits or if each step leaks; otherwise find the size with which the epoch trains.
 
-    Then run the accumulation plan and the breakdown, of the answer or another size.
+    Then run the accumulation plan, the breakdown of the answer or another size, and the failure
+    that decided.
     """
     if largest.batch_size is not None:
         largest = find_epoch(session, largest)
@@ -43,6 +46,7 @@ def finish(session: Session, largest: Found, broken_down_at: int | None = None) 
     compare_sizes(session, largest.batch_size, is_limited=largest.deciding is not None)
     run_plan(session, largest.batch_size)
     break_down(session, broken_down_at or largest.batch_size)
+    explain_failure(session, largest)
     return largest
 
 
@@ -150,6 +154,26 @@ def break_down(session: Session, batch_size: int) -> None:
         )
     elif session.breakdown is None:
         session.notes.add(remark(NO_HISTORY.format(device=session.device.name)))
+
+
+def explain_failure(session: Session, largest: Found) -> None:
+    """Run the size that failed next once more to find why memory ran out.
+
+    That is not recorded as a trial. Of an answer that was replayed, nothing has run.
+    """
+    if largest.deciding is None or not session.runner.facts.explains:
+        return
+    answer = last_of(session.trials, largest.batch_size or 0)
+    failed = last_of(session.trials, largest.deciding, passed=False)
+    if failed.verdict is not Verdict.OOM or answer.replayed:
+        return
+    request = session.requested(failed.batch_size, failed.phase, failed.cap_bytes)
+    request = replace(request, exact=True, fresh=False, as_built=False, explains=True)
+    with suppress(OomProbeError):  # the answer stands without it
+        outcome = session.runner.run(session.with_evidence(request))
+        session.in_steps_s += outcome.in_steps_s
+        if outcome.why:
+            session.why = from_plain(Explanation, outcome.why)
 
 
 def refuse_leaking(session: Session, answer: int) -> None:

@@ -34,6 +34,7 @@ from oomprobe.records.trials import (
     last_of,
 )
 from oomprobe.results.progress import Reporter
+from oomprobe.results.why import Explanation
 from oomprobe.rules import diagnosis, search
 from oomprobe.rules.diagnosis import Calls
 from oomprobe.rules.look import bracket_tolerance
@@ -94,6 +95,7 @@ class Session:
         )
         self.epoch: EpochRecord | None = None  # how an epoch trains at the answer, if one was given
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
+        self.why: Explanation | None = None  # the size that failed next ran out of memory, if known
         self.outcome: Outcome | None = None  # of the last trial
         self.splits = (
             False  # whether the step splits its batch itself, so that memory does not limit it

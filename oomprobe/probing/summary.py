@@ -122,6 +122,7 @@ def result_of(session: Session, largest: Found, target: str | None = None) -> Pr
         in_steps_s=session.in_steps_s,
         breakdown=session.breakdown,
         epoch=session.epoch,
+        explanation=session.why,
         world_size=session.runner.facts.world_size,
         limiting_rank=limiting.limiting_rank,
     )._with_notes(_notes(session, largest, answer))

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from oomprobe.records.breakdown import Breakdown
-from oomprobe.records.kinds import Bytes, Samples
+from oomprobe.records.kinds import Bytes, Plain, Samples
 from oomprobe.records.notes import Note
 
 
@@ -260,6 +260,7 @@ class RunnerInfo:
         default_factory=dict
     )  # what the answer holds for, if not this process's
     model: str | None = None  # its class
+    explains: bool = False  # whether it can say why a trial runs out of memory
     builds: bool = False  # whether its processes build the model as training will, which leaves something in the cache
 
 
@@ -311,6 +312,7 @@ class Request:
     as_built: bool = False  # whether the first trial of a process that `builds` keeps what building left in the cache
     exact: bool = True  # whether the trial must run rather than be replayed
     records: bool = False  # whether to record what each call asks of the allocator
+    explains: bool = False  # whether to say why it runs out of memory
     deadline_s: float | None = (
         None  # on this machine's monotonic clock, at the time of the request; None: no limit
     )
@@ -423,10 +425,13 @@ class Outcome:
     # For each step the places of the optimizers that step, among those that building made; negative for all others.
     learned: Mapping[str, Sequence[int]] = field(default_factory=dict)
     breakdown: Breakdown | None = None
-    recording: Any = (
-        None  # if the request records: `oomprobe.tape.record.Recording`, or that as plain data
+    taped: Any = (
+        None  # if the request records: `oomprobe.tape.record.TapedTrial`, or that as plain data
     )
     unrecorded: str = ""  # why there is none
+    why: Mapping[str, Plain] = field(
+        default_factory=dict
+    )  # it ran out of memory, if asked: an `oomprobe.results.why.Explanation` as plain data
     recomputed: float = (
         0.0  # share of the forward's module calls that backward made again, for a saving
     )

@@ -75,7 +75,7 @@ def _body(report: Report) -> list[str]:
     pictures = "".join(_svg(title, draw) for title, draw in report.pictures.items())
     lines = [*_warning(report), *untitled, f'<div class="pictures">{pictures}</div>', *titled]
     if report.parts:
-        lines.append("<h2>Rows</h2>")
+        lines.append("<h2>In detail</h2>")
     for name, part in report.parts.items():
         summary = _escape(f"{name}: {_sentence(part.verdict)}")
         lines.append(f"<details><summary>{summary}</summary>{''.join(_body(part))}</details>")

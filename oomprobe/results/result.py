@@ -26,6 +26,7 @@ from oomprobe.results.base import Reported
 from oomprobe.results.blocks import NOTES, VERDICT_WIDTH, Block, Fact, Facts, Report
 from oomprobe.results.plot import bracket_figure, memory_figure
 from oomprobe.results.trials import trials_block
+from oomprobe.results.why import Explanation
 
 SCHEMA_VERSION = 1
 MOST_TRIALS = 10_000  # of a file
@@ -79,6 +80,7 @@ class ProbeResult(Reported):
         in_steps_s: Part of `elapsed_s` spent inside the step.
         breakdown: What held the memory at the answer; None if not requested.
         epoch: How many orders of an epoch train at the answer; None if no epoch was given.
+        explanation: Why the next size ran out of memory; see `why`.
         world_size: Ranks that ran each trial. All batch sizes are per rank.
         limiting_rank: The rank that limits, if there are several: which failed at the next size, or had the least memory left.
         schema_version: Version of the JSON form.
@@ -127,6 +129,7 @@ class ProbeResult(Reported):
     in_steps_s: float = 0.0
     breakdown: Breakdown | None = None
     epoch: EpochRecord | None = None
+    explanation: Explanation | None = None
     world_size: Samples = 1
     limiting_rank: int | None = None
     schema_version: int = SCHEMA_VERSION
@@ -152,6 +155,27 @@ class ProbeResult(Reported):
     def trains(self) -> bool:
         """Whether no order of the epoch runs out of memory, if one was given."""
         return self.epoch is None or self.epoch.deaths == 0
+
+    def why(self) -> Explanation | None:
+        """Return why the smallest size that failed under the budget ran out of memory.
+
+        After the answer, that size runs once more and is recorded. The budget counts as the memory
+        that there is.
+
+        Returns:
+            What `oomprobe.explain` says of such a recording; None where no size ran out of memory,
+            or none was recorded: on host memory, on several ranks, of a command, of a size that did
+            not run, and while you record torch's memory history yourself.
+
+        Examples:
+            >>> import oomprobe
+            >>> options = {"device": "sim:1GiB", "multiple_of": 64, "progress": "off"}
+            >>> result = oomprobe.probe_target("oomprobe.demo:wide_mlp", **options)
+            >>> found = result.why()
+            >>> found.source, found.cause, found.available_bytes == result.budget_bytes
+            ('batch 896', 'live', True)
+        """
+        return self.explanation
 
     def plan(self, global_batch: int, world_size: int | None = None) -> tuple[PlanEntry, ...]:
         """Return ways to reach a global batch with gradient accumulation, best first.
@@ -242,7 +266,7 @@ class ProbeResult(Reported):
         )
 
     def report(self, *, verbose: bool = False, all_trials: bool = False) -> Report:
-        """Return the report; a verbose one has all trials, details of the fit, and the estimates."""
+        """Return the report; a verbose one has all trials, the fit, the estimates and `why`."""
         sentences = facts_of(self, verbose=verbose)
         mentioned = None
         if not verbose and not all_trials:
@@ -254,6 +278,9 @@ class ProbeResult(Reported):
         if self.breakdown is not None:
             blocks += facts.breakdown_blocks(self.breakdown)
         blocks += [Block(NOTES, self.notes), not_covered_block(self)]
+        parts = {}
+        if self.explanation is not None and (verbose or all_trials):
+            parts[f"why memory ran out: {self.explanation.source}"] = self.explanation.report()
         draw_memory = partial(
             memory_figure,
             self.trials,
@@ -267,6 +294,7 @@ class ProbeResult(Reported):
             verdict=_verdict_of_result(self),
             warning=WARNING if self.contaminated else "",
             blocks=blocks,
+            parts=parts,
             pictures={
                 "peak memory and throughput against batch size": draw_memory,
                 "each trial in order, closing in on the answer": partial(
@@ -402,6 +430,8 @@ def facts_of(result: ProbeResult, *, verbose: bool) -> Facts:
         sentences["ranks"] = facts.ranks(
             result.confirmation.ranks, result.limiting_rank, verbose=verbose
         )
+    if result.explanation is not None:
+        sentences["why"] = [Fact(result.explanation.in_short())]
     sentences["holds for"] = [_holds_for(result)]
     sentences["throughput"] = facts.throughput(
         result.trials, result.batch_size, per_rank=_counts_per_rank(result)

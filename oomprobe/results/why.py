@@ -11,6 +11,7 @@ from oomprobe.allocator.segments import segment_size
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import clean, clip
 from oomprobe.records.files import write_file
+from oomprobe.records.kinds import Bytes
 from oomprobe.results.blocks import Block, Fact, Report, Row, Table, as_text
 from oomprobe.results.html import page
 from oomprobe.simulation.catalogue import CATALOGUE
@@ -63,6 +64,7 @@ class Explanation:
         free_bytes: Free on the device when the request was refused.
         available_bytes: What torch's allocator could have held then: what it had reserved, with what
             was free; under a cap, what that allowed at least.
+        cap_bytes: The cap that the allocator was held to, where that is known: of a probe's trial.
         held: What was live, largest first: by line of code, or of a log by what it tells apart.
         kinds: The same bytes by kind: parameters and buffers, forward, backward, optimizer, ...
         modules: Calls of equal modules: the line, how many hold memory, and the bytes of all.
@@ -96,18 +98,19 @@ class Explanation:
     went_on: bool | None = None
     ended_with: str = ""
     ranks: Mapping[str, str] = field(default_factory=dict)
-    requested_bytes: int | None = None
+    requested_bytes: Bytes | None = None
     where: str = ""
-    live_bytes: int | None = None
-    reserved_bytes: int | None = None
-    free_bytes: int | None = None
-    available_bytes: int | None = None
-    held: Mapping[str, int] = field(default_factory=dict)
-    kinds: Mapping[str, int] = field(default_factory=dict)
+    live_bytes: Bytes | None = None
+    reserved_bytes: Bytes | None = None
+    free_bytes: Bytes | None = None
+    available_bytes: Bytes | None = None
+    cap_bytes: Bytes | None = None
+    held: Mapping[str, Bytes] = field(default_factory=dict)
+    kinds: Mapping[str, Bytes] = field(default_factory=dict)
     modules: tuple[Modules, ...] = ()
-    least_bytes: int | None = None
+    least_bytes: Bytes | None = None
     least_bytes_expandable: int | None = None
-    least_cap_bytes: int | None = None
+    least_cap_bytes: Bytes | None = None
     advice: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -126,14 +129,14 @@ class Explanation:
         Raises:
             InvalidArgumentError: the file cannot be written.
         """
-        write_file(path, page(self._report()).encode())
+        write_file(path, page(self.report()).encode())
 
     def __str__(self) -> str:
         """Return the report, of at most 100 columns."""
-        return as_text(self._report())
+        return as_text(self.report())
 
-    def _report(self) -> Report:
-        """Return what people read."""
+    def report(self) -> Report:
+        """Return the report, of which text and page are made."""
         facts = {
             "asked for": _sizes(self.requested_bytes),
             "where": [Fact(self.where)] if self.where else [],
@@ -142,10 +145,10 @@ class Explanation:
             "free": _sizes(self.free_bytes, " on the device"),
         }
         calls = [
-            f"{calls.where}: {calls.count} x {format_bytes(calls.held_bytes / calls.count)}"
+            f"{calls.where}: {calls.count} x {format_bytes(calls.held_bytes / max(1, calls.count))}"
             for calls in self.modules
         ]
-        ranks = [f"{rank}: {TITLES[cause]}" for rank, cause in self.ranks.items()]
+        ranks = [f"{rank}: {TITLES.get(cause, cause)}" for rank, cause in self.ranks.items()]
         if len(ranks) < 2:
             ranks = []
         blocks = (
@@ -165,8 +168,17 @@ class Explanation:
                 warning += f" It ended with {self.ended_with}"
         return Report(verdict=self._title(), warning=warning, blocks=blocks)
 
+    def in_short(self) -> str:
+        """Return the cause, and what held the most."""
+        if not self.held:
+            return self._title()
+        name, nbytes = max(self.held.items(), key=lambda item: item[1])
+        share = 100 * nbytes / max(1, sum(self.held.values()))
+        largest = f"{_end_of(name)}, {format_bytes(nbytes)} ({share:.0f} %)"
+        return f"{self._title()}; largest share: {largest}"
+
     def _title(self) -> str:
-        title = TITLES[self.cause]
+        title = TITLES.get(self.cause, TITLES["unknown"])  # a file may have any text
         if self.cause == "others" and BESIDE in self.held:
             return BESIDE_TITLE
         if self.engine not in ENGINE_NAMES or self.cause == "host":
@@ -188,7 +200,7 @@ class Explanation:
         if self.least_cap_bytes not in (None, self.least_bytes):
             lines.append(f"as recorded, under a cap: {format_bytes(self.least_cap_bytes)}")
         if self.least_bytes_expandable != self.least_bytes:
-            change = self.least_bytes_expandable / self.least_bytes - 1
+            change = self.least_bytes_expandable / max(1, self.least_bytes) - 1
             lines.append(
                 f"with expandable segments: {format_bytes(self.least_bytes_expandable)} ({change:+.1%})"
             )
@@ -196,6 +208,8 @@ class Explanation:
 
     def _cap(self) -> str:
         """Return what is known of the cap, if one held back what was free."""
+        if self.cap_bytes is not None:
+            return ", under the cap"
         reserved, free, requested, available = (
             nbytes or 0
             for nbytes in (
@@ -229,9 +243,14 @@ def _shares(title: str, sizes: Mapping[str, int]) -> Block:
         return Block(title, "")
     rows = []
     for name, nbytes in shown:
-        shown_name = clip(clean(name)[::-1], NAME_WIDTH)[::-1]  # the end of a path says more
-        rows.append(Row(cells=(shown_name, format_bytes(nbytes), f"{nbytes / max(1, total):.1%}")))
+        share = f"{nbytes / max(1, total):.1%}"
+        rows.append(Row(cells=(_end_of(name), format_bytes(nbytes), share)))
     return Block(title, Table(heads=("", "bytes", "share"), rows=rows, texts=frozenset({0})))
+
+
+def _end_of(name: str) -> str:
+    """Return what a table has room for: the end of a path says more."""
+    return clip(clean(name)[::-1], NAME_WIDTH)[::-1]
 
 
 def _smallest_card(nbytes: int) -> str:

@@ -29,6 +29,7 @@ from oomprobe.records.trials import (
 )
 from oomprobe.rules import program
 from oomprobe.rules.look import differ
+from oomprobe.runners.explaining import Explaining
 from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.tape.fit import Predictor
 
@@ -145,9 +146,10 @@ class PredictingOnCard:
         if request.records:
             with self._recorder.recording(len(request.calls)):
                 outcome = self._runner.run(request)
-            recorded, reason = self._recorder.recorded(), self._recorder.reason
-            return replace(outcome, recording=recorded, unrecorded=reason)
-        if request.accumulation_steps > 1 or any(call.is_recorded for call in request.calls):
+            taped, reason = self._recorder.taped_trial(), self._recorder.reason
+            return replace(outcome, taped=taped, unrecorded=reason)
+        is_recorded = request.explains or any(call.is_recorded for call in request.calls)
+        if request.accumulation_steps > 1 or is_recorded:  # torch records for one at a time
             return self._runner.run(request)
         expected = self._replays.predict(request)
         if request.confirms or request.looks:  # unrecorded, as that would slow them down
@@ -251,7 +253,7 @@ class Predicting:
         if request.records:
             self._asked = request
             outcome = self.runner.run(request)
-            return replace(outcome, recording=self._card.recorded())
+            return replace(outcome, taped=self._card.taped_trial())
         must_run = request.exact and not (self._runs_nothing and request.confirms)
         if not must_run and not (request.looks and self._counts):
             trial = self._replays.predict(request)
@@ -420,9 +422,10 @@ def open_local(work: Workload) -> tuple[LocalRunner, Runner]:
         local, recorder = LocalRunner(work), work.device.call_recorder()
         if recorder is None or work.ranks > 1:
             return local, local
-        return local, PredictingOnCard(recorder, local)
+        return local, PredictingOnCard(recorder, Explaining(work.device, local))
     predicting = Predicting(cast("SimulatedDevice", work.device))
-    local = predicting.runner = LocalRunner(replace(work, further=predicting.further))
+    local = LocalRunner(replace(work, further=predicting.further))
+    predicting.runner = Explaining(work.device, local)
     return local, predicting
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from oomprobe.allocator.caching import AllocatorOutOfMemory
 from oomprobe.tape.calls import RecordedCall, replay_call
-from oomprobe.tape.record import Recording
+from oomprobe.tape.record import TapedTrial
 
 _OLD = 1 << 40  # calls ago, of what was there before the trial: only its first call can free that
 
@@ -32,7 +32,7 @@ class OrderEnd:
 
 
 def replay_order(
-    start: Recording, cap_bytes: int | None, calls: Iterable[RecordedCall]
+    start: TapedTrial, cap_bytes: int | None, calls: Iterable[RecordedCall]
 ) -> OrderEnd:
     """Replay one call after the other from where a trial began, until one runs out of memory."""
     *_, end = replay_each(start, cap_bytes, calls)
@@ -40,7 +40,7 @@ def replay_order(
 
 
 def replay_each(
-    start: Recording, cap_bytes: int | None, calls: Iterable[RecordedCall]
+    start: TapedTrial, cap_bytes: int | None, calls: Iterable[RecordedCall]
 ) -> Iterator[OrderEnd]:
     """Replay calls as `replay_order` does; yield after each how the order has gone so far."""
     allocator, live = start.allocator.copy(), start.live

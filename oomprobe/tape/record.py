@@ -67,7 +67,7 @@ class Beginning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class TapedTrial:
     """What the calls of a cold trial asked for, and the allocator and its blocks before them.
 
     Attributes:
@@ -89,7 +89,7 @@ class Recording:
         return [calls, asdict(self.began), self.processors]
 
     @classmethod
-    def read(cls, plain: Sequence[Any]) -> Recording:
+    def read(cls, plain: Sequence[Any]) -> TapedTrial:
         """Return what another process recorded."""
         calls, began, (capability, *counts) = plain[0], Beginning(**plain[1]), plain[2]
         allocator, live = began.allocator()

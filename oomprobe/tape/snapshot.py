@@ -192,6 +192,15 @@ def read_snapshot(data: bytes) -> tuple[Snapshot, ...]:
         document = _PlainUnpickler(data).load()
     except Exception as error:  # a damaged pickle raises almost anything
         raise InvalidArgumentError(f"it cannot be read as plain data: {error}") from None
+    return snapshots_of(document)
+
+
+def snapshots_of(document: Any) -> tuple[Snapshot, ...]:
+    """Return the devices that have events or segments in what ``torch.cuda.memory._snapshot`` made.
+
+    Raises:
+        InvalidArgumentError: it is something else.
+    """
     try:
         return tuple(_devices(document))
     except _UNREADABLE as error:

@@ -8,13 +8,17 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
+from oomprobe.records.kinds import Bytes
 from oomprobe.tape.history import Live
 from oomprobe.tape.snapshot import MOST_FRAMES, Frames
 
 MOST_CHARACTERS = 400  # of a name, such as that of a template in C++
 UNKNOWN = "without a recorded stack"
+_OWN = f"{Path(__file__).parents[1]}{os.sep}"  # the folder of oomprobe's code
+_DEMO = f"{_OWN}demo.py"  # stands for a user's file, because it contains steps
 # Folders of libraries: site-packages and dist-packages, code that torch.compile made, Python's own on Linux and on Windows.
 _LIBRARIES = re.compile(
     r"[/\\](?:\w{4}-packages|torch(?:inductor_.*)?|lib[/\\]python3.*|\w*ython[^\\]*\\[Ll]ib)[/\\]"
@@ -46,7 +50,7 @@ class Modules:
 
     where: str
     count: int
-    held_bytes: int
+    held_bytes: Bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +62,18 @@ class Frame:
     line: str
 
     def is_python(self) -> bool:
+        """Whether it is a function of Python that is not oomprobe's."""
+        if self.file.startswith(_OWN):
+            return self.file == _DEMO
         return self.file.endswith(".py") or self.file.startswith(("<", "/tmp/ipykernel_"))
 
     def is_users(self) -> bool:
-        return self.is_python() and not _LIBRARIES.search(self.file)
+        is_library = _LIBRARIES.search(self.file) and self.file != _DEMO
+        return self.is_python() and not is_library
 
 
 class Stacks:
-    """Reads stacks, each of them once.
+    """Reads stacks, each of them once; `without` is the kind of blocks that have none.
 
     Examples:
         >>> frames = [{"name": "forward", "filename": "/me/model.py", "line": 7}, {"name": "main", "filename": "/me/train.py", "line": 3}]
@@ -73,7 +81,8 @@ class Stacks:
         ('model.py:7 in forward', 'forward')
     """
 
-    def __init__(self, stacks: Iterable[Frames]) -> None:
+    def __init__(self, stacks: Iterable[Frames], without: str = UNKNOWN) -> None:
+        self._without = without
         self._read: dict[int, tuple[Frame, ...]] = {}
         for frames in stacks:
             self._of(frames)
@@ -112,7 +121,7 @@ class Stacks:
         """Return what a block was requested for."""
         stack = "\n".join(f"{frame.name} {frame.file}" for frame in self._of(frames))
         if not stack:
-            return UNKNOWN
+            return self._without
         for kind, pattern in _KINDS.items():
             if pattern.search(stack):
                 return kind

@@ -58,7 +58,7 @@ from oomprobe.runners.workers.settling import (
 )
 from oomprobe.runners.workers.template import Template
 from oomprobe.state import Tracker
-from oomprobe.tape.record import Recording
+from oomprobe.tape.record import TapedTrial
 
 ANSWERING_S = (
     30.0  # beyond a trial's limit and `Patience.ending_s`: for a worker to end its child and answer
@@ -379,8 +379,8 @@ class WorkersRunner:
         if request.fresh and self._has_run:
             self._end_crew()
         outcome = self._try(request)
-        if outcome.recording is not None:
-            outcome = replace(outcome, recording=Recording.read(outcome.recording))
+        if outcome.taped is not None:
+            outcome = replace(outcome, taped=TapedTrial.read(outcome.taped))
         if self._source.task is None:
             self._end_crew()
             return replace(outcome, measured=self.measure())

@@ -1,0 +1,109 @@
+"""Record what a simulated allocator does, as torch's memory history records a card's."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from types import CodeType, FrameType
+
+from oomprobe.allocator.caching import CachingAllocator
+from oomprobe.tape.snapshot import NO_POOL, Event, Frames, Segment, Snapshot
+
+MOST_EVENTS = 500_000  # that are kept, the last ones
+
+
+class Recording:
+    """The events of an allocator since this was made, with the stacks of its requests.
+
+    Args:
+        allocator: Notes each request here (`CachingAllocator.log`) until `end`.
+    """
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self._allocator = allocator
+        self._events = deque[Event](maxlen=MOST_EVENTS)
+        self._stacks: dict[int, Frames] = {}  # of the blocks in use, by address
+        self._frames: dict[tuple[CodeType, int], dict[str, str | int]] = {}
+        self._mapped = allocator.mapped()
+        self._reserved_bytes = allocator.reserved_bytes
+        self._next_address = allocator.segments.next_address
+        allocator.log = self
+
+    def append(self, noted: tuple[int, int]) -> None:
+        """Record a request, one that was refused, or a free, as the allocator notes them."""
+        handle, nbytes = noted
+        allocator = self._allocator
+        self._record_driver()
+        if not handle:
+            free_bytes = allocator.capacity_bytes - allocator.reserved_bytes
+            self._add("oom", free_bytes, nbytes, allocator.stream, self._stack())
+            return
+        address, stream = allocator.address(handle), allocator.stream_of(handle)
+        if nbytes < 0:
+            self._stacks.pop(address, None)
+            self._add("free_completed", address, -nbytes, stream)
+        else:
+            frames = self._stacks[address] = self._stack()
+            self._add("alloc", address, nbytes, stream, frames)
+
+    def end(self) -> Snapshot:
+        """Record no more, and return what was recorded, with the segments as they are now."""
+        allocator = self._allocator
+        self._record_driver()
+        allocator.log = None
+        in_use = sorted(
+            (allocator.address(handle), nbytes) for handle, nbytes in allocator.requested().items()
+        )
+        is_expandable = allocator.settings.expandable_segments
+        segments = []
+        for start, (size, stream) in allocator.mapped().items():
+            blocks = [
+                (address, nbytes, self._stacks.get(address, ()))
+                for address, nbytes in in_use
+                if start <= address < start + size
+            ]
+            segments.append(Segment(start, size, stream, NO_POOL, is_expandable, tuple(blocks)))
+        settings = allocator.settings.to_snapshot()
+        return Snapshot(0, tuple(self._events), tuple(segments), settings)
+
+    def _record_driver(self) -> None:
+        """Record what the driver has given and got back since the last event."""
+        allocator = self._allocator
+        before_bytes, self._reserved_bytes = self._reserved_bytes, allocator.reserved_bytes
+        new_bytes = self._next_address - allocator.segments.next_address
+        self._next_address = allocator.segments.next_address
+        if allocator.settings.expandable_segments:
+            grown = self._reserved_bytes - before_bytes
+            if grown:
+                self._add("segment_map" if grown > 0 else "segment_unmap", 0, abs(grown), 0)
+            return
+        if before_bytes + new_bytes > self._reserved_bytes:
+            now = allocator.mapped()
+            for address in self._mapped.keys() - now.keys():
+                self._add("segment_free", address, *self._mapped.pop(address))
+        if new_bytes:
+            address, stream = self._next_address, allocator.stream
+            self._mapped[address] = new_bytes, stream
+            self._add("segment_alloc", address, new_bytes, stream)
+
+    def _add(
+        self, action: str, address: int, nbytes: int, stream: int, frames: Frames = ()
+    ) -> None:
+        self._events.append(Event(action, address, nbytes, stream, NO_POOL, frames))
+
+    def _stack(self) -> Frames:
+        """Return the running stack, innermost first."""
+        stack: list[dict[str, str | int]] = []
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            place = frame.f_code, frame.f_lineno
+            if place not in self._frames:
+                code, line = place
+                self._frames[place] = {
+                    "name": code.co_name,
+                    "filename": code.co_filename,
+                    "line": line,
+                }
+            stack.append(self._frames[place])
+            frame = frame.f_back
+        return stack
