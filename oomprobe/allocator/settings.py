@@ -127,18 +127,15 @@ class AllocatorSettings:
 
     def to_snapshot(self) -> dict[str, Any]:
         """Return them as the ``allocator_settings`` of a snapshot, which `from_snapshot` reads."""
-        defaults, items = AllocatorSettings(), []
-        for name in _READERS:
-            value = getattr(self, name)
-            if value == getattr(defaults, name):
-                continue
-            if isinstance(value, tuple):
-                sizes = (f"{2**power}:{number}" for power, number in enumerate(value))
-                value = f"[{','.join(sizes)}]"
-            items.append(f"{name}:{value}")
+        by_size = {str(2**n): steps for n, steps in enumerate(self.roundup_power2_divisions)}
+        divisions = ",".join(f"{size}:{steps}" for size, steps in by_size.items())
+        written, defaults = {"roundup_power2_divisions": f"[{divisions}]"}, AllocatorSettings()
+        changed = [name for name in _READERS if getattr(self, name) != getattr(defaults, name)]
+        text = ",".join(f"{name}:{written.get(name, getattr(self, name))}" for name in changed)
         return {
-            "PYTORCH_CUDA_ALLOC_CONF": ",".join(items),
+            "PYTORCH_CUDA_ALLOC_CONF": text,
             "expandable_segments": self.expandable_segments,
+            "roundup_power2_divisions": by_size or {"1": 0},
         }
 
     def updated(self, text: str) -> AllocatorSettings:

@@ -92,7 +92,6 @@ class AcceleratorDevice(Device):
         self._statistics = Statistics(self._torch, index)
         self._calls = CallHistory(self.torch_device, self._statistics, self._usable_bytes)
         self._retries_before = 0  # the current trial
-        self.records = self._is_native()
 
     def _refuse_uncapped(self) -> None:
         """Raise UnreliableError if the allocator does not count an allocation, or cannot enforce a cap."""
@@ -303,7 +302,7 @@ class AcceleratorDevice(Device):
     def recorded(self) -> Iterator[list[Snapshot]]:
         """Record torch's memory history, unless the user does: there is one for each process."""
         snapshots = list[Snapshot]()
-        if not self.records or user_records():
+        if not self._is_native() or user_records():
             yield snapshots
             return
         recording = MemoryHistory(self.torch_device)

@@ -123,7 +123,6 @@ class Device(ABC):
         world_size: Ranks of which the step is one, if the device simulates that.
         is_simulated: Whether it only counts what a step allocates, and may repeat calls without
             running them.
-        records: Whether `recorded` has something to record.
 
     Examples:
         >>> import oomprobe
@@ -144,7 +143,6 @@ class Device(ABC):
     half: str = "bf16"
     world_size: int = 1
     is_simulated: bool = False
-    records: bool = False
     _notes: tuple[str, ...] = ()
 
     # --- what each device must tell and do ---

@@ -77,7 +77,7 @@ class SimulatedDevice(Device):
         ('simulated GPU, 1.0 GiB', 0)
     """
 
-    counts_bytes = is_simulated = records = True
+    counts_bytes = is_simulated = True
     not_covered: tuple[str, ...] = UNSIMULATED
 
     def __init__(

@@ -14,7 +14,6 @@ from oomprobe.records.files import write_file
 from oomprobe.records.kinds import Bytes
 from oomprobe.results.blocks import Block, Fact, Report, Row, Table, as_text
 from oomprobe.results.html import page
-from oomprobe.simulation.catalogue import CATALOGUE
 from oomprobe.tape.stacks import UNKNOWN, Modules
 
 MOST_ROWS = 12
@@ -88,6 +87,10 @@ class Explanation:
         ('fragmentation', 2147483648, 12.1)
         >>> found.to_dict()["reserved_bytes"]
         23955180093
+        >>> found.in_short().partition("; ")[2]
+        'largest share: tensors of this process, 12.10 GiB (54 %)'
+        >>> found.report().verdict
+        'fragmentation: enough memory is free, but in pieces that are too small'
         >>> with tempfile.NamedTemporaryFile(suffix=".html") as file:
         ...     found.to_html(file.name)
     """
@@ -254,6 +257,8 @@ def _end_of(name: str) -> str:
 
 
 def _smallest_card(nbytes: int) -> str:
+    from oomprobe.simulation.catalogue import CATALOGUE  # imports torch
+
     cards = [card for card in CATALOGUE if card.available_bytes >= nbytes]
     if not cards:
         return "more than any card of the catalogue leaves to torch"

@@ -12,7 +12,7 @@ BEFORE = "there before the step"  # the model, and what the process had kept wit
 
 
 class Explaining:
-    """Runs trials on a device that `records`; see `oomprobe.records.trials.Runner`."""
+    """Runs trials on a device that can be `recorded`; see `oomprobe.records.trials.Runner`."""
 
     def __init__(self, device: Device, runner: Runner) -> None:
         self._device, self._runner = device, runner
