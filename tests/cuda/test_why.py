@@ -63,9 +63,14 @@ def test_the_figures_are_those_of_a_snapshot_made_by_hand(name, expandable, tmp_
 
 
 def test_what_backward_holds_has_no_stack_of_python():
-    why = forked(probed, "gpt", memory=MEMORY, limit_s=120)[0].why()
-    assert {"backward", "forward", "there before the step"} <= {*why.kinds}
-    assert "without a recorded stack" not in why.kinds
+    def with_its_model():
+        why = probed("gpt")[0].why()  # with no other model beside it
+        return why, sum(parameter.nbytes for parameter in MODELS["gpt"]()[0].parameters())
+
+    why, model_bytes = forked(with_its_model, memory=MEMORY, limit_s=120)
+    assert why.where == "backward"
+    assert {"backward", "forward", "optimizer"} <= {*why.kinds}
+    assert why.kinds["there before the step"] == pytest.approx(model_bytes, rel=0.01)
     assert re.fullmatch(r".*zoo\.py:\d+ in \w+", max(why.held, key=why.held.get))
 
 
