@@ -19,5 +19,6 @@ Example:
 from oomprobe.allocator.caching import AllocatorOutOfMemory as AllocatorOutOfMemory
 from oomprobe.allocator.caching import CachingAllocator as CachingAllocator
 from oomprobe.allocator.caching import adopt as adopt
+from oomprobe.allocator.pinned import PinnedAllocator as PinnedAllocator
 from oomprobe.allocator.settings import AllocatorSettings as AllocatorSettings
 from oomprobe.allocator.settings import BlockOrder as BlockOrder

@@ -16,10 +16,9 @@ from oomprobe.ground.allocator_settings import variables_of
 _INTERVALS = (
     16  # of requests for `roundup_power2_divisions`: below 2 MiB, 4 MiB, ... and from 32 GiB
 )
-# These change no byte of the device's memory.
+# These change no byte.
 WITHOUT_EFFECT = frozenset({
-    "graph_capture_record_stream_reuse", "pinned_free_catch_all", "pinned_max_cached_size_mb",
-    "pinned_max_round_threshold_mb", "pinned_num_register_threads",
+    "graph_capture_record_stream_reuse", "pinned_free_catch_all", "pinned_num_register_threads",
     "pinned_reserve_segment_size_mb", "pinned_use_background_threads",
     "pinned_use_cuda_host_register", "pinned_use_hip_host_register", "release_lock_on_cudamalloc",
     "release_lock_on_hipmalloc",
@@ -68,6 +67,10 @@ class AllocatorSettings:
             that have long been free go back to the driver; 0: never. It needs a limit.
         per_process_memory_fraction: Fraction of the card's total that this process may reserve,
             0 to 1; 1: no limit.
+        pinned_max_round_threshold_mb: MiB up to which a request for pinned memory is rounded up to
+            a power of two; None: any. Since torch 2.13, as the next.
+        pinned_max_cached_size_mb: MiB up to which that is so, and up to which a freed block of
+            pinned memory is kept; None: any.
         block_order: Which of several free blocks of one size is used; by default, as torch here does.
 
     Examples:
@@ -84,6 +87,8 @@ class AllocatorSettings:
     roundup_power2_divisions: tuple[int, ...] = ()
     garbage_collection_threshold: float = 0.0
     per_process_memory_fraction: float = 1.0
+    pinned_max_round_threshold_mb: int | None = None
+    pinned_max_cached_size_mb: int | None = None
     block_order: BlockOrder = BLOCK_ORDER
 
     @classmethod
@@ -237,5 +242,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "max_non_split_rounding_mb": _number(11, 2**40, int),
     "max_split_size_mb": _number(11, 2**40, int),
     "per_process_memory_fraction": _number(0, 1, float),
+    "pinned_max_cached_size_mb": _number(0, 2**40, int),
+    "pinned_max_round_threshold_mb": _number(0, 2**40, int),
     "roundup_power2_divisions": _divisions,
 }

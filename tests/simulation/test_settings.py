@@ -24,6 +24,10 @@ BY_SIZE = (8, 8, 8, 0, 2, *[1] * 11)
             {"max_split_size_mb": 12, "large_segment_size_mb": 12},
         ),
         ("garbage_collection_threshold:0.8", {"garbage_collection_threshold": 0.8}),
+        (
+            "pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:0",
+            {"pinned_max_round_threshold_mb": 64, "pinned_max_cached_size_mb": 0},
+        ),
         ("roundup_power2_divisions:4", {"roundup_power2_divisions": (4,) * 16}),
         ("roundup_power2_divisions:[4:8,16:2,>:1]", {"roundup_power2_divisions": BY_SIZE}),
         (",".join(f"{name}:1" for name in sorted(WITHOUT_EFFECT)), {}),
@@ -55,12 +59,14 @@ def test_what_is_set_at_run_time_resets_three_settings():
     text = "max_split_size_mb:64,roundup_power2_divisions:4,garbage_collection_threshold:0.8"
     settings = AllocatorSettings.from_text(f"{text},expandable_segments:True")
     assert settings.updated("") == AllocatorSettings(expandable_segments=True)
+    pinned = AllocatorSettings(pinned_max_round_threshold_mb=1)
+    assert pinned.updated("max_split_size_mb:64").pinned_max_round_threshold_mb == 1
 
 
 UNREADABLE = [
     "expandable_segments:true", "expandable_segments", "per_process_memory_fraction:x", "per_process_memory_fraction:1.5",
     "garbage_collection_threshold:1.0", "garbage_collection_threshold:0", "roundup_power2_divisions:3",
-    "roundup_power2_divisions:[5:2]", "large_segment_size_mb:10", "max_split_size_mb:8",
+    "roundup_power2_divisions:[5:2]", "pinned_max_cached_size_mb:-1", "large_segment_size_mb:10", "max_split_size_mb:8",
 ]  # fmt: skip
 NOT_SIMULATED = ["backend:cudaMallocAsync", "segment_size:64", "throw_on_cudamalloc_oom:True"]
 
