@@ -30,8 +30,7 @@ class PinnedAllocator:
         settings: Settings from ``PYTORCH_ALLOC_CONF``, of which those of pinned memory count.
 
     Attributes:
-        reserved_bytes, peak_reserved_bytes: Pinned, in use or kept, now and at most: what
-            ``torch.cuda.host_memory_stats()`` calls ``allocated_bytes``.
+        reserved_bytes, peak_reserved_bytes: Pinned, in use or kept, now and at most.
         active_bytes: Of blocks in use, or that wait for a stream.
         pins, unpins: How often the driver was asked to pin and unpin memory.
 
@@ -134,6 +133,16 @@ class PinnedAllocator:
 
     def reset_peaks(self) -> None:
         self.peak_reserved_bytes = self.reserved_bytes
+
+    def stats(self) -> dict[str, int]:
+        """Return figures by their names in ``torch.cuda.host_memory_stats``."""
+        return {
+            "active_bytes.current": self.active_bytes,
+            "allocated_bytes.current": self.reserved_bytes,
+            "allocated_bytes.peak": self.peak_reserved_bytes,
+            "num_host_alloc": self.pins,
+            "num_host_free": self.unpins,
+        }
 
     def _process_events(self) -> None:
         """Keep blocks whose streams have come so far, up to the first that has not."""

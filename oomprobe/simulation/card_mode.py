@@ -158,8 +158,12 @@ class CardMode(TorchDispatchMode):
             if inside.depth == 1:
                 self.threads.in_main(self.poll)
             if self.is_building:
-                return self._build(func, args, kwargs)
-            return self._run(func, args, kwargs)
+                result = self._build(func, args, kwargs)
+            else:
+                result = self._run(func, args, kwargs)
+            if isinstance(result, torch.Tensor):
+                _take_of_host(self, result, func, args, kwargs)
+            return result
         except AllocatorOutOfMemory as refusal:
             raise torch.OutOfMemoryError(str(refusal)) from None
         except (DynamicOutputShapeException, DataDependentOutputException):
@@ -283,7 +287,7 @@ class CardMode(TorchDispatchMode):
 
     def _is_transfer(self, target: torch.Tensor, on_host: list[torch.Tensor]) -> bool:
         """Whether a copy leaves both tensors where they are: a step may mean a card's by its target, as DDP does by its buckets."""
-        if on_host[0] is not target or target.untyped_storage() in self.fakes.pinned:
+        if on_host[0] is not target or self.memory.host.pins(target.untyped_storage()):
             return True
         return self.whole_program and not in_backward()
 
@@ -382,8 +386,6 @@ class CardMode(TorchDispatchMode):
         if result is None:
             with torch._C._DisableTorchDispatch():
                 result = func(*args, **kwargs)
-        if operands.pins:
-            self.fakes.pinned.add(result.untyped_storage())
         return result
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
@@ -425,6 +427,22 @@ class CardMode(TorchDispatchMode):
         if type(value) in (list, tuple):
             return type(value)(map(self._faked, value))
         return value
+
+
+def _take_of_host(
+    card_mode: CardMode, result: torch.Tensor, func: Any, args: Any, kwargs: dict[str, Any]
+) -> None:
+    """Count what an operator has made in host memory; what building leaves there moves on."""
+    if result.layout is not torch.strided or card_mode.is_on_card(result):
+        return
+    host, storage = card_mode.memory.host, result.untyped_storage()
+    if kwargs.get("pin_memory"):
+        host.pin(storage)
+    elif kwargs.get("non_blocking") and func is _aten._to_copy.default:
+        if card_mode.is_on_card(args[0]):  # torch pins what such a copy makes
+            host.pin(storage)
+    elif not card_mode.is_building and func._schema.returns[0].alias_info is None:
+        host.take(storage)
 
 
 def _run_for_real(func: Any, args: Any, kwargs: dict[str, Any], simulated: Any) -> Any:
@@ -492,7 +510,6 @@ class _Operands:
         known: Whether all are of integers or booleans whose values are known.
         are_simulated: Whether one is a fake or on the card.
         on_card: Whether one is on the card.
-        pins: Whether the result is to be in pinned host memory.
         on_host: Those in host memory, without tensors of one number, which CUDA's kernels take from there.
     """
 
@@ -500,7 +517,6 @@ class _Operands:
         self._card_mode = card_mode
         self.known = True
         self.any = self.are_simulated = self.on_card = False
-        self.pins = bool(kwargs.get("pin_memory"))
         self.on_host: list[torch.Tensor] = []
         self._add(args)
         self._add(kwargs.values())

@@ -21,8 +21,8 @@ from oomprobe.simulation.memory import CardMemory
 
 _WITHOUT_EFFECT = (
     "init", "_lazy_init", "synchronize", "manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all",
-    "set_sync_debug_mode", "ipc_collect", "empty_host_cache",
-    "reset_peak_host_memory_stats", "reset_accumulated_host_memory_stats", "caching_allocator_enable", "check_error",
+    "set_sync_debug_mode", "ipc_collect",
+    "reset_accumulated_host_memory_stats", "caching_allocator_enable", "check_error",
 )  # fmt: skip
 # Answered with 0.
 _MEASURED = (
@@ -263,7 +263,10 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
         **{name: _legacy(name, dtype) for name, dtype in LEGACY_TYPES.items()},
         **constants(_WITHOUT_EFFECT, None),
         **constants(_MEASURED, 0),
-        **constants(("host_memory_stats", "host_memory_stats_as_nested_dict"), {}),
+        "empty_host_cache": memory.host.pinned.empty_cache,
+        "reset_peak_host_memory_stats": memory.host.pinned.reset_peaks,
+        "host_memory_stats": lambda: memory.host.pinned.stats(),
+        "host_memory_stats_as_nested_dict": lambda: _nested(memory.host.pinned.stats()),
         **constants(("is_available", "is_initialized"), True),
         **constants(("is_bf16_supported", "is_tf32_supported"), major >= 8),
         **dict.fromkeys(("set_device", "set_device_index", "set_device_idx"), requested_device),
@@ -334,6 +337,9 @@ def called_by_torch(memory: CardMemory) -> dict[str, Callable[..., Any]]:
                 "_cuda_cudaCachingAllocator_set_allocator_settings",
             ),
             memory.change_settings,
+        ),
+        **dict.fromkeys(
+            ("_host_emptyCache", "_accelerator_emptyHostCache"), memory.host.pinned.empty_cache
         ),
         "_accelerator_isAllocatorInitialized": lambda: True,
         "_cuda_synchronize": lambda: None,

@@ -43,7 +43,7 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
 
     def __init__(self, card_mode: CardMode) -> None:
         super().__init__()
-        self._card_mode = card_mode
+        self._card_mode, self._host = card_mode, card_mode.memory.host
         self._handlers: dict[Any, Any] = {
             _T.to: self._to,
             torch._C._nn._parse_to: _parse_to,
@@ -58,7 +58,8 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             _T.numpy: self._numpy,
             _T.__array__: lambda tensor, dtype=None: np.asarray(self._numpy(tensor), dtype=dtype),
             _T.tolist: self.to_list,
-            _T.pin_memory: lambda tensor, *_, **__: tensor,
+            _T.pin_memory: self._pin,
+            _T.is_pinned: lambda tensor, *_, **__: self._host.pins(tensor.untyped_storage()),
             _T.get_device: lambda tensor: SEEN.device.index if card_mode.is_on_card(tensor) else -1,
             _T.__format__: lambda tensor, spec: format(
                 tensor.item() if tensor.dim() == 0 and spec else str(tensor), spec
@@ -120,22 +121,35 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             device = SEEN.device if self._card_mode.is_on_card(target) else HOST
             return self._to(tensor, device, target.dtype, *args, **kwargs)
         copy = bool(kwargs.pop("copy", False))
-        device, dtype, _, memory_format = _parse_to(*args, **kwargs)
+        device, dtype, non_blocking, memory_format = _parse_to(*args, **kwargs)
         return self._move(
-            tensor, requested_device(device), dtype, copy=copy, memory_format=memory_format
-        )
+            tensor, requested_device(device), dtype, copy=copy, memory_format=memory_format,
+            non_blocking=non_blocking,
+        )  # fmt: skip
 
     def _move(
         self, tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None = None, *, copy: bool = False,
-        memory_format: Any = None,
+        memory_format: Any = None, non_blocking: bool = False,
     ) -> torch.Tensor:  # fmt: skip
         current = CARD if self._card_mode.is_on_card(tensor) else EXPLICIT_HOST
         if device in (None, current):
             return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format)
         moved: torch.Tensor = torch.ops.aten._to_copy(
-            tensor, dtype=dtype, device=device, memory_format=memory_format
+            tensor,
+            dtype=dtype,
+            device=device,
+            memory_format=memory_format,
+            non_blocking=non_blocking,
         )
         return moved
+
+    def _pin(self, tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Answer `pin_memory` with a copy, unless it is pinned already."""
+        if self._card_mode.is_on_card(tensor) or self._host.pins(tensor.untyped_storage()):
+            return tensor
+        pinned = tensor.clone()
+        self._host.pin(pinned.untyped_storage())
+        return pinned
 
     def _type(self, tensor: torch.Tensor, dtype: Any = None, *_: Any, **__: Any) -> Any:
         device = CARD if self._card_mode.is_on_card(tensor) else EXPLICIT_HOST
@@ -158,6 +172,8 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
             created = self._move(
                 torch.as_tensor(data, dtype=dtype, device=place), requested_device(device)
             )
+        if kwargs.get("pin_memory"):
+            self._host.pin(created.untyped_storage())
         if kwargs.get("requires_grad"):
             created.requires_grad_()
         return created

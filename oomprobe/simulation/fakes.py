@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -128,7 +128,6 @@ class Fakes:
 
     def __init__(self, mode: FakeTensorMode, views: Views, memory: CardMemory) -> None:
         self._mode, self._make_view, self._memory = mode, views.make, memory
-        self.pinned = WeakSet[torch.UntypedStorage]()  # host memory that the step asked for as such
         self._storages: WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = (
             WeakKeyDictionary()
         )

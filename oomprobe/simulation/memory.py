@@ -14,6 +14,7 @@ from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.ground.torch_versions import LT_BYTES, LtWorkspace, workspaces
 from oomprobe.simulation.cards import Card
+from oomprobe.simulation.host import HostMemory
 from oomprobe.simulation.kernels.compared import Uncompared
 from oomprobe.simulation.kernels.steps import Launch, afterwards
 from oomprobe.simulation.threads import Threads
@@ -72,6 +73,7 @@ class CardMemory:
         largest_workspace_bytes: Largest workspace that a convolution of this trial may want.
         tuned: Convolutions of this trial for which cuDNN has tried its kernels.
         uncompared: Operators of this trial whose requests nobody has compared with torch's.
+        host: What the step takes of the host beside it.
     """
 
     def __init__(self, card: Card, settings: AllocatorSettings) -> None:
@@ -95,6 +97,7 @@ class CardMemory:
         # Those kept, of cuBLASLt or cuBLAS, for each stream and handle (-1: the backward thread's).
         self._workspaces: dict[tuple[bool, int, int], int] = {}
         self.threads = Threads()
+        self.host = HostMemory(settings, self.threads.lock)
         self.stream_numbers = StreamNumbers()
 
     def start_trial(self) -> None:
@@ -106,6 +109,7 @@ class CardMemory:
         self.tuned.clear()
         self.uncompared.start_trial()
         self.stream_numbers.start_trial()
+        self.host.start_trial()
         names = self.tape.start_trial(len(self._allocations))
         for allocation, name in zip(self._allocations.values(), names, strict=True):
             allocation.name = name
@@ -132,6 +136,7 @@ class CardMemory:
         """Answer ``torch._C._accelerator_setAllocatorSettings``."""
         settings = self.allocator.settings.updated(text)
         self.allocator.set(settings)
+        self.host.pinned.settings = settings
         self.tape.changed(settings)
         if "per_process_memory_fraction" in text:
             self.set_fraction(settings.per_process_memory_fraction)

@@ -1,14 +1,18 @@
 """The model of torch's allocator of pinned memory compared with torch's own, operation by operation."""
 
 import contextlib
+import gc
 import random
 
 import pytest
 import torch
 import torch.distributed as dist
-from bed import start
+from bed import forked, start
 from processes import ChildDiedError
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import oomprobe
 from oomprobe.allocator import AllocatorSettings, PinnedAllocator
 from oomprobe.ground.torch_versions import VERSION
 
@@ -74,10 +78,7 @@ def outcomes_of_torch(count, text, folder):
         else:
             torch._C._host_emptyCache()
         stats = torch.cuda.host_memory_stats()
-        results.append([
-            *(stats[f"allocated_bytes.{name}"] for name in ("current", "peak")),
-            stats["active_bytes.current"], stats["num_host_alloc"], stats["num_host_free"],
-        ])  # fmt: skip
+        results.append({name: stats[name] for name in PinnedAllocator().stats()})
     return results
 
 
@@ -123,10 +124,7 @@ def outcomes_of_the_model(count, text):
             busy.remove(which)
         else:
             allocator.empty_cache()
-        results.append([
-            allocator.reserved_bytes, allocator.peak_reserved_bytes, allocator.active_bytes,
-            allocator.pins, allocator.unpins,
-        ])  # fmt: skip
+        results.append(allocator.stats())
     return results
 
 
@@ -144,3 +142,152 @@ def test_pinned_memory_is_that_of_torch(text, count, tmp_path):
     found = outcomes_of_the_model(count, text)
     for number, (here, there) in enumerate(zip(found, expected, strict=True)):
         assert here == there, number
+
+
+# --- loops that offload ---
+
+WIDTH = 700  # no power of two
+
+
+def layers():
+    torch.manual_seed(0)
+    stack = (
+        nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
+        for _ in range(3)
+    )
+    return nn.Sequential(*stack)
+
+
+def trained(model, forward, batches=1):
+    """Return a call that trains on some micro-batches of rows, whose forward may offload."""
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def call(rows):
+        optimizer.zero_grad()
+        for _ in range(batches):
+            with forward():
+                loss = model(torch.randn(rows, WIDTH, device="cuda")).square().mean()
+            loss.backward()
+        optimizer.step()
+
+    return call
+
+
+def activations():
+    return trained(layers().cuda(), lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
+
+
+def activations_of_micro_batches():
+    offload = torch.autograd.graph.save_on_cpu
+    return trained(layers().cuda(), lambda: offload(pin_memory=True), batches=3)
+
+
+def activations_by_hand():
+    """Activations that hooks copy to pinned memory on a stream of their own."""
+    side = torch.cuda.Stream()
+
+    def pack(tensor):
+        kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        with torch.cuda.stream(side):
+            kept.copy_(tensor, non_blocking=True)
+        return kept
+
+    def unpack(kept):
+        return kept.to("cuda", non_blocking=True)
+
+    return trained(layers().cuda(), lambda: torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+
+
+def batches_of_a_loader():
+    model, images = layers().cuda(), torch.zeros(2000, WIDTH)
+
+    def call(rows):
+        loader = DataLoader(TensorDataset(images, torch.zeros(2000)), rows, pin_memory=True)
+        for batch, _ in loader:
+            model(batch.to("cuda", non_blocking=True)).square().mean().backward()
+
+    return call
+
+
+def gradients_and_optimizer():
+    """An optimizer on the host: gradients go there, and weights come back from pinned copies."""
+    model = layers().cuda()
+    on_host = [p.detach().cpu().pin_memory() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(on_host)
+
+    def call(rows):
+        model(torch.randn(rows, WIDTH, device="cuda")).square().mean().backward()
+        for weight, kept in zip(model.parameters(), on_host, strict=True):
+            kept.grad = weight.grad.to("cpu", non_blocking=True)
+            weight.grad = None
+        torch.cuda.synchronize()
+        optimizer.step()
+        for weight, kept in zip(model.parameters(), on_host, strict=True):
+            weight.data.copy_(kept, non_blocking=True)
+
+    return call
+
+
+def streamed_weights():
+    """Weights that stay in pinned memory, and come to the card for their layer only."""
+    weights = [torch.randn(WIDTH, WIDTH).pin_memory() for _ in range(6)]
+
+    def call(rows):
+        data = torch.randn(rows, WIDTH, device="cuda")
+        for weight in weights:
+            data = data @ weight.to("cuda", non_blocking=True)
+        kept.append(data.to("cpu", non_blocking=True))
+
+    kept = []
+    return call
+
+
+LOOPS = (
+    activations, activations_of_micro_batches, activations_by_hand, batches_of_a_loader, gradients_and_optimizer,
+    streamed_weights,
+)  # fmt: skip
+ROWS = (300, 130, 1000, 130)
+
+
+def pinned_by(build, session):
+    """Return what is pinned after each call, and at most until then."""
+    with session():
+        call = build()
+    found = []
+    for rows in ROWS:
+        with session():
+            call(rows)
+            torch.empty(1, pin_memory=True)  # torch looks for blocks whose copies have ended
+            stats = torch.cuda.host_memory_stats()
+        found.append((stats["allocated_bytes.current"], stats["allocated_bytes.peak"]))
+    return found
+
+
+def pinned_on_the_bed(text):
+    torch._C._accelerator_setAllocatorSettings(text)
+    torch.cuda.init()
+    found = {}
+    for build in LOOPS:
+        found[build.__name__] = pinned_by(build, contextlib.nullcontext)
+        gc.collect()
+        torch._C._host_emptyCache()
+        torch.cuda.reset_peak_host_memory_stats()
+    return found
+
+
+def pinned_on_simulated_cards(text):
+    settings = AllocatorSettings.from_text(text)
+    cards = (oomprobe.SimulatedDevice("4GiB", settings=settings) for _ in LOOPS)
+    return {
+        build.__name__: pinned_by(build, card.session)
+        for build, card in zip(LOOPS, cards, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["", "pinned_max_round_threshold_mb:1,pinned_max_cached_size_mb:3"]
+)
+def test_loops_pin_on_a_simulated_card_what_they_pin_of_torch(text):
+    found = forked(pinned_on_simulated_cards, text)
+    assert min(peak for calls in found.values() for _, peak in calls) > MIB
+    assert found == forked(pinned_on_the_bed, text, memory="4GiB")

@@ -215,11 +215,11 @@ def test_what_a_simulated_card_answers():
             torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]["current"] == torch.cuda.memory_allocated(),
             torch.cuda.memory_cached() == torch.cuda.memory_reserved() == torch.cuda.device_memory_used(),
             torch.cuda.get_allocator_backend(), torch.cuda.get_arch_list(), torch.cuda.initial_seed() == torch.initial_seed(),
-            torch.cuda.utilization(), torch.cuda.host_memory_stats(), len(torch.cuda.default_generators), kept.is_cuda,
+            torch.cuda.utilization(), torch.cuda.host_memory_stats()["allocated_bytes.peak"], len(torch.cuda.default_generators), kept.is_cuda,
         ))  # fmt: skip
 
     oomprobe.check(nn.Linear(8, 8).eval(), step, 4, device="sim:RTX-4090", progress="off")
-    assert answers[0] == (True, True, "native", ["sm_89"], True, 0, {}, 1, True)
+    assert answers[0] == (True, True, "native", ["sm_89"], True, 0, 0, 1, True)
 
 
 # --- streams ---
