@@ -21,7 +21,7 @@ from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
 from oomprobe.ground.replaced import replaced
-from oomprobe.ground.torch_versions import half_of
+from oomprobe.ground.torch_versions import COUNTS_PINNED_CACHE, half_of
 from oomprobe.records.trials import Verdict
 from oomprobe.tape.snapshot import Snapshot
 from oomprobe.verdicts import Evidence, classify_error
@@ -89,6 +89,7 @@ class AcceleratorDevice(Device):
         self._stated_bytes = stated_bytes
         self._must_cap = stated_bytes is not None or bool(self._notes)
         self._has_released = False
+        self._counts_pinned = self._torch is torch.cuda and COUNTS_PINNED_CACHE
         self._statistics = Statistics(self._torch, index)
         self._calls = CallHistory(self.torch_device, self._statistics, self._usable_bytes)
         self._retries_before = 0  # the current trial
@@ -192,6 +193,8 @@ class AcceleratorDevice(Device):
 
     def start_trial(self) -> None:
         self._torch.reset_peak_memory_stats(self.torch_device)
+        if self._counts_pinned:
+            torch.cuda.reset_peak_host_memory_stats()
         self._statistics.start_trial()
         self._retries_before = self._statistics.total("num_alloc_retries")
         self._calls.start_trial()
@@ -201,10 +204,14 @@ class AcceleratorDevice(Device):
         # Includes one for each out-of-memory error.
         retries = statistics.total("num_alloc_retries") - self._retries_before
         free, _ = self._torch.mem_get_info(self.torch_device)
+        pinned_bytes = None
+        if self._counts_pinned:
+            pinned_bytes = torch.cuda.host_memory_stats()["allocated_bytes.peak"]
         return Usage(
             peak_allocated_bytes=statistics.peak("allocated_bytes"),
             peak_reserved_bytes=statistics.peak("reserved_bytes"),
             alloc_retries=retries,
+            pinned_bytes=pinned_bytes,
             under_pressure=retries > 0 or free < NEARLY_NOTHING * self.total_bytes,
         )
 
@@ -229,9 +236,10 @@ class AcceleratorDevice(Device):
         self._torch.synchronize(self.torch_device)
 
     def release(self) -> None:
-        """Empty the cache, and free the cuBLAS workspaces unless a captured graph may use them."""
+        """Empty the caches, and free the cuBLAS workspaces unless a captured graph may use them."""
         self.synchronize()
         self._torch.empty_cache()
+        getattr(torch._C, "_host_emptyCache", int)()  # of pinned memory
         clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
         if clear is None or self._torch is not torch.cuda:
             return

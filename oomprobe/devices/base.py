@@ -37,6 +37,7 @@ class Usage:
         peak_upper_bytes: Peak reserved if convolutions take the largest workspaces they may want, as far as the cap allows;
             None unless simulated.
         alloc_retries: Number of times the allocator emptied its cache to serve a request.
+        pinned_bytes, host_bytes: Most of the host's memory, as in `Trial`; None if not measured.
         under_pressure: Whether a failure now may be an out-of-memory error: the allocator emptied its cache, or
             almost no memory was free.
     """
@@ -45,6 +46,8 @@ class Usage:
     peak_reserved_bytes: int | None = None
     peak_upper_bytes: int | None = None
     alloc_retries: int = 0
+    pinned_bytes: int | None = None
+    host_bytes: int | None = None
     under_pressure: bool = False
 
 

@@ -229,6 +229,8 @@ class SimulatedDevice(Device):
                 reserved, memory.largest_workspace_bytes, allowed_bytes
             ),
             alloc_retries=memory.alloc_retries,
+            pinned_bytes=memory.host.peak_pinned_bytes,
+            host_bytes=memory.host.peak_bytes,
             under_pressure=memory.alloc_retries > 0,
         )
 

@@ -97,6 +97,9 @@ def uses_lt(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: A
     return VERSION >= (2, 11) or (VERSION == (2, 10) and rows > 1)
 
 
+COUNTS_PINNED_CACHE = VERSION >= (2, 10)  # in torch.cuda.host_memory_stats()
+
+
 # --- autograd and kernels ---
 
 

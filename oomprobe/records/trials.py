@@ -116,6 +116,10 @@ class Trial:
         step_s: Median wall time of a call once every optimizer had stepped; None if no such call completed.
         samples_per_s: ``batch_size / step_s``.
         alloc_retries: Times the allocator had to free its cache to serve a request.
+        pinned_bytes: Most pinned memory of the host during the trial, as torch rounds and keeps it,
+            of all ranks together; None if not measured, as in a replay.
+        host_bytes: The same with other tensors of 1 MiB or more that the trial made in host memory;
+            only simulated cards know.
         leaked_bytes: Memory still in use after the trial and a full clean-up.
         step_leaked_bytes: Memory that each further step leaves in use, not counting uncollected garbage.
         error: Text of the failure; None if it passed.
@@ -149,6 +153,8 @@ class Trial:
     step_s: float | None = None
     samples_per_s: float | None = None
     alloc_retries: int = 0
+    pinned_bytes: Bytes | None = None
+    host_bytes: Bytes | None = None
     leaked_bytes: int = 0
     step_leaked_bytes: int = 0
     error: str | None = None

@@ -92,6 +92,14 @@ def _deaths(size: int, ends: Sequence[int | None]) -> str:
     return f"{text}, the first in call {died[0]}, half by call {died[(len(died) - 1) // 2]}, the last in {died[-1]}"
 
 
+def host_memory(pinned_bytes: int | None, host_bytes: int | None) -> Fact:
+    """Say what the answer took of the host beside the card."""
+    pinned = f"{format_bytes(pinned_bytes or 0)} pinned, as torch rounds it"
+    if host_bytes is None:
+        return Fact(pinned)
+    return Fact(f"{format_bytes(host_bytes)}, of it {pinned}")
+
+
 def throughput(trials: Iterable[Trial], answer: int, *, per_rank: bool) -> list[Fact]:
     """State the rate of the answer, and compare it with the smaller sizes by the spread of repeated trials."""
     rates: dict[int, list[float]] = defaultdict(list)

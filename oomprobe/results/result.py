@@ -31,7 +31,10 @@ from oomprobe.results.why import Explanation
 SCHEMA_VERSION = 1
 MOST_TRIALS = 10_000  # of a file
 # Of a trial, for a summary.
-MEASURED = ("peak_allocated_bytes", "peak_reserved_bytes", "step_s", "samples_per_s")
+MEASURED = (
+    *("peak_allocated_bytes", "peak_reserved_bytes", "step_s", "samples_per_s"),
+    *("pinned_bytes", "host_bytes"),
+)
 Flat = dict[str, int | float | str | bool | None]  # what trackers of experiments take
 WARNING = (
     "WARNING: memory outside this process's allocator changed while probing. Another process, or a library in this one, "
@@ -176,6 +179,16 @@ class ProbeResult(Reported):
             ('batch 896', 'live', True)
         """
         return self.explanation
+
+    @property
+    def pinned_bytes(self) -> int | None:
+        """Pinned host memory that the answer took, as torch rounds and keeps it; None: unknown."""
+        return None if self.confirmation is None else self.confirmation.pinned_bytes
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The same with other tensors that it made in host memory, which only simulated cards know."""
+        return None if self.confirmation is None else self.confirmation.host_bytes
 
     def plan(self, global_batch: int, world_size: int | None = None) -> tuple[PlanEntry, ...]:
         """Return ways to reach a global batch with gradient accumulation, best first.
@@ -432,6 +445,8 @@ def facts_of(result: ProbeResult, *, verbose: bool) -> Facts:
         )
     if result.explanation is not None:
         sentences["why"] = [Fact(result.explanation.in_short())]
+    if result.pinned_bytes or result.host_bytes:
+        sentences["host memory"] = [facts.host_memory(result.pinned_bytes, result.host_bytes)]
     sentences["holds for"] = [_holds_for(result)]
     sentences["throughput"] = facts.throughput(
         result.trials, result.batch_size, per_rank=_counts_per_rank(result)

@@ -368,6 +368,8 @@ class TrialCalls:
             step_s=step_s,
             samples_per_s=request.batch_size / step_s if step_s and is_timed else None,
             alloc_retries=usage.alloc_retries,
+            pinned_bytes=usage.pinned_bytes,
+            host_bytes=usage.host_bytes,
             settled_after=settled_after,
             error=error,
             where=None if failure is None else failure.where,

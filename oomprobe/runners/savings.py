@@ -100,9 +100,6 @@ class Savings:
         # Expandable segments are a setting of the process.
         self._saving = tuple(name for name in saving if name != EXPANDABLE)
         self._type = "cuda" if device is None or device.is_simulated else device.torch_device.type
-        self._pins = (
-            OFFLOAD in self._saving and device is not None and device.torch_device.type == "cuda"
-        )
         self.typed: dict[str, str] = {}
         self._why_not: dict[str, str] = {}  # the savings that did nothing in a call
         self._scopes: list[_Scope] = []
@@ -119,10 +116,8 @@ class Savings:
         return self._recomputed_calls / self._forward_calls
 
     def start_trial(self) -> None:
-        """Let go of what the last trial's loss scaler held, and of host memory that was pinned for it."""
+        """Let go of what the last trial's loss scaler held."""
         self._scaler = None
-        if self._pins:
-            getattr(torch._C, "_host_emptyCache", int)()
 
     @contextmanager
     def on(self, model: torch.nn.Module) -> Iterator[None]:

@@ -291,3 +291,53 @@ def test_loops_pin_on_a_simulated_card_what_they_pin_of_torch(text):
     found = forked(pinned_on_simulated_cards, text)
     assert min(peak for calls in found.values() for _, peak in calls) > MIB
     assert found == forked(pinned_on_the_bed, text, memory="4GiB")
+
+
+# --- of a trial ---
+
+
+def offloading():
+    """A step that offloads its activations, and pins 5 MiB more at first."""
+    model, calls = layers().cuda(), []
+    call = trained(model, lambda: torch.autograd.graph.save_on_cpu(pin_memory=True))
+
+    def step(model, batch_size):
+        if not calls:
+            calls.append(torch.empty(5 * MIB, dtype=torch.uint8, pin_memory=True))
+        call(batch_size)
+
+    return model, step
+
+
+def taken(device, **options):
+    """Return what a check of one size, after one of twice as much, took of the host, and what its report says."""
+    target = f"{__file__}:offloading"
+    results = [
+        oomprobe.check_target(target, size, device=device, progress="off", **options)
+        for size in (600, 300)
+    ]
+    return [(one.pinned_bytes, one.host_bytes, "host memory" in str(one)) for one in results]
+
+
+def test_a_trial_tells_what_it_took_of_the_host():
+    found = forked(taken, "sim:4GiB")
+    assert found == [(pinned, pinned, True) for pinned, _, _ in found]
+    assert [pinned for pinned, _, _ in found] == sorted({one[0] for one in found}, reverse=True)
+    on_the_bed = forked(taken, "cuda", memory="4GiB")
+    assert on_the_bed == [(pinned, None, True) for pinned, _, _ in found]
+
+
+@pytest.mark.parametrize("device", ["cuda", "sim:4GiB"])
+def test_trials_begin_without_pinned_memory_of_earlier_ones(device):
+    def searched():
+        limits = {"min_batch": 64, "max_batch": 256, "device": device, "progress": "off"}
+        result = oomprobe.probe_target(f"{__file__}:offloading", **limits)
+        return [(trial.batch_size, trial.pinned_bytes) for trial in result.trials]
+
+    found = forked(searched, memory="4GiB")
+    by_size = {}
+    for size, pinned_bytes in found:
+        if pinned_bytes is not None:
+            by_size.setdefault(size, set()).add(pinned_bytes)
+    assert all(len(figures) == 1 for figures in by_size.values()), found
+    assert len(by_size) > 1

@@ -115,6 +115,11 @@ def _most(values: Iterable[Number | None]) -> Number | None:
     return max((value for value in values if value is not None), default=None)
 
 
+def _sum(values: Sequence[Number | None]) -> Number | None:
+    known = [value for value in values if value is not None]
+    return sum(known[1:], known[0]) if known else None
+
+
 def _first(texts: Iterable[str | None]) -> str | None:
     return next((text for text in texts if text is not None), None)
 
@@ -137,6 +142,8 @@ _TRIAL_OF_ALL: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "peak_reserved_bytes": _most,
     "step_s": _most,  # training waits for the slowest rank
     "alloc_retries": max,
+    "pinned_bytes": _sum,  # they share the host
+    "host_bytes": _sum,
     "leaked_bytes": max,
     "step_leaked_bytes": max,
 }
