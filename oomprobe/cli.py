@@ -488,7 +488,8 @@ def parser() -> argparse.ArgumentParser:
         metavar, group = option.metadata["metavar"], groups[option.metadata["group"]]
         kind: dict[str, Any] = {"action": "store_true"}
         if metavar:
-            kind = {"metavar": metavar, "type": int if metavar == "N" else float}
+            kinds = {"N": int, "SIZE": str}
+            kind = {"metavar": metavar, "type": kinds.get(metavar, float)}
         add(group, _flag(option.name), dest=option.name, help=option.metadata["help"], **kind)
     add(search, "--require", type=_parse_size, metavar="N", default=None)
     add(search, "--world-size", type=_parse_size, metavar="N", default=None)
@@ -663,7 +664,8 @@ def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str |
         return ONLY_FOR_COMMANDS if is_for_commands else None
     if arguments.target is not None:
         return TWO_TARGETS.format(target=arguments.target)
-    of_targets = ("breakdown", "isolate", "nproc_per_node", "over", "savings", "epoch", "tokens")
+    of_targets = ("breakdown", "host_memory", "isolate", "nproc_per_node", "over", "savings")
+    of_targets += ("epoch", "tokens")
     options = _flags([name for name in of_targets if hasattr(arguments, name)])
     if options:
         return NOT_FOR_COMMANDS.format(options=options)

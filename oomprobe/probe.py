@@ -59,6 +59,7 @@ def find_max_batch(
     resolution: float = RESOLUTION,
     time_limit_s: float | None = None,
     trial_time_limit_s: float | None = None,
+    host_memory: str | None = None,
     breakdown: bool = False,
     progress: Progress = "auto",
     epoch: Epoch | Mapping[str, Epoch] | None = None,
@@ -101,6 +102,9 @@ def find_max_batch(
         time_limit_s: Seconds for the whole probe, above 0; None for no limit. A step that hangs inside a single C call
             is not interrupted.
         trial_time_limit_s: Seconds for one trial, above 0; None for no limit.
+        host_memory: Host memory that a size may take, such as "64GiB": pinned memory as torch takes
+            it, and on a simulated card other tensors of 1 MiB or more; None for no limit but that
+            of the machine. With a limit, a step that takes host memory runs at every size.
         breakdown: Run one more step at the answer to record what held the memory (`ProbeResult.breakdown`).
         progress: "auto" (on stderr: a live line on a terminal and in a notebook, otherwise a line for each trial), "plain",
             "off", or a function that is called with each `Trial`.
@@ -147,6 +151,7 @@ def find_max_batch(
             resolution=resolution,
             time_limit_s=time_limit_s,
             trial_time_limit_s=trial_time_limit_s,
+            host_memory=host_memory,
             breakdown=breakdown,
         )
         order = Order(
@@ -328,7 +333,7 @@ def check(
     Half of a size that fits runs too, to show that the step uses its batch size.
 
     `options` are those of `find_max_batch` that concern no search: `device`, `memory_fraction`, `confirm_steps`, `preserve`,
-    `time_limit_s`, `breakdown` and `progress`.
+    `time_limit_s`, `host_memory`, `breakdown` and `progress`.
 
     Raises:
         NothingFitsError: the size does not fit.
@@ -500,8 +505,8 @@ def probe_command(
             it has done. None: such a trial passes when the command exits with 0.
         keep_writes: Whether trials change your files. Otherwise Python changes copies, which go
             after each trial.
-        **options: Those of `find_max_batch`, except `preserve` and `breakdown`. `device` is None, for the devices that the command
-            chooses, or a simulated card for each of its processes that trains, such as ``"sim:24GiB"``. `resolution` is 1/64 by
+        **options: Those of `find_max_batch`, except `preserve`, `host_memory` and `breakdown`.
+            `device` is None, for the devices that the command chooses, or a simulated card for each of its processes that trains, such as ``"sim:24GiB"``. `resolution` is 1/64 by
             default, and the plan for `global_batch` is printed but not run.
 
     Returns:

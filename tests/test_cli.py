@@ -185,7 +185,12 @@ def parsed(*arguments):
     return parser().parse_args(["run", "train:build", *arguments], argparse.Namespace(command=None))
 
 
-VALUES = {"memory_fraction": 0.5, "resolution": 0.5, "breakdown": None}  # of flags: none
+VALUES = {
+    "memory_fraction": 0.5,
+    "resolution": 0.5,
+    "breakdown": None,
+    "host_memory": "64GiB",
+}  # of flags: none
 FLAGS = {
     option.name: [
         "--" + option.name.removesuffix("_s").replace("_", "-"),

@@ -38,6 +38,7 @@ RANGES = {
     "memory_fraction": "above 0 and at most 1 (0.9 is 90 %)",
     "resolution": "at least 0 and under 1",
     "breakdown": "True or False",
+    "host_memory": "a text such as '64GiB'",
 }
 
 
@@ -56,8 +57,17 @@ def refused(call, *arguments):
         (["memory_fraction"], [0, -0.0, -1, 1.0000001, 90, None, *NOT_NUMBERS]),
         (["resolution"], [-0.1, 1, 1.5, None, *NOT_NUMBERS]),
         (["breakdown"], [0, 1, None, "yes"]),
+        (["host_memory"], [0, 8, 64.0, True, b"8GiB"]),
     ],
-    ids=["sizes", "sizes with a default", "times", "memory_fraction", "resolution", "breakdown"],
+    ids=[
+        "sizes",
+        "sizes with a default",
+        "times",
+        "memory_fraction",
+        "resolution",
+        "breakdown",
+        "host_memory",
+    ],
 )
 def test_a_number_out_of_its_range_is_refused(names, values):
     for name, value in itertools.product(names, values):

@@ -11,22 +11,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 
-from oomprobe.allocator.caching import AllocatorOutOfMemory
 from oomprobe.allocator.segments import MIB
 from oomprobe.allocator.settings import AllocatorSettings
 
 _DEFAULTS = AllocatorSettings()
-REFUSED = (  # torch says no more
-    "CUDA error: out of memory: the host has {capacity} bytes to pin, {reserved} of them are "
-    "pinned already, and {size} more were requested for {nbytes}"
-)
 
 
 class PinnedAllocator:
     """Allocator of pinned host memory for one process.
 
     Args:
-        capacity_bytes: Memory of the host that can be pinned, 0 or more; None: any amount.
         settings: Settings from ``PYTORCH_ALLOC_CONF``, of which those of pinned memory count.
 
     Attributes:
@@ -48,10 +42,8 @@ class PinnedAllocator:
         True
     """
 
-    def __init__(
-        self, capacity_bytes: int | None = None, settings: AllocatorSettings = _DEFAULTS
-    ) -> None:
-        self.capacity_bytes, self.settings = capacity_bytes, settings
+    def __init__(self, settings: AllocatorSettings = _DEFAULTS) -> None:
+        self.settings = settings
         self.reserved_bytes = self.peak_reserved_bytes = self.active_bytes = 0
         self.pins = self.unpins = 0
         self._sizes: dict[int, int] = {}  # of all blocks, by handle
@@ -66,11 +58,7 @@ class PinnedAllocator:
         self._reached = defaultdict[int, int](int)  # how far each stream has come
 
     def malloc(self, nbytes: int) -> int:
-        """Return the handle of a block, a free one if there is one as large; 0 for no bytes.
-
-        Raises:
-            AllocatorOutOfMemory: the host has no more. Torch does not empty this cache first.
-        """
+        """Return the handle of a block, a free one if there is one as large; 0 for no bytes."""
         if nbytes <= 0:
             return 0
         self._process_events()
@@ -85,15 +73,6 @@ class PinnedAllocator:
                 kept.remove(handle)
                 self.active_bytes += self._sizes[handle]
                 return handle
-        if self.capacity_bytes is not None and self.reserved_bytes + size > self.capacity_bytes:
-            raise AllocatorOutOfMemory(
-                REFUSED.format(
-                    capacity=self.capacity_bytes,
-                    reserved=self.reserved_bytes,
-                    size=size,
-                    nbytes=nbytes,
-                )
-            )
         self.pins += 1
         self._sizes[self.pins] = size
         self.active_bytes += size

@@ -2,9 +2,42 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from oomprobe.records.trials import Measured, Runner, Trial, Verdict
+from oomprobe.ground.units import format_bytes
+from oomprobe.records.trials import Measured, Outcome, Runner, Trial, Verdict
+
+OVER_HOST = (
+    "{taken} of host memory were taken, {pinned} of them pinned, and host_memory allows {limit}"
+)
+
+
+class HostBudget:
+    """The host memory that a size may take.
+
+    Attributes:
+        is_taken: Whether it is limited and a trial took some: then sizes must run, as a replay does
+            not tell what it takes.
+    """
+
+    def __init__(self, limit_bytes: float) -> None:
+        self._limit_bytes, self.is_taken = limit_bytes, False
+
+    def judge(self, outcome: Outcome) -> Outcome:
+        """Let a trial that passed fail if it took more."""
+        trial = outcome.trial
+        taken_bytes = max(trial.host_bytes or 0, trial.pinned_bytes or 0)
+        self.is_taken |= taken_bytes > 0 and self._limit_bytes < math.inf
+        if not trial.passed or taken_bytes <= self._limit_bytes:
+            return outcome
+        error = OVER_HOST.format(
+            taken=format_bytes(taken_bytes),
+            pinned=format_bytes(trial.pinned_bytes or 0),
+            limit=format_bytes(self._limit_bytes),
+        )
+        return replace(outcome, trial=replace(trial, verdict=Verdict.HOST_OOM, error=error))
 
 
 class Budget:

@@ -23,6 +23,7 @@ class CheckOptions(TypedDict, total=False):
     confirm_steps: int | None
     preserve: Iterable[Any]
     time_limit_s: float | None
+    host_memory: str | None
     breakdown: bool
     progress: Progress
     epoch: Epoch | Mapping[str, Epoch] | None

@@ -13,7 +13,7 @@ from oomprobe.errors import (
     UnreliableError,
 )
 from oomprobe.ground.words import count
-from oomprobe.probing.budget import Budget
+from oomprobe.probing.budget import Budget, HostBudget
 from oomprobe.probing.neighbours import Neighbours
 from oomprobe.probing.second_tries import AsBuilt, Deaths
 from oomprobe.records.axis import NO_AXIS, Axis
@@ -86,6 +86,7 @@ class Session:
         self.options = options.within(self.most)
         self.notes, self.in_steps_s = Notes(), 0.0
         self.budget = Budget(runner, options.memory_fraction)
+        self.host = HostBudget(options.host_limit_bytes)
         self.program = Program(runner.facts, options, clock, row)
         self.deaths = Deaths(runner, clock, trials)
         self.as_built = AsBuilt(runner, options.memory_fraction)
@@ -295,7 +296,7 @@ class Session:
         while True:
             self.reporter.started(request.batch_size, request.phase)
             self._asked_calls = most_calls(request)
-            outcome = self.runner.run(self.with_evidence(request))
+            outcome = self.host.judge(self.runner.run(self.with_evidence(request)))
             self.take_over(outcome)
             again = self._second_try(request, outcome)
             if again is None:
@@ -321,6 +322,7 @@ class Session:
         """Add the deadline and the evidence from earlier trials."""
         return replace(
             request,
+            exact=request.exact or self.host.is_taken,
             deadline_s=self.clock.deadline_s(),
             passed=tuple(
                 {

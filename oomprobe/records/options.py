@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
+from oomprobe.ground.units import parse_bytes
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.sizes import Sizes
 
@@ -89,6 +90,13 @@ def check_flag(name: str, value: object) -> None:
         raise InvalidArgumentError(f"{name} must be True or False, not {value!r}")
 
 
+def check_memory(name: str, value: object) -> None:
+    """Raise InvalidArgumentError unless `value` is a text such as "64GiB"."""
+    if not isinstance(value, str):
+        raise InvalidArgumentError(f"{name} must be a text such as '64GiB', not {value!r}")
+    parse_bytes(value)  # raises
+
+
 def _option(
     default: object,
     group: str,
@@ -150,6 +158,14 @@ class Options:
         None, "search", "S", "seconds for the whole probe", _LIMIT, in_checks=True
     )
     trial_time_limit_s: float | None = _option(None, "search", "S", "seconds for one trial", _LIMIT)
+    host_memory: str | None = _option(
+        None,
+        "memory",
+        "SIZE",
+        "host memory that a size may take, such as 64GiB (no limit but the machine's)",
+        check_memory,
+        in_checks=True,
+    )
     breakdown: bool = _option(
         False,
         "memory",
@@ -211,6 +227,11 @@ class Options:
                 f"the data set has {max_batch} examples, too few for {', '.join(asked)}"
             )
         return replace(self, max_batch=max_batch)
+
+    @property
+    def host_limit_bytes(self) -> float:
+        """The most host memory that a size may take."""
+        return math.inf if self.host_memory is None else parse_bytes(self.host_memory)
 
     @property
     def sizes(self) -> Sizes:

@@ -27,7 +27,7 @@ class HostMemory:
     """
 
     def __init__(self, settings: AllocatorSettings, lock: RLock) -> None:
-        self.pinned = PinnedAllocator(settings=settings)
+        self.pinned = PinnedAllocator(settings)
         self._lock = lock
         # By storage: its block, or None where it is not pinned; its bytes; what sees it die.
         self._held: dict[int, tuple[int | None, int, weakref.ref[_Storage]]] = {}

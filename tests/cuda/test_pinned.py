@@ -104,7 +104,7 @@ def joined(rank, folder):
 
 def outcomes_of_the_model(count, text):
     allocator, handles, busy, results = (
-        PinnedAllocator(settings=AllocatorSettings.from_text(text)),
+        PinnedAllocator(AllocatorSettings.from_text(text)),
         {},
         set(),
         [],
@@ -341,3 +341,39 @@ def test_trials_begin_without_pinned_memory_of_earlier_ones(device):
             by_size.setdefault(size, set()).add(pinned_bytes)
     assert all(len(figures) == 1 for figures in by_size.values()), found
     assert len(by_size) > 1
+
+
+@pytest.mark.parametrize("device", ["cuda", "sim:1GiB"])
+def test_host_memory_limits_a_size(device):
+    def searched(**host):
+        target, options = f"{__file__}:offloading", {"device": device, "progress": "off"}
+        sizes = {"min_batch": 256, "max_batch": 640, "multiple_of": 64}
+        return oomprobe.probe_target(target, **sizes, **options, **host)
+
+    def bracketed():
+        result = searched(host_memory="96MiB")
+        [failed] = {
+            (trial.verdict, trial.batch_size)
+            for trial in result.trials
+            if trial.batch_size == result.first_failing_batch_size
+        }
+        return result.limited_by, result.batch_size, failed, result.pinned_bytes, str(result)
+
+    limited_by, size, failed, pinned_bytes, report = forked(bracketed, memory="1GiB", limit_s=200)
+    assert (limited_by, failed) == ("host_memory", (oomprobe.Verdict.HOST_OOM, size + 64))
+    assert pinned_bytes <= 96 * MIB
+    assert f"host memory; batch {size} ran" in report
+    assert forked(lambda: searched().limited_by, memory="1GiB", limit_s=200) == "max_batch"
+
+
+def test_host_memory_too_small_for_the_smallest_size_says_so():
+    def checked():
+        with pytest.raises(oomprobe.NothingFitsError) as caught:
+            oomprobe.check_target(
+                f"{__file__}:offloading", 600, device="sim:4GiB", host_memory="8MiB", progress="off"
+            )
+        return str(caught.value)
+
+    said = forked(checked)
+    assert "of host memory were taken, " in said
+    assert "of them pinned, and host_memory allows 8.00 MiB" in said
