@@ -5,8 +5,8 @@ splits them for smaller requests and merges free neighbours; only an unsplit seg
 driver. Driver refusals are pure arithmetic, so a recorded step can be replayed against any capacity.
 
 Each stream has free blocks of its own. Streams do all their work at once, but a block that another
-stream has used waits until `synchronize`: a card may be as late. Not modelled: private pools (CUDA
-graphs), multiple processes. Docstrings name the functions of torch that do the same.
+stream has used waits until `synchronize`: a card may be as late. Not modelled: multiple processes.
+Docstrings name the functions of torch that do the same.
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch, and c10/core/AllocatorConfig.h of torch 2.13.
 """
@@ -26,6 +26,7 @@ from oomprobe.allocator.blocks import (
     PLACE_BITS,
     SMALLEST_BLOCK,
 )
+from oomprobe.allocator.pools import Pools
 from oomprobe.allocator.segments import MIB, SMALL, Segments
 from oomprobe.allocator.settings import AllocatorSettings, BlockOrder
 
@@ -85,9 +86,9 @@ class CachingAllocator:
     """
 
     __slots__ = (  # makes single requests a third faster
-        "_ages", "_allocated", "_collects", "_least", "_live", "_odd", "_orders_blocks", "_peak", "_pools",
+        "_ages", "_allocated", "_collects", "_least", "_live", "_odd", "_orders_blocks", "_peak",
         "_requested", "_rounds_up", "_searches", "_shared", "_waiting", "alloc_retries", "log", "ooms",
-        "segments", "served", "served_bytes", "settings", "stream",
+        "pools", "segments", "served", "served_bytes", "settings",
     )  # fmt: skip
     capacity_bytes = _of_segments("capacity_bytes", "Memory that the driver can give.")
     total_bytes = _of_segments("total_bytes", "The card's total memory.")
@@ -105,7 +106,7 @@ class CachingAllocator:
         if total_bytes is None:
             total_bytes = capacity_bytes
         self.segments = Segments(settings, capacity_bytes, total_bytes)
-        self._pools: dict[int, tuple[int, int]] = {}  # for large and for small blocks, by stream
+        self.pools = Pools(self.segments.blocks)
         self._shared = set[int]()  # blocks that another stream than their own has used
         self._waiting: list[int] = []  # those of them that are freed, but perhaps still in use
         self._live: dict[int, int] = {}  # blocks by handle
@@ -118,7 +119,6 @@ class CachingAllocator:
         self._searches = 0  # for large blocks while garbage is collected
         self._ages: dict[int, int] = {}  # searches before a free large block became one, by key
         self.set(settings)
-        self.use_stream(0)
 
     def set(self, settings: AllocatorSettings) -> None:
         """Follow these settings from now on; blocks stay where they are."""
@@ -141,9 +141,19 @@ class CachingAllocator:
 
     def use_stream(self, stream: int) -> None:
         """Serve later requests from the blocks of a stream; 0: the default one."""
-        if stream not in self._pools:
-            self._pools[stream] = self.segments.blocks.add_pool(), self.segments.blocks.add_pool()
-        self.stream = stream
+        self.pools.use_stream(stream)
+
+    @property
+    def stream(self) -> int:
+        """The current stream."""
+        return self.pools.stream
+
+    def drop_pool(self, private: int) -> None:
+        """~MemPool: let go of what `Pools.make` made."""
+        if private in self.pools.overflow:
+            self.pools.overflow.remove(private)
+        self.pools.release(private)
+        self.empty_cache(private)
 
     def malloc(self, nbytes: int) -> int:
         """Allocate a block of the current stream.
@@ -197,11 +207,11 @@ class CachingAllocator:
         ages, now = self._ages, self._searches
         keys = [
             key
-            for large, _ in self._pools.values()
+            for large in self.pools.of_streams()
             for key in self.segments.blocks.free[large][0][1:-1]
         ]
         self._ages = {key: ages.get(key, now) for key in keys}
-        self._searches += request > _SMALL_SIZE
+        self._searches += request > _SMALL_SIZE and not self.pools.active
         by_block = self._orders_blocks
         place = self.segments.blocks.place
         if request > 0:
@@ -242,7 +252,7 @@ class CachingAllocator:
 
     def share(self, block: int, stream: int) -> bool:
         """As `record_stream`, of a block that `run` has added."""
-        if self.segments.blocks.pool_of[block] in self._pools.get(stream, ()):
+        if self.pools.stream_of(self.segments.blocks.pool_of[block]) == stream:
             return False
         self._shared.add(block)
         return True
@@ -262,11 +272,15 @@ class CachingAllocator:
             else:
                 blocks.append(self.malloc(step))
 
-    def empty_cache(self) -> None:
-        """release_cached_blocks: give the driver back every unused segment, or page of one."""
-        self.synchronize()
-        for _, numbers in self.segments.blocks.free:
-            for block in numbers[1:-1]:
+    def empty_cache(self, private: int = 0) -> None:
+        """release_cached_blocks: give the driver back every unused segment, or page of one.
+
+        Of a private pool only its own; 0: all but those of private pools that have users.
+        """
+        if not self.pools.captures:
+            self.synchronize()
+        for pool in self.pools.releasable(private):
+            for block in self.segments.blocks.free[pool][1][1:-1]:
                 self.segments.release(block)
 
     def reset_peaks(self) -> None:
@@ -326,7 +340,7 @@ class CachingAllocator:
         ]
         free = [key for keys, _ in self.segments.blocks.free for key in keys[1:-1]]
         figures = self.stream, self.settings, self.reserved_bytes, self.alloc_retries
-        return places, free, *figures
+        return places, free, self.pools.active.copy(), *figures
 
     def stats(self) -> dict[str, int]:
         """Return figures by their names in ``torch.cuda.memory_stats``, for all pools together."""
@@ -364,42 +378,54 @@ class CachingAllocator:
             if isinstance(value, (list, dict, set, Segments)):
                 value = value.copy()
             setattr(twin, name, value)
+        twin.pools = self.pools.copy(twin.segments.blocks)
         twin.log = None
         return twin
 
     # --- when no free block fits ---
 
-    def _found(self, pool: int, at: int, wanted: int) -> tuple[int, int]:
+    def _found(self, pool: int, at: int, wanted: int) -> tuple[int, int, int]:
         """malloc, where the first block that is large enough may not do, or there is none.
 
-        Returns where the block to take is in its pool, and what must remain of it to be split off.
+        Returns the pool, where the block to take is in it, and what must remain to be split off.
         """
         at = self.segments.best_fit(pool, at, wanted)
         if not at:
-            at = self._from_driver(pool, wanted)
-        least = self._least[pool & 1]
+            pool, at = self._from_driver(pool, wanted)
+        least = self.least(pool)
         if wanted >= self.segments.max_split and not self.settings.expandable_segments:
             least = NEVER
-        return at, least
+        return pool, at, least
 
-    def _from_driver(self, pool: int, wanted: int) -> int:
+    def least(self, pool: int) -> int:
+        """should_split: return what must remain of a block of a pool."""
+        if self.pools.private_of(pool) in self.pools.unsplit:
+            return NEVER
+        return self._least[pool & 1]
+
+    def _from_driver(self, pool: int, wanted: int) -> tuple[int, int]:
         """Reserve a segment, releasing more and more of the cache until it fits.
 
-        Returns where its block is in the pool.
+        Returns the pool, and where its block is in it.
         """
         nbytes = self.segments.segment_bytes(wanted >> BYTE_BITS)
         if self._collects and self.limit_bytes is not None:
             free = self.segments.blocks.free
             ages = {}
-            for large, _ in self._pools.values():
+            for large in self.pools.of_streams():
                 for key, block in zip(*free[large], strict=True):
                     ages[block] = self._searches - self._ages.get(key, self._searches)
             del ages[0]  # stands at both ends of each pool
             self.segments.collect(ages)
         at = self.segments.new_segment(pool, wanted, nbytes)
+        if not at:
+            for fallback, first in self.pools.overflowing(pool, wanted):
+                at = self.segments.best_fit(fallback, first, wanted)
+                if at:
+                    return fallback, at
         if not at and self.segments.release_oversized(pool, wanted):
             at = self.segments.new_segment(pool, wanted, nbytes)
-        if not at:
+        if not at and not self.pools.captures:
             self.empty_cache()
             self.alloc_retries += 1
             at = self.segments.new_segment(pool, wanted, nbytes)
@@ -408,7 +434,7 @@ class CachingAllocator:
             if self.log is not None:
                 self.log.append((0, wanted >> BYTE_BITS))
             raise AllocatorOutOfMemory(oom_message(self, nbytes))
-        return at
+        return pool, at
 
 
 def _make_requests(  # noqa: PLR0915
@@ -419,8 +445,8 @@ def _make_requests(  # noqa: PLR0915
     size, place, before = all_blocks.size, all_blocks.place, all_blocks.before
     after, is_free, mapped = all_blocks.after, all_blocks.is_free, all_blocks.mapped
     pool_of, pools, spare = all_blocks.pool_of, all_blocks.free, all_blocks.spare
-    large, small = allocator._pools[allocator.stream]
-    least_large, least_small = allocator._least
+    large, small = allocator.pools.serving
+    least_large, least_small = allocator.least(large), allocator.least(small)
     allocated, peak = allocator._allocated, allocator._peak
     shared, odd, push = allocator._shared, allocator._odd, blocks.append
     expands = allocator.settings.expandable_segments
@@ -469,7 +495,8 @@ def _make_requests(  # noqa: PLR0915
         at = bisect_left(keys, wanted)  # get_free_block
         if keys[at] >= odd or (expands and not mapped[after[numbers[at]]]):
             allocator._allocated, allocator._peak = allocated, peak
-            at, least = allocator._found(pool, at, wanted)
+            pool, at, least = allocator._found(pool, at, wanted)
+            keys, numbers = pools[pool]
         block = numbers[at]
         rest = size[block] - wanted
         if rest < least:
@@ -527,7 +554,7 @@ def adopt(
             f"a block or an end of a segment of {nbytes} bytes is at no multiple of 512"
         )
     largest = max(dict(blocks).values(), default=nbytes // 2)
-    pool = allocator._pools[allocator.stream][largest <= SMALL]
+    pool = allocator.pools.serving[largest <= SMALL]
     end = address + nbytes
     place = allocator.segments.new_order(address)
     whole = allocator.segments.blocks.new(pool, nbytes << BYTE_BITS, place)
@@ -576,6 +603,12 @@ def oom_message(allocator: CachingAllocator, segment: int) -> str:
         allocator.total_bytes,
     )
     free = allocator.capacity_bytes - reserved
+    private, private_bytes = "", allocator.pools.free_private_bytes()
+    if private_bytes:  # as torch calls what is free there
+        private = (
+            f"with {_size_text(private_bytes)} allocated in private pools (e.g., CUDA Graphs), "
+        )
+        allocated += private_bytes
     allowed = ""
     if allocator.limit_bytes is not None:
         allowed = f"{_size_text(allocator.limit_bytes)} allowed; "
@@ -583,7 +616,7 @@ def oom_message(allocator: CachingAllocator, segment: int) -> str:
         f"CUDA out of memory. Tried to allocate {_size_text(segment)}. GPU 0 has a total capacity of "
         f"{_size_text(total)} of which {_size_text(free)} is free. Including non-PyTorch memory, this process has "
         f"{_size_text(total - free)} memory in use. {allowed}Of the allocated memory {_size_text(allocated)} is "
-        f"allocated by PyTorch, and {_size_text(reserved - allocated)} is reserved by PyTorch but unallocated. If "
+        f"allocated by PyTorch, {private}and {_size_text(reserved - allocated)} is reserved by PyTorch but unallocated. If "
         "reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
         "fragmentation.  See documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/"
         "cuda.html#optimizing-memory-usage-with-pytorch-cuda-alloc-conf)"

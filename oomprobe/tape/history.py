@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from oomprobe.allocator.blocks import SMALLEST_BLOCK
 from oomprobe.allocator.segments import LARGE_SEGMENT
-from oomprobe.tape.snapshot import Event, Frames, Snapshot
+from oomprobe.tape.snapshot import NO_POOL, Event, Frames, Snapshot
 
 _MAKES = {
     "segment_alloc": 1,
@@ -28,6 +28,7 @@ class Live:
     requested: int
     stream: int
     frames: Frames
+    pool: tuple[int, ...] = NO_POOL
 
     @property
     def size(self) -> int:
@@ -68,12 +69,13 @@ class History:
         self.snapshot, self.events = snapshot, snapshot.events
         self._actions = {event.action for event in snapshot.events}
         self.begins = {
-            start: Live(nbytes, s.stream, frames)
+            start: Live(nbytes, s.stream, frames, s.pool)
             for s in snapshot.segments
             for start, nbytes, frames in s.blocks
         }
         self.segments = {
-            segment.address: (segment.size, segment.stream) for segment in snapshot.segments
+            segment.address: (segment.size, segment.stream, segment.pool)
+            for segment in snapshot.segments
         }
         self.reserved_at_end = sum(segment.size for segment in snapshot.segments)
         self.reserved_at_begin = self.reserved_at_end
@@ -90,11 +92,11 @@ class History:
             case "alloc":
                 del self.begins[event.address]
             case "free_completed":
-                self.begins[event.address] = Live(event.size, event.stream, ())
+                self.begins[event.address] = Live(event.size, event.stream, (), event.pool)
             case "segment_alloc":
                 del self.segments[event.address]
             case "segment_free":
-                self.segments[event.address] = (event.size, event.stream)
+                self.segments[event.address] = (event.size, event.stream, event.pool)
 
     @property
     def is_expandable(self) -> bool:

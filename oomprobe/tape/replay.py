@@ -53,14 +53,12 @@ def replayed(history: History) -> Replay:
     """Replay a history under both settings, by the rule of torch's versions that fits it best.
 
     Raises:
-        NotSimulated: the allocator had settings, or pools, that are not simulated.
+        NotSimulated: the allocator had settings that are not simulated.
         Contradiction: the blocks in use when recording began overlap.
     """
     snapshot = history.snapshot
     if not any(event.action in ("alloc", "oom") for event in snapshot.events):
         raise NotSimulated("no request was recorded, so that this is the state at the end")
-    if snapshot.pools() != {NO_POOL}:
-        raise NotSimulated("it has private pools, as CUDA graphs use them, which are not simulated")
     try:
         return _replayed(history, _recorded(history))
     except AllocatorOutOfMemory:
@@ -155,7 +153,7 @@ def _peak_bytes(
             if (
                 event is refused
             ):  # served this time, and its block freed at once: what came after did not have it
-                allocator.use_stream(event.stream)
+                _turn_to(allocator, event.stream, event.pool)
                 allocator.free(allocator.malloc(event.size))
     except AllocatorOutOfMemory:
         return None
@@ -169,7 +167,7 @@ def _serve(
     blocks = _begin(
         history, allocator, requests_begin=settings.expandable_segments and not history.tells_pages
     )
-    was_release = False
+    releasing: tuple[int, ...] | None = None  # the pool whose segments are given back
     # With these, the allocator gives back some segments and keeps others; pages always all.
     is_partial = bool(settings.max_split_size_mb or settings.garbage_collection_threshold)
     is_partial &= not settings.expandable_segments
@@ -177,16 +175,45 @@ def _serve(
         is_release = event.action in _RELEASES
         match event.action:
             case "alloc":
-                allocator.use_stream(event.stream)
+                _turn_to(allocator, event.stream, event.pool)
                 blocks[event.address] = allocator.malloc(event.size)
             case "free_completed":
                 allocator.free(blocks.pop(event.address))
         if is_release and is_partial:
             allocator.segments.release_one(event.size)
-        elif is_release and not was_release:
-            allocator.empty_cache()
-        was_release = is_release
+        elif is_release and event.pool != releasing:
+            _release(allocator, event.pool)
+        releasing = event.pool if is_release else None
         yield event
+
+
+def _turn_to(allocator: CachingAllocator, stream: int, pool: tuple[int, ...]) -> None:
+    """Let a stream's next requests come from a pool, which stays until its segments go back."""
+    allocator.use_stream(stream)
+    number = _number(pool)
+    if allocator.pools.active == [number] or not (number or allocator.pools.active):
+        return
+    for used in [*allocator.pools.active]:
+        allocator.pools.leave(used)
+        allocator.pools.release(used)
+    if number:
+        if not allocator.pools.users[number]:
+            allocator.pools.make(number)
+        allocator.pools.use(number, captures=pool[0] > 0)
+
+
+def _release(allocator: CachingAllocator, pool: tuple[int, ...]) -> None:
+    """Give back what a pool has free; a private one has then lost its users."""
+    _turn_to(allocator, allocator.stream, NO_POOL)
+    number = _number(pool)
+    if number:
+        allocator.pools.users[number] = 0
+    allocator.empty_cache(number)
+
+
+def _number(pool: tuple[int, ...]) -> int:
+    """Return a private pool's number; of those of captures, the first part is not 0."""
+    return pool[0] << 62 | pool[1]
 
 
 def _begin(
@@ -200,13 +227,13 @@ def _begin(
     addresses = sorted(history.begins)
     if requests_begin:
         for address in addresses:
-            allocator.use_stream(history.begins[address].stream)
+            _turn_to(allocator, history.begins[address].stream, history.begins[address].pool)
             blocks[address] = allocator.malloc(history.begins[address].requested)
         return blocks
     room_ends = MOST_INT + _UNLIMITED
-    for start, (size, stream) in sorted(history.segments.items(), reverse=True):
+    for start, (size, stream, pool) in sorted(history.segments.items(), reverse=True):
         inside = addresses[bisect_left(addresses, start) : bisect_left(addresses, start + size)]
-        allocator.use_stream(stream)
+        _turn_to(allocator, stream, pool)
         sizes = [(address, history.begins[address].requested) for address in inside]
         room = min(room_ends - start - size, _UNLIMITED)
         if room < 0:
@@ -217,6 +244,7 @@ def _begin(
             raise Contradiction(str(error)) from None
         blocks |= zip(inside, handles, strict=True)
         room_ends = start
+    _turn_to(allocator, 0, NO_POOL)
     if allocator.reserved_bytes > allocator.capacity_bytes:
         allocator.empty_cache()
         allocator.reset_peaks()

@@ -273,8 +273,51 @@ def test_two_devices_and_a_private_pool(tmp_path):
     )
     assert explanation.notes[-1].startswith("Device 1 held 20.00 MiB")
     explanation = oomprobe.explain(path, device=1)
-    assert (explanation.live_bytes, explanation.least_bytes) == (4 * MIB, None)
-    assert (
-        explanation.notes[0]
-        == "Not replayed: it has private pools, as CUDA graphs use them, which are not simulated."
-    )
+    assert (explanation.live_bytes, explanation.least_bytes) == (4 * MIB, 20 * MIB)
+    assert explanation.notes[0].startswith("Replayed 1 request")
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_private_pools_are_replayed(tmp_path, expandable):
+    """Pools and graphs that come and go, and a refusal; by default recorded from the middle on."""
+    path = tmp_path / "snapshot.pickle"
+
+    def some(count, scale=1):
+        return [torch.zeros(scale * n * 100_000, device="cuda") for n in range(1, count)]
+
+    def captured(graph, pool=None):
+        with torch.cuda.graph(graph, pool=pool):
+            return some(5)
+
+    def in_pools():
+        new = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (new or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{expandable}")
+        if expandable:
+            torch.cuda.memory._record_memory_history()
+        pool, graph = torch.cuda.MemPool(), torch.cuda.CUDAGraph()
+        with torch.cuda.use_mem_pool(pool):
+            kept = some(12)
+        captured(graph)
+        torch.cuda.memory._record_memory_history()
+        del kept[::2]
+        outside = some(9, 3)
+        with torch.cuda.use_mem_pool(pool):
+            kept += some(14)
+        other = torch.cuda.CUDAGraph()
+        outputs = captured(other, graph.pool())
+        del outside[::2], outputs
+        other.reset()
+        graph.reset()
+        torch.cuda.empty_cache()
+        outside += some(9, 2)
+        del kept, pool
+        with pytest.raises(torch.OutOfMemoryError):
+            some(400, 9)
+        torch.cuda.memory._dump_snapshot(path)
+
+    forked(in_pools, memory="1GiB")
+    explanation = oomprobe.explain(path)
+    found = re.match(r"Replayed (\d+) requests: after (\d+) of them", explanation.notes[0])
+    assert found, explanation.notes[0]
+    assert found[1] == found[2]
+    assert explanation.least_bytes > explanation.reserved_bytes
