@@ -193,9 +193,13 @@ def test_private_pools_have_the_same_outcome_as_in_torch(text):
     check(text, 1500, 0)
 
 
+# Later, torch 2.14.1 itself crashes with expandable segments: it forgets a pool of which blocks are in use.
+LONG = [text for text in (*SETTINGS.values(), *PAIRS) if "expandable" not in text]
+
+
 @in_this_version
 @pytest.mark.slow
-@pytest.mark.parametrize("text", [*SETTINGS.values(), *PAIRS])
+@pytest.mark.parametrize("text", LONG)
 def test_many_operations_on_private_pools(text):
     check(text, 20_000, 1)
 
