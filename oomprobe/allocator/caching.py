@@ -320,14 +320,12 @@ class CachingAllocator:
 
     def stream_of(self, handle: int) -> int:
         """Return the stream of a block in use."""
-        pool = self.segments.blocks.pool_of[self._live[handle]]
-        return next(stream for stream, pools in self._pools.items() if pool in pools)
+        return self.pools.stream_of(self.segments.blocks.pool_of[self._live[handle]])
 
     def mapped(self) -> dict[int, tuple[int, int]]:
         """Return size and stream of each stretch of the driver's memory, by its address."""
-        streams = {pool: stream for stream, pools in self._pools.items() for pool in pools}
         return {
-            address: (nbytes, streams[pool])
+            address: (nbytes, self.pools.stream_of(pool))
             for address, nbytes, pool in self.segments.blocks.stretches()
         }
 
