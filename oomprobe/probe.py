@@ -578,7 +578,7 @@ def _answer(
     with opened as session:
         if batch_size is None:
             answer = finish(session, session.find())
-        elif session.axis.epoch is None:
+        elif not session.axis.epochs:
             answer = finish(session, session.confirm_only(batch_size))
         else:
             session.confirm_only(batch_size)

@@ -12,7 +12,7 @@ import oomprobe
 from oomprobe import Epoch, EpochRecord, InvalidArgumentError
 from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.records.axis import Axis
-from oomprobe.records.epoch import TokenBudget, read_numbers, shuffle, token_options, tokens_of
+from oomprobe.records.epoch import NO_EPOCH, TokenBudget, read_numbers, shuffle, token_options, tokens_of
 from oomprobe.results import facts
 from oomprobe.rules.epoch import BucketOrders, StepOrders, shape_of
 from oomprobe.tape.calls import ALLOCATED, FREED, RecordedCall
@@ -139,7 +139,7 @@ def test_the_longest_example_is_the_least_budget():
 
 def test_several_steps_take_turns():
     epoch = Epoch({"length": LENGTHS}, calls=4)
-    orders = StepOrders({"train": epoch, "eval": None})
+    orders = StepOrders({"train": epoch, "eval": NO_EPOCH})
     made = [(call.step, shape_of(call)) for call in orders.order(0, 2)]
     assert [step for step, _ in made] == ["train"] * 2 + ["eval"] * 2 + ["train"] * 2 + ["eval"] * 2
     expected = [tuple(batch.values()) for batch in epoch.batches(0, 2)]

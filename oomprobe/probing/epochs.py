@@ -262,7 +262,7 @@ def find_epoch(session: Session, largest: Found) -> Found:
         NothingFitsError: some order runs out of memory at every size.
     """
     bound = largest.batch_size
-    if session.axis.epoch is None or session.axis.name or bound is None:
+    if not session.axis.epochs or session.axis.name or bound is None:
         return largest
     search = search_of(session)
     size, ends, trial, reason = settle(session, search, bound)

@@ -67,7 +67,7 @@ class Order:
 
     def refuse_epoch(self) -> None:
         """Raise InvalidArgumentError if there is an epoch, in tables whose rows are no values of the step."""
-        if self.axis.epoch is not None:
+        if self.axis.epochs:
             raise InvalidArgumentError(NO_EPOCH)
 
     @classmethod
@@ -89,7 +89,7 @@ class Order:
         patience = rest.pop("patience", PATIENCE)
         axis = axis.drawing(rest.pop("epoch", None))
         if axis.counts_tokens:
-            rest |= token_options(axis.epoch, rest)
+            rest |= token_options(axis.epochs[""], rest)
         refuse_unknown(rest)
         riders = {
             name: rest.pop(name) for name in ("device", "preserve", "progress") if name in rest

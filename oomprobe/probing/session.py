@@ -18,7 +18,7 @@ from oomprobe.probing.neighbours import Neighbours
 from oomprobe.probing.second_tries import AsBuilt, Deaths
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.breakdown import Breakdown
-from oomprobe.records.epoch import EpochRecord
+from oomprobe.records.epoch import UNLIMITED, EpochRecord
 from oomprobe.records.notes import Notes, remark, warning
 from oomprobe.records.options import Options
 from oomprobe.records.patience import Clock
@@ -81,8 +81,7 @@ class Session:
         axis: Axis = NO_AXIS,
     ) -> None:
         self.runner, self.trials, self.clock, self.axis = runner, trials, clock, axis
-        limits = [most for most in (runner.facts.max_batch, axis.most) if most is not None]
-        self.most = min(limits, default=None)  # examples or tokens, of the data
+        self.most = min(axis.most, runner.facts.max_batch or UNLIMITED)  # of the data
         self.options = options.within(self.most)
         self.notes, self.in_steps_s = Notes(), 0.0
         self.budget = Budget(runner, options.memory_fraction)

@@ -307,7 +307,7 @@ def _gaps(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
 def _of_data(session: Session, largest: Found) -> Iterator[Note]:
     """Yield notes if the data set limits the size, and if shapes vary: then the margin pays for fragmentation."""
     most = session.most
-    if most is not None and most == session.options.max_batch and largest.deciding is None:
+    if most == session.options.max_batch and largest.deciding is None:
         unit = TOKENS if session.axis.counts_tokens else "examples"
         yield remark(LITTLE_DATA.format(count=most, unit=unit))
     setting = to_expand(allocator_settings(), torch.__version__)

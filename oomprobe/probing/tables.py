@@ -133,7 +133,7 @@ class Rows:
         is_limited &= not session.device.on_host
         if len(answers) > 1 and is_limited and max(sizes) <= ALIKE * min(sizes):
             self.notes.append(UNUSED.format(axis=self._axis.name))
-        if self._axis.epoch is not None and answers:
+        if self._axis.epochs and answers:
             self._train(session, answers)
 
     def _train(self, session: Session, answers: Mapping[int, ProbeResult]) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.records.epoch import EXAMPLE as OF_EPOCHS
-from oomprobe.records.epoch import SIZE, TOKENS, Drawing, Epoch, Padded
+from oomprobe.records.epoch import NO_EPOCH, SIZE, TOKENS, UNLIMITED, Epoch
 
 if TYPE_CHECKING:
     from oomprobe.records.trials import Call
@@ -35,7 +35,7 @@ class Axis:
 
     name: str = ""
     values: tuple[Any, ...] = (None,)
-    epoch: Epoch | Mapping[str, Epoch] | None = None  # of every step, or by step
+    epochs: Mapping[str, Epoch] = field(default_factory=dict)  # by step; "": of every step
 
     @classmethod
     def of(cls, over: object) -> Axis:
@@ -70,28 +70,27 @@ class Axis:
         Raises:
             InvalidArgumentError: it is none, nor a mapping of steps to theirs.
         """
-        if epoch is not None and self.name:
-            self._check_buckets(epoch)
-        of_steps = [*epoch.values()] if isinstance(epoch, Mapping) else [epoch]
-        if epoch is not None and not (of_steps and all(isinstance(of, Epoch) for of in of_steps)):
+        if epoch is None:
+            return self
+        epochs = epoch if isinstance(epoch, Mapping) else {"": epoch}
+        if not epochs or {*map(type, epochs.values())} != {Epoch}:
             raise InvalidArgumentError(
                 f"epoch must be an Epoch, or a mapping of steps to theirs, not {epoch!r}: "
                 f"{OF_EPOCHS}"
             )
-        return replace(self, epoch=epoch)
+        if self.name:
+            self._check_buckets(epochs)
+        return replace(self, epochs=epochs)
 
-    def _check_buckets(self, epoch: Any) -> None:
+    def _check_buckets(self, epochs: Mapping[str, Epoch]) -> None:
         """Raise InvalidArgumentError unless each example of an epoch has a row."""
-        values = getattr(epoch, "values", {})
-        is_number = [isinstance(value, int | float) for value in self.values]
-        drawing = getattr(epoch, "drawing", None)
-        if not isinstance(drawing, Padded) or self.name not in values or not all(is_number):
+        values = epochs[""].values.get(self.name) if "" in epochs else None
+        if values is None or {*map(type, self.values)} - {int, float}:
             raise InvalidArgumentError(NO_BUCKETS.format(axis=self.name))
-        largest = max(values[self.name])
-        if largest > max(self.values):
+        if max(values) > max(self.values):
             raise InvalidArgumentError(
-                f"an example has {self.name} {largest}, and the largest row is {max(self.values)}: "
-                "add one"
+                f"an example has {self.name} {max(values)}, and the largest row is "
+                f"{max(self.values)}: add one"
             )
 
     def arguments(self, row: int) -> dict[str, Any]:
@@ -102,42 +101,27 @@ class Axis:
 
     def arguments_of(self, call: Call) -> tuple[int, dict[str, Any]]:
         """Return the batch size of a call, and the keyword arguments of its step."""
-        given, epoch = dict(call.arguments), self.epoch_of(call.step)
-        if not given:
-            given = {
-                **(epoch.drawing.usual(call.batch_size) if epoch else {}),
-                **self.arguments(call.row),
-            }
+        usual = self.epoch_of(call.step).drawing.usual(call.batch_size)
+        given = dict(call.arguments) or {**usual, **self.arguments(call.row)}
         return given.pop(SIZE, call.batch_size), given
 
-    def epoch_of(self, step: str) -> Epoch | None:
-        """Return the epoch of a step; None: it keeps its shape."""
-        if isinstance(self.epoch, Mapping):
-            return self.epoch.get(step)
-        return self.epoch
-
-    @property
-    def drawings(self) -> list[Drawing]:
-        """How the epochs of the steps make batches."""
-        if isinstance(self.epoch, Mapping):
-            return [epoch.drawing for epoch in self.epoch.values()]
-        return [] if self.epoch is None else [self.epoch.drawing]
+    def epoch_of(self, step: str) -> Epoch:
+        """Return the epoch of a step; `NO_EPOCH`: it keeps its shape."""
+        return self.epochs.get(step, self.epochs.get("", NO_EPOCH))
 
     @property
     def counts_tokens(self) -> bool:
         """Whether batches hold a number of tokens, not of examples."""
-        return any(drawing.unit == TOKENS for drawing in self.drawings)
+        return any(epoch.drawing.unit == TOKENS for epoch in self.epochs.values())
 
     @property
-    def most(self) -> int | None:
-        """The largest batch size that the examples of an epoch fill; None if there is no limit."""
-        limits = [drawing.most for drawing in self.drawings]
-        return min((most for most in limits if most is not None), default=None)
+    def most(self) -> int:
+        """The largest batch size that the examples of an epoch fill."""
+        return min((epoch.drawing.most for epoch in self.epochs.values()), default=UNLIMITED)
 
     def names(self, step: str) -> list[str]:
         """Return what a step gets beside the model and the batch size."""
-        epoch = self.epoch_of(step)
-        return [*self.arguments(0), *(epoch.drawing.names if epoch is not None else ())]
+        return [*self.arguments(0), *self.epoch_of(step).drawing.names]
 
     def label(self, row: int) -> str:
         """Name a row; without an axis, return an empty text.

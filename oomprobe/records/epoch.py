@@ -7,10 +7,11 @@ import json
 import math
 import random
 import statistics
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,10 @@ Draw = Callable[[random.Random, int], Iterable[Mapping[str, Any]]]
 FEW_DRAWS = 50  # of a function, of which the largest is common
 EXAMPLE = 'Epoch({"length": [len(example) for example in dataset]})'
 SIZE = "batch_size"
+UNLIMITED = sys.maxsize
 SAMPLES, TOKENS = "samples", "tokens"  # what batch sizes count
+TAPE_CALLS = 24  # of a step whose shapes vary, that are recorded
+FIXED_CALLS = 4  # of one that keeps its shape, in an order too
 PARTS = (1, 1, 2)  # of a batch whose shapes are recorded
 SHORT_PARTS = (1, 1, 1, 2, 8)  # where few examples make a short batch
 
@@ -35,12 +39,12 @@ class Drawing(ABC):
 
     Attributes:
         label: Its name in a result.
-        most: The largest batch size that the examples fill; None: no limit.
+        most: The largest batch size that the examples fill.
         unit: What batch sizes count.
     """
 
     label: str
-    most: int | None = None
+    most: int = UNLIMITED
     unit: str = SAMPLES
 
     @property
@@ -61,9 +65,28 @@ class Drawing(ABC):
         part = max(1, size // drawn.choice(PARTS))
         return next(self.batches(drawn, part, 1))[0]
 
-    def ends(self, size: int) -> list[Arguments]:
-        """Return the shapes beyond which none lies, if there are such."""
-        return []
+    def shapes(self, drawn: random.Random, size: int) -> list[Arguments]:
+        """Return shapes that show how requests grow, at a size and at half of it."""
+        count = max(TAPE_CALLS, 2 * len(self.names) ** 2)
+        return [self.sample(drawn, max(1, size // (1 + number % 2))) for number in range(count)]
+
+
+class Fixed(Drawing):
+    """Keeps the shape of the step."""
+
+    label, names = "fixed", ()
+
+    def batches(self, drawn: random.Random, size: int, ranks: int) -> Iterator[list[Arguments]]:
+        """Yield the size."""
+        return repeat([{SIZE: size}] * ranks)
+
+    def usual(self, size: int) -> Arguments:
+        """Return nothing: a call says its size itself."""
+        return {}
+
+    def shapes(self, drawn: random.Random, size: int) -> list[Arguments]:
+        """Return a few calls, which are alike."""
+        return [{SIZE: size}] * FIXED_CALLS
 
 
 class Padded(Drawing):
@@ -110,16 +133,17 @@ class Padded(Drawing):
         part = max(1, size // drawn.choice(SHORT_PARTS))
         return {**next(self.batches(drawn, part, 1))[0], SIZE: size}
 
-    def ends(self, size: int) -> list[Arguments]:
-        """Return the shapes of the largest examples."""
-        return [self.usual(size), self.usual(max(1, size // 2))]
+    def shapes(self, drawn: random.Random, size: int) -> list[Arguments]:
+        """Return shapes of long examples and of short ones, and of the largest."""
+        first, *others = super().shapes(drawn, size)
+        return [first, self.usual(size), self.usual(max(1, size // 2)), *others]
 
 
 class Added(Padded):
     """Adds the examples of a batch up."""
 
     label = "sum"
-    sample, ends = Drawing.sample, Drawing.ends
+    sample, shapes = Drawing.sample, Drawing.shapes
 
     def reduce(self, numbers: Iterable[Number]) -> Number:
         """Return the sum."""
@@ -273,6 +297,9 @@ class Epoch:
             values[name] = {"count": len(of), **ends, "digest": digest}
         numbers = {"calls": self.calls, "orders": self.orders, "seed": self.seed}
         return {"draw": self.drawing.label, **numbers, "values": values}
+
+
+NO_EPOCH = Epoch(draw=Fixed(), calls=FIXED_CALLS, orders=1)  # of a step that keeps its shape
 
 
 def check_values(given: object) -> dict[str, tuple[Number, ...]]:

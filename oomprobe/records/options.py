@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
 from oomprobe.ground.units import parse_bytes
 from oomprobe.records.axis import NO_AXIS, Axis
+from oomprobe.records.epoch import UNLIMITED
 from oomprobe.records.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -211,11 +212,9 @@ class Options:
             )
         return cls(**given, min_batch=batch_size, max_batch=batch_size)
 
-    def within(self, max_batch: int | None) -> Options:
-        """Return the options with sizes up to `max_batch`, that of the data; None: as they are."""
-        if max_batch is None:
-            return self
-        if self.max_batch is not None and self.max_batch <= max_batch:
+    def within(self, max_batch: int) -> Options:
+        """Return the options with sizes up to `max_batch`, that of the data."""
+        if (self.max_batch or UNLIMITED) <= max_batch:
             return self
         smallest = max(self.sizes.first, self.start_batch or 0)
         if smallest > max_batch:

@@ -10,13 +10,11 @@ from typing import Protocol
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.records.axis import Axis
-from oomprobe.records.epoch import SIZE, Arguments, Drawing, Epoch, Padded, shuffle
+from oomprobe.records.epoch import SIZE, TAPE_CALLS, Epoch, Padded, shuffle
 from oomprobe.records.kinds import Plain
 from oomprobe.records.trials import Call
 
-TAPE_CALLS = 24  # of a step whose shapes vary
 TURNS = 2  # of several steps, as in a trial
-TURN_CALLS = 2  # of a step that keeps its shape, in each turn
 SEVERAL = "a table takes the epoch of one step, and there are {steps}: give the one that trains"
 NO_ROW = (
     "an example has {axis} {largest}, and the largest row that fits is {most}: leave it out, or "
@@ -68,62 +66,41 @@ class Orders(Protocol):
 
 
 class StepOrders:
-    """Orders whose steps take turns, each with an epoch or none: then it keeps its shape."""
+    """Orders whose steps take turns, each with its epoch."""
 
-    def __init__(self, epochs: Mapping[str, Epoch | None]) -> None:
+    def __init__(self, epochs: Mapping[str, Epoch]) -> None:
         self._epochs = epochs
-        drawn = [epoch for epoch in epochs.values() if epoch is not None]
-        self.count = max(epoch.orders for epoch in drawn)
-        self.calls = sum(epoch.calls for epoch in drawn)
+        self.count = max(epoch.orders for epoch in epochs.values())
+        self.calls = sum(epoch.calls for epoch in epochs.values())
         self._turns = TURNS if len(epochs) > 1 else 1
 
     def order(self, number: int, size: int) -> Iterator[Call]:
         """Yield the calls of an order at a size."""
-        batches: dict[str, Iterator[Arguments]] = {}
-        for step, epoch in self._epochs.items():
-            if epoch is not None:
-                batches[step] = epoch.batches(number, size)
+        batches = {step: epoch.batches(number, size) for step, epoch in self._epochs.items()}
         for _ in range(self._turns):
             for step, epoch in self._epochs.items():
-                if epoch is None:
-                    yield from [call_of(step, size, {})] * TURN_CALLS
-                    continue
                 for arguments in islice(batches[step], -(-epoch.calls // self._turns)):
                     yield call_of(step, size, arguments)
 
     def to_record(self, size: int) -> list[Call]:
         """Return calls of many shapes at two sizes; the last only shows what the others leave."""
-        by_step = {}
+        made = {}
         for step, epoch in self._epochs.items():
-            by_step[step] = [call_of(step, size, {})] * (self._turns * TURN_CALLS)
-            if epoch is not None:
-                shapes = draw_shapes(epoch.drawing, size, random.Random(epoch.seed - 1))
-                by_step[step] = [call_of(step, size, arguments) for arguments in shapes]
-        if self._turns == 1:
-            (made,) = by_step.values()
-            return [*made, made[0], made[0], made[-1]]
+            shapes = epoch.drawing.shapes(random.Random(epoch.seed - 1), size)
+            made[step] = [call_of(step, size, arguments) for arguments in shapes]
         calls = list[Call]()
         for turn in range(self._turns):
-            for made in by_step.values():
-                calls += made[turn :: self._turns] + made[:1] * turn
-        return [*calls, calls[0]]
+            for of_step in made.values():
+                calls += [*of_step[turn :: self._turns], of_step[0]]
+        return [*calls, calls[0], calls[1]]
 
     def describe(self) -> Mapping[str, Plain]:
         """Return what a record keeps of them; of several steps, by step."""
-        described = {
-            step: epoch.describe() for step, epoch in self._epochs.items() if epoch is not None
-        }
-        if self._turns == 1:
-            (alone,) = described.values()
-            return alone
-        return described
-
-
-def draw_shapes(drawing: Drawing, size: int, drawn: random.Random) -> list[Arguments]:
-    """Return shapes of long examples and of short ones, at a size and at half of it."""
-    wanted = max(TAPE_CALLS, 2 * len(drawing.names) ** 2)
-    shapes = [drawing.sample(drawn, max(1, size // (1 + number % 2))) for number in range(wanted)]
-    return [*shapes[:2], *drawing.ends(size), *shapes[2:]]
+        described = {step: epoch.describe() for step, epoch in self._epochs.items()}
+        if self._turns > 1:
+            return described
+        (alone,) = described.values()
+        return alone
 
 
 @dataclass(frozen=True)
@@ -154,7 +131,6 @@ class BucketOrders:
             InvalidArgumentError: there are several steps, or an example is in no row that fits.
         """
         epoch = axis.epoch_of(steps[0])
-        assert epoch is not None
         if len(steps) > 1:
             raise InvalidArgumentError(SEVERAL.format(steps=", ".join(steps)))
         limits = {row: axis.values[row] for row in sizes}
