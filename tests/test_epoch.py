@@ -12,7 +12,14 @@ import oomprobe
 from oomprobe import Epoch, EpochRecord, InvalidArgumentError
 from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.records.axis import Axis
-from oomprobe.records.epoch import NO_EPOCH, TokenBudget, read_numbers, shuffle, token_options, tokens_of
+from oomprobe.records.epoch import (
+    NO_EPOCH,
+    TokenBudget,
+    read_numbers,
+    shuffle,
+    token_options,
+    tokens_of,
+)
 from oomprobe.results import facts
 from oomprobe.rules.epoch import BucketOrders, StepOrders, shape_of
 from oomprobe.tape.calls import ALLOCATED, FREED, RecordedCall

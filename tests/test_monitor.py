@@ -11,7 +11,7 @@ from example_results import GIB, MIB, gpu
 from helpers import a_trial
 from test_progress import Terminal
 
-from oomprobe import InvalidArgumentError, PeakMonitor, Phase, ProbeTable
+from oomprobe import EpochRecord, InvalidArgumentError, PeakMonitor, Phase, ProbeTable
 
 HERE = str(torch.__version__)
 PROBE = replace(gpu(), environment={"torch": HERE, "date": "2026-11-01T08:00:00+00:00"})
@@ -119,6 +119,27 @@ def test_the_probed_peak_of_a_size(probe, size, expected, between):
         assert said["probed_reserved_bytes"] == 2 * expected
     assert bool(between) == ("on the line between" in str(said["notes"]))
     assert f"between those of batch {between}" in str(said["notes"]) or not between
+
+
+def test_an_epoch_is_compared_with_the_peak_of_all_its_orders(card):
+    drawn = {"draw": "longest", "values": {"length": {"most": 512}}}
+    size = PROBE.batch_size
+    epoch = EpochRecord(
+        batch_size=size, ends=(None,), deaths=0, peak_allocated_bytes=2 * PROBED, drawn=drawn
+    )
+    monitor = PeakMonitor(replace(PROBE, epoch=epoch), warn=False)
+    card.alloc(int(1.9 * PROBED))
+    monitor.step(length=512)
+    assert (monitor.probed_bytes, monitor.ok) == (2 * PROBED, True)
+    assert not any("length" in note for note in monitor.to_dict()["notes"])
+    monitor.step("training", length=700)
+    monitor.step(length=3, width=9000)
+    assert "length 700 came, and the epoch that was probed has at most 512" in str(
+        monitor.to_dict()["notes"]
+    )
+    summed = replace(epoch, drawn={**drawn, "draw": "sum"})
+    assert summed.longest == {}
+    assert PeakMonitor(replace(PROBE, epoch=summed), size - 1).probed_bytes != 2 * PROBED
 
 
 def test_a_command_that_reported_no_memory_has_no_peak(card, capsys):

@@ -6,7 +6,7 @@ import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ UNKNOWN = "the probe has no peak at batch {size}; it has those of batch {sizes}"
 BETWEEN = "batch {size} was not run: its probed peaks lie on the line between those of batch {smaller} and {larger}"
 EARLIER = "the allocator's peak is from before the run, which took at most that: call torch.cuda.reset_peak_memory_stats() before you make the monitor"
 RESET = "resets of the allocator's peaks that were noticed: {resets}; a peak between the last look and a reset was not seen"
+BEYOND = "a batch with {name} {number} came, and the epoch that was probed has at most {most}"
 OTHER_DEVICE = "the probe was of {probed}, and this run is on {here}"
 OTHER_TORCH = "the probe ran with torch {probed}, and this run has {here}"
 REPEAT = {  # by phase
@@ -154,6 +155,7 @@ class PeakMonitor:
     ) -> None:
         self._result, self._warn = _result_of(result_or_path), warn
         self.steps = 0
+        self._longest: dict[str, float] = {}  # of each number of the shapes that came
         self._peak_bytes = self._peak_reserved_bytes = 0
         self._statistics: Statistics | None = None  # None before the first look that saw something
         self._device: str | None = None
@@ -175,6 +177,13 @@ class PeakMonitor:
         check_size("batch_size", batch_size)
         self.batch_size = batch_size
         self._probed = Probed.of(self._result.trials, batch_size)
+        epoch = self._result.epoch
+        if epoch is not None and epoch.batch_size == batch_size and epoch.peak_allocated_bytes:
+            self._probed = replace(  # of all its orders, not only of the calls that ran
+                self._probed,
+                allocated_bytes=epoch.peak_allocated_bytes,
+                reserved_bytes=epoch.peak_reserved_bytes,
+            )
 
     @property
     def peak_bytes(self) -> int | None:
@@ -194,13 +203,16 @@ class PeakMonitor:
         """Whether the peak has never exceeded the probe's by more than 1 %; also True as long as one of them is not known."""
         return self._above_step is None
 
-    def step(self, phase: str = "") -> None:
+    def step(self, phase: str = "", **shapes: float) -> None:
         """Look at the peak; call this after each optimizer step. It never raises, and does not wait for the device.
 
         Args:
             phase: What has run since the last look, if that is known, such as ``"training"``: named if the peak exceeds the probe's.
+            **shapes: What the batch had of an epoch's numbers, such as ``length=411``: `to_dict` says where one lies beyond them.
         """
         self.steps += 1
+        for name, number in shapes.items():
+            self._longest[name] = max(number, self._longest.get(name, number))
         self.seen(phase)
 
     def seen(self, phase: str) -> None:
@@ -326,6 +338,10 @@ class PeakMonitor:
             yield BETWEEN.format(size=self.batch_size, smaller=nearest[0], larger=nearest[1])
         if self._peak_bytes and not self._is_of_the_run:
             yield EARLIER
+        longest = {} if self._result.epoch is None else self._result.epoch.longest
+        for name, number in self._longest.items():
+            if number > longest.get(name, number):
+                yield BEYOND.format(name=name, number=number, most=longest[name])
         if self._resets:
             yield RESET.format(resets=self._resets)
         if self._device is not None and not self._result.device.endswith(self._device):

@@ -220,6 +220,7 @@ class EpochSearch:
             ends=tuple(end.died for end in ends.values()),
             deaths=deaths,
             settings=settings,
+            peak_allocated_bytes=max((end.peak_allocated_bytes for end in running), default=None),
             peak_reserved_bytes=max((end.peak_reserved_bytes for end in running), default=None),
             hardest=hardest_of(ends),
             matched_fraction=self.matched_fraction,

@@ -415,6 +415,7 @@ class EpochRecord:
         longest_only_batch_size: The answer without the epoch: the largest size whose largest batch
             runs.
         longest_only_ends: `ends` at that size.
+        peak_allocated_bytes: The most in live tensors in any order that runs.
         peak_reserved_bytes: The most that the allocator reserves in any order that runs.
         hardest: The order, from 0, and the number of its call, from 1, in which it does.
         matched_fraction: Of the requests of calls that ran, those that came as predicted.
@@ -429,8 +430,16 @@ class EpochRecord:
     settings: Mapping[str, int] = field(default_factory=dict)
     longest_only_batch_size: Samples | None = None
     longest_only_ends: tuple[int | None, ...] = ()
+    peak_allocated_bytes: Bytes | None = None
     peak_reserved_bytes: Bytes | None = None
     hardest: tuple[int, int] | None = None
     matched_fraction: float | None = None
     reason: str = ""
     drawn: Mapping[str, Plain] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> dict[str, Number]:
+        """The largest example by argument, to which batches are padded; empty where they are not."""
+        if self.drawn.get("draw") != "longest":
+            return {}
+        return {name: of["most"] for name, of in self.drawn["values"].items()}

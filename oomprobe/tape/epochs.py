@@ -26,6 +26,7 @@ class OrderEnd:
     """
 
     died: int | None
+    peak_allocated_bytes: int
     peak_reserved_bytes: int
     hardest: int
     alloc_retries: int
@@ -58,6 +59,7 @@ def replay_each(
             hardest = number
         yield OrderEnd(
             died=died,
+            peak_allocated_bytes=allocator.peak_allocated_bytes,
             peak_reserved_bytes=allocator.peak_reserved_bytes,
             hardest=hardest,
             alloc_retries=allocator.alloc_retries,
