@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 
 from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.errors import NothingFitsError, UnreliableError
+from oomprobe.errors import NothingFitsError, TimeLimitError, UnreliableError
 from oomprobe.ground.allocator_settings import allocator_settings, to_expand
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import count
@@ -36,6 +36,7 @@ ROUNDS = 3  # of learning from a stretch that was predicted wrongly
 TOLERANCE = 0.01  # of reserved memory, between a stretch and its replay
 MATCHED = 0.9  # of its requests, at least
 DYING_SHARE = 3 / 4  # of a size, at which the tape is recorded if too few calls ran
+OUT_OF_TIME = "the time limit passed while {orders} were replayed: allow more, or ask for fewer"
 UNRECORDED = "what the calls ask of the allocator cannot be recorded on {device}"
 TOO_FEW = "batch {size} ran for {calls}, too few to know what other shapes ask for"
 MISMATCH = (
@@ -114,6 +115,8 @@ class EpochSearch:
         ends = {}
         for order, end in replay_orders([*self._hardest_first], replay):
             ends[order] = end
+            if stops and self._session.clock.is_over:
+                raise TimeLimitError(OUT_OF_TIME.format(orders=self.title))
             if end.died:
                 self._hardest_first.remove(order)
                 self._hardest_first.insert(0, order)
@@ -309,7 +312,10 @@ def settle(
         return None, {}, None, reason
     for _ in range(ROUNDS):
         session.reporter.row(f"replaying {search.title}")
-        size, ends = search.largest(bound)
+        try:
+            size, ends = search.largest(bound)
+        except TimeLimitError as error:  # the answer without the epoch stands
+            return None, {}, None, str(error)
         if size is None:
             return None, ends, None, ""
         session.reporter.row(f"the hardest calls at {size}")

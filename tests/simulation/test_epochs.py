@@ -11,6 +11,7 @@ import oomprobe
 from oomprobe import Epoch, NothingFitsError, ProbeResult, cli
 from oomprobe.allocator.caching import AllocatorOutOfMemory
 from oomprobe.probing.epochs import EpochSearch
+from oomprobe.records.patience import Clock
 
 LENGTHS = [int(8 + 56 * (number * 37 % 101) / 100) ** 2 // 32 for number in range(400)]
 QUIET = {"progress": "off", "device": "sim:128MiB"}
@@ -140,6 +141,14 @@ def test_values_that_decide_sizes_are_not_replayed():
     assert (record.ends, record.deaths) == ((), None)
     assert "came as predicted" in record.reason
     assert "no epoch could be replayed" in str(result).splitlines()[0]
+
+
+def test_after_the_time_limit_the_answer_stands_without_the_epoch(monkeypatch):
+    monkeypatch.setattr(Clock, "is_over", True)
+    epoch = Epoch({"length": LENGTHS}, **SHORT)
+    result = oomprobe.find_max_batch(*build(), epoch=epoch, max_batch=2, **QUIET)
+    assert result.batch_size == 2
+    assert "the time limit passed while 6 orders of 60 calls" in result.epoch.reason
 
 
 def test_where_no_size_trains_it_says_so(monkeypatch):
