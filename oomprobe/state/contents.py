@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from oomprobe.state.references import Reference
+from oomprobe.state.references import Reference, gradient_of
 
 # Values that hold nothing: they are compared and put back, never walked into.
 PLAIN = (
@@ -161,8 +161,9 @@ def of_tensor(find: Callable[[], torch.Tensor | None], path: str) -> Values:
 
     def read(tensor: torch.Tensor) -> dict[Any, Any]:
         attributes: dict[Any, Any] = {}
-        if tensor.is_leaf and tensor.grad is not None:
-            attributes["grad"] = tensor.grad
+        gradient = gradient_of(tensor)
+        if gradient is not None:
+            attributes["grad"] = gradient
         # Sharded parameters of FSDP keep there what its C++ and Python objects know of them.
         if not type(tensor).__module__.startswith("torch.distributed.fsdp"):
             attributes |= vars(tensor)

@@ -25,7 +25,7 @@ import torch
 
 from oomprobe.state.contents import PLAIN, in_cells
 from oomprobe.state.places import is_source, is_written
-from oomprobe.state.references import REGISTRIES, is_made_in_python, slots_of
+from oomprobe.state.references import REGISTRIES, gradient_of, is_made_in_python, slots_of
 from oomprobe.state.tensors import addresses_of, can_copy, version_of
 from oomprobe.state.walk import PARALLEL, code_names, is_learnable, is_users_code, module_of
 
@@ -174,8 +174,9 @@ def _in_module(module: torch.nn.Module) -> Iterable[Any]:
         if tensor is None:
             continue
         yield str(addresses_of(tensor))
-        if tensor.is_leaf and tensor.grad is not None:
-            yield str(addresses_of(tensor.grad))
+        gradient = gradient_of(tensor)
+        if gradient is not None:
+            yield str(addresses_of(gradient))
         # The buffers of batch norms count calls, which decides nothing about memory.
         if not is_torchs:
             yield _small_on_host(tensor)

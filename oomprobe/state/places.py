@@ -165,12 +165,11 @@ class Place:
         now, before = _by_key(now), {_find(key, key): value for key, value in self._before.items()}
         changed: dict[str, Any] = {}
         for key in {**before, **now}:
-            is_there = key in now
-            if is_there and refers_to(before.get(key, MISSING), now[key]):
+            if refers_to(before.get(key, MISSING), now.get(key, MISSING)):
                 continue
             first = _find(before.get(key), before.get(key))
-            if first is None and is_there:
-                first = now[key]
+            if first is None:
+                first = now.get(key)
             changed[self.values.named(key)] = first
         return changed
 
@@ -200,12 +199,9 @@ class Place:
             return all(_find(value) in now for value in before)
         refers = is_ if self._is_plain else refers_to
         # By `map`, because there are a hundred thousand of these before every trial.
-        has_values = all(
-            map(refers, before.values(), now.values() if isinstance(now, dict) else now)
-        )
         if not isinstance(now, dict):
-            return has_values
-        if has_values and all(map(refers, before, now)):
+            return all(map(refers, before.values(), now))
+        if all(map(refers, chain(before.values(), before), chain(now.values(), now))):
             return True
         # The order of variables means nothing, and their names may be other objects.
         return self._is_namespace and all(
@@ -244,8 +240,9 @@ def _restored(before: Any) -> Any:
 class OpaquePlace:
     """A place compared by value: a tensor beside the model, an array, a generator of random numbers, a container too long to save.
 
-    Without `write` it is only watched, and named if it has changed. One of up to `SMALL_BYTES` goes back before every trial, a
-    larger one at the end; what takes `nbytes` is copied when `take` is called.
+    Without `write` it is only watched, and named if it has changed. One of up to `SMALL_BYTES` goes
+    back before every trial, a larger one at the end; what takes `nbytes` is copied when `take` is
+    called.
     """
 
     def __init__(

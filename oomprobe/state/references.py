@@ -79,6 +79,16 @@ def weak(tensor: torch.Tensor) -> Callable[[], torch.Tensor | None]:
     return find
 
 
+def _lacks_one(parts: Iterable[Any]) -> bool:
+    """Return whether a part is missing; by `is`, since arrays compare their items."""
+    return any(part is MISSING for part in parts)
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a leaf; torch warns of any other tensor that is asked for one."""
+    return tensor.grad if tensor.is_leaf else None
+
+
 class Saved:
     """A stand-in for a saved value, which the step may have freed since."""
 
@@ -147,7 +157,7 @@ class Reference(Saved):
                 return
         if isinstance(value, tuple):
             parts = [*map(save, value)]
-            if any(part is MISSING for part in parts):
+            if _lacks_one(parts):
                 self._is_strong = True
                 return
             self._parts = parts
@@ -216,7 +226,7 @@ class Reference(Saved):
         new: Any = _maker(self.kind).__new__
         if issubclass(self.kind, tuple):
             parts = [*map(get, self._parts)]
-            if any(part is MISSING for part in parts):
+            if _lacks_one(parts):
                 return MISSING
             value = new(self.kind, parts)
         else:

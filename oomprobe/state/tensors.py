@@ -175,9 +175,11 @@ class TensorCopy(Saved):
         )
 
     def _looks_the_same(self, tensor: torch.Tensor) -> bool:
-        if tensor.dtype != self._dtype or tensor.device != self.device or not _is_strided(tensor):
+        if not _is_strided(tensor):
             return False
-        return (tensor.storage_offset(), tensor.size(), tensor.stride()) == self._geometry
+        geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
+        looks = (tensor.dtype, tensor.device, *geometry)
+        return looks == (self._dtype, self.device, *self._geometry)
 
     def _is_same_view(self, tensor: torch.Tensor) -> bool:
         return self._looks_the_same(tensor) and tensor.untyped_storage() is self.storage.find()
@@ -321,13 +323,12 @@ class HostCopies:
     def take(self, copies: Iterable[AnyCopy]) -> None:
         """Copy the bytes of these tensors; raise UnreliableError if they do not fit in host memory."""
         to_take: dict[StorageCopy, torch.UntypedStorage] = {}
-        for copy in copies:
-            for part in _plain_parts(copy):
-                storage = part.storage.find()
-                if storage is None or part.has_bytes:
-                    continue
-                if not part.storage.take_zeros(storage):
-                    to_take[part.storage] = storage
+        for part in chain.from_iterable(map(_plain_parts, copies)):
+            storage = part.storage.find()
+            if storage is None or part.has_bytes:
+                continue
+            if not part.storage.take_zeros(storage):
+                to_take[part.storage] = storage
         if not to_take:
             return
         needed_bytes = sum(storage_copy.nbytes for storage_copy in to_take)
@@ -367,7 +368,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
+        yield from chain.from_iterable(map(tensors_in, value))
     elif isinstance(value, torch.Tensor) and has_data(value):
         yield value

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import suppress
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from oomprobe.state.places import (
     saved_item,
     tensor_place,
 )
-from oomprobe.state.references import Reference, weak
+from oomprobe.state.references import Reference, gradient_of, weak
 from oomprobe.state.tensors import (
     AnyCopy,
     HostCopies,
@@ -55,9 +56,10 @@ from oomprobe.state.walk import (
 class Tracker:
     """What steps and a model hold, as it was when tracking began: the places, and the tensors.
 
-    For a cold start, everything created since then is dropped, and the steps' counters, caches and lists are put back. Weights and optimizer
-    state that existed before stay as they are, because their values do not affect memory; those that a step has replaced come
-    back. `preserve` adds further stateful objects or tensors, `owners` objects of libraries that a step changes.
+    For a cold start, everything created since then is dropped, and the steps' counters, caches and
+    lists are put back. Weights and optimizer state that existed before stay as they are, because
+    their values do not affect memory; those that a step has replaced come back. `preserve` adds
+    further stateful objects or tensors, `owners` objects of libraries that a step changes.
 
     Examples:
         >>> model = torch.nn.Linear(2, 1)
@@ -84,7 +86,8 @@ class Tracker:
         self.stateful: list[Reference] = []  # modules and other objects with a state
         self.places: list[Place] = []
         self.opaque: list[OpaquePlace] = []
-        # Tensors of the model, its optimizers and other training state; `late` are those of optimizers found when they stepped.
+        # Tensors of the model, its optimizers and other training state; `late` are those of
+        # optimizers found when they stepped.
         self.tensors: dict[AnyCopy, Place] = {}
         self.late: dict[AnyCopy, Place] = {}
         self.uncopied: dict[str, str] = {}  # the kinds, by path, of those that cannot be copied
@@ -210,8 +213,7 @@ class Tracker:
         parameters: list[torch.Tensor] = []
         for module in self._switches.modules():
             parameters += module.parameters(recurse=False)
-        for optimizer in self.optimizers:
-            parameters += parameters_of(optimizer)
+        parameters += chain.from_iterable(map(parameters_of, self.optimizers))
         parameters += present(self._leaves)
         return _each_once(parameters)
 
@@ -223,8 +225,7 @@ class Tracker:
             tensors += module.buffers(recurse=False)
         for _, gradient in gradients_among(parameters):
             tensors.append(gradient)
-        for optimizer in self.optimizers:
-            tensors += state_tensors(optimizer)
+        tensors += chain.from_iterable(map(state_tensors, self.optimizers))
         return _each_once(tensors)
 
     # --- before and after each trial ---
@@ -292,21 +293,22 @@ class Tracker:
     def end_trial(self, *, passed: bool) -> None:
         """Take note of what has moved on, and of what `leave` would bring back.
 
-        If the step's counters cannot be put back, take over what a trial that passed has frozen, grouped and registered, and
-        what has become of the state that optimizers had.
+        If the step's counters cannot be put back, take over what a trial that passed has frozen,
+        grouped and registered, and what has become of the state that optimizers had.
         """
         for place in self.places:
             place.left = {}
         self.find_moves()
         if passed and not self.is_exact:
             self._switches.read_flags(self.parameters())
-            containers = {
-                id(container)
-                for optimizer in self.optimizers
-                for container in _containers_of(optimizer)
-            }
+            containers: list[object] = []
+            for optimizer in self.optimizers:
+                groups, state = optimizer.param_groups, state_of(optimizer)
+                lists = map(itemgetter("params"), groups)
+                containers += [groups, *groups, *lists, state, *state.values()]
+            ids = set(map(id, containers))
             for place in self._all_places():
-                had_state = id(place.values.holder) in containers and not place.was_empty
+                had_state = id(place.values.holder) in ids and not place.was_empty
                 if place.values.is_registry or had_state:
                     place.restart_from_here()
 
@@ -432,8 +434,8 @@ def _put_back(places: Iterable[Place | OpaquePlace]) -> None:
 def beside_sources(places: Iterable[Place], moved: Iterable[int]) -> set[Place]:
     """Return the places that must agree with sources of data that have moved on, which are given by their ids.
 
-    A counter must agree with the iterator beside it, and with one in an object beside it. So follow what holds each source
-    outwards, up to the roots, and from there the containers inwards.
+    A counter must agree with the iterator beside it, and with one in an object beside it. So follow
+    what holds each source outwards, up to the roots, and from there the containers inwards.
     """
     holders, containers = defaultdict[int, list[Place]](list), defaultdict[int, list[Place]](list)
     outwards, beside = list(moved), set[Place]()
@@ -467,8 +469,9 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> set[tuple[int, int, int]
 def gradients_among(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the leaves that have a gradient, with it."""
     for tensor in tensors:
-        if tensor.is_leaf and tensor.grad is not None:
-            yield tensor, tensor.grad
+        gradient = gradient_of(tensor)
+        if gradient is not None:
+            yield tensor, gradient
 
 
 def largest_added(tracker: Tracker, least_bytes: int) -> list[str]:
@@ -481,10 +484,9 @@ def largest_added(tracker: Tracker, least_bytes: int) -> list[str]:
         for path, value in place.added():
             if path.endswith(".grad"):
                 continue
-            for tensor in tensors_in(value):
-                if can_copy(tensor):
-                    storage = tensor.untyped_storage()
-                    storages[path][storage._cdata] = storage.nbytes()
+            for tensor in filter(can_copy, tensors_in(value)):
+                storage = tensor.untyped_storage()
+                storages[path][storage._cdata] = storage.nbytes()
     sizes = {path: sum(of_path.values()) for path, of_path in storages.items()}
     largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
     return [
@@ -501,15 +503,6 @@ def _each_once(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _containers_of(optimizer: torch.optim.Optimizer) -> list[object]:
-    """Return the containers of an optimizer's groups and state."""
-    groups, state = optimizer.param_groups, state_of(optimizer)
-    containers = [groups, *groups, state, *state.values()]
-    for group in groups:
-        containers.append(group["params"])
-    return containers
-
-
 def _roots_of(optimizer: torch.optim.Optimizer) -> list[tuple[object, str]]:
     """Return the groups and the state of an optimizer, with their paths; one that wraps another may have neither."""
     attributes, roots = vars(optimizer), []
@@ -521,10 +514,8 @@ def _roots_of(optimizer: torch.optim.Optimizer) -> list[tuple[object, str]]:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of an optimizer."""
-    parameters: list[torch.Tensor] = []
-    for group in optimizer.param_groups:
-        parameters += group["params"]
-    return parameters
+    groups = map(itemgetter("params"), optimizer.param_groups)
+    return [*chain.from_iterable(groups)]
 
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:

@@ -66,6 +66,7 @@ _FOLLOWED_NAMES = (
     "batch_sampler",
     "collate_fn",
 )
+_SKIPPED = (*weakref.ProxyTypes, *PLAIN)
 PARALLEL = ("torch.distributed.", "torch.nn.parallel.")
 
 
@@ -110,7 +111,8 @@ def visit(
 ) -> Iterator[Met]:
     """Yield what can be reached from `roots`, pairs of a value and its path: each once, the user's own first, nearest first.
 
-    `owners` are objects of libraries that are walked into like the user's own, `without` objects to leave out.
+    `owners` are objects of libraries that are walked into like the user's own, `without` objects to
+    leave out.
 
     Examples:
         >>> __name__ = "__main__"  # the user's script
@@ -195,7 +197,8 @@ class _Walk:
         self, roots: list[tuple[object, str]], owners: list[object], without: Iterable[object]
     ) -> None:
         self._owners = set(map(id, owners))
-        # Objects of these packages are walked into too, but not what they share with others: variables and classes.
+        # Objects of these packages are walked into too, but not what they share with others:
+        # variables and classes.
         self._packages = set[str]()
         # Kept alive, so that no other object gets their ids.
         self._met: dict[int, Any] = {id(value): value for value in without}
@@ -212,7 +215,7 @@ class _Walk:
         while queue := self._queue or self._passed:
             node = queue.popleft()
             value = node.value
-            if id(value) in self._met or isinstance(value, weakref.ProxyTypes):
+            if id(value) in self._met or isinstance(value, _SKIPPED):
                 continue
             # Training state is never left out, however much else there is.
             is_state = isinstance(value, torch.Tensor) or has_state(value)
@@ -243,7 +246,7 @@ class _Walk:
         is_users = values.is_registry or self.is_users(holder)
         only_data = (values.trains or is_owner) and not is_users
         for key, value in keyed(parts):
-            if isinstance(value, PLAIN):
+            if isinstance(value, PLAIN):  # most are: their paths would take long
                 continue
             path = values.named(key)
             if is_owner and (isinstance(value, _FOLLOWED) or key in _FOLLOWED_NAMES):
@@ -261,13 +264,11 @@ class _Walk:
 
     def _add(self, path: str, *values: Any) -> None:
         for value in values:
-            if not isinstance(value, PLAIN):
-                self._queue.append(_Node(value, path))
+            self._queue.append(_Node(value, path))
 
     def _pass(self, values: Iterable[Any], path: str, depth: int = 1) -> None:
         for value in values:
-            if not isinstance(value, PLAIN):
-                self._passed.append(_Node(value, path, depth))
+            self._passed.append(_Node(value, path, depth))
 
     def is_users(self, value: Any) -> bool:
         """Return whether an object is of the user's own code, or of the package that a root comes from."""
@@ -283,9 +284,7 @@ class _Walk:
         name, cells = function.__name__, _cells_of(function)
         if not self.is_users(function):  # such as a decorator around a function of the user's
             inside = [*vars(function).values(), *contents.in_cells(cells).values()]
-            for value in inside:
-                if isinstance(value, types.FunctionType):
-                    self._add("", value)
+            self._add("", *_functions_in(inside))
             self._pass(inside, name)
             return
         self._add(f"{name}()", *_defaults_of(function))
@@ -318,9 +317,8 @@ class _Walk:
         if not is_users_code(kind.__module__):
             return Kind.CODE, ()
         self._add(node.path, *kind.__bases__)
-        for value in vars(kind).values():  # __call__ too, which is not among its values
-            if isinstance(value, types.FunctionType):
-                self._add(node.path, value)
+        # __call__ too, which is not among its values
+        self._add(node.path, *_functions_in(vars(kind).values()))
         return Kind.CODE, [contents.of_class(kind)]
 
     def _of_cache(self, node: _Node) -> _Seen:
@@ -328,15 +326,15 @@ class _Walk:
         self._add(node.path, cache.__wrapped__)
         if not is_users_code(module_of(cache.__wrapped__)):
             return Kind.CODE, ()
-        # Some of what a cache returns may be known by its identity, so one that is not empty cannot be emptied.
+        # Some of what a cache returns may be known by its identity, so one that is not empty cannot
+        # be emptied.
         if cache.cache_info().currsize:
             return Kind.LIBRARY, ()
         return Kind.CODE, [contents.of_cache(cache, node.path)]
 
     def _of_frozenset(self, node: _Node) -> _Seen:
         for value in node.value:
-            if not isinstance(value, PLAIN):
-                self._queue.append(node._replace(value=value))
+            self._queue.append(node._replace(value=value))
         return Kind.HOLDER, ()
 
     def _of_container(self, node: _Node) -> _Seen:
@@ -357,15 +355,15 @@ class _Walk:
             self._add(kind.__name__, kind)
         # The attributes of DDP and its like belong to C++ objects.
         is_parallel = kind.__module__.startswith(PARALLEL)
-        reference = Reference(
-            module, is_strong=is_parallel or kind.__module__.startswith("torch.jit.")
-        )
+        is_strong = kind.__module__.startswith((*PARALLEL, "torch.jit."))
+        reference = Reference(module, is_strong=is_strong)
         hooks = hooks_of(module)
         for registry in hooks.values():
             self._met[id(registry)] = registry
         for name in REGISTRIES:
             registry = vars(module)[name]
-            # Sharded parameters change places with whole ones while a step runs, and torch's own objects know which are there.
+            # Sharded parameters change places with whole ones while a step runs, and torch's own
+            # objects know which are there.
             is_sharded = any(map(is_traceable_wrapper_subclass, registry.values()))
             self._met[id(registry)] = registry
             values = contents.of_registry(reference, name, f"{path}.")
@@ -411,13 +409,16 @@ class _Walk:
         if hasattr(value, "__dict__"):
             yield contents.of_attributes(reference, f"{path}.")._replace(when=when, trains=trains)
         slots = slots_of(type(value))
-        if slots and is_users:
+        if not slots:
+            return
+        if is_users:
             yield contents.of_slots(reference, slots, f"{path}.")._replace(when=when, trains=trains)
-        elif slots:
+        else:
             reference.stay_strong()
 
 
-# How to look into a value of each kind, by the first that fits: an object of the user's may be of several.
+# How to look into a value of each kind, by the first that fits: an object of the user's may be of
+# several.
 _LOOKS: tuple[tuple[Any, Callable[[_Walk, _Node], _Seen]], ...] = (
     (
         torch.Tensor,
@@ -453,6 +454,10 @@ def _package_of_root(value: Any) -> str:
 def _cells_of(function: types.FunctionType) -> dict[Any, types.CellType]:
     """Return the variables of the functions around a function that it uses, by name."""
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def _functions_in(values: Iterable[Any]) -> list[types.FunctionType]:
+    return [value for value in values if isinstance(value, types.FunctionType)]
 
 
 def _defaults_of(function: types.FunctionType) -> list[Any]:
