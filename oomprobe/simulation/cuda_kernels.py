@@ -1,12 +1,14 @@
 """CUDA's code paths, where they differ from the CPU's and the difference affects memory.
 
-The simulation runs on CPU tensors, so these paths are registered with the dispatcher while a step runs.
-``torch.autocast("cuda")`` becomes the CPU's autocast, which casts weights once, keeps them until the context ends, and also
-applies to operators called from C++. The differences between its operator lists and CUDA's are registered here.
+The simulation runs on CPU tensors, so these paths are registered with the dispatcher while a step
+runs. ``torch.autocast("cuda")`` becomes the CPU's autocast, which casts weights once, keeps them
+until the context ends, and also applies to operators called from C++. The differences between its
+operator lists and CUDA's are registered here.
 
-Sources, torch 2.13: aten/src/ATen/native/Dropout.cpp (fused dropout keeps a mask of one byte per element),
-aten/src/ATen/autocast_mode.h (CUDA's lists), aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (choice of the attention
-kernel, simplified here).
+Sources, torch 2.13: aten/src/ATen/native/Dropout.cpp (fused dropout keeps a mask of one byte per
+element), aten/src/ATen/autocast_mode.h (CUDA's lists),
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (choice of the attention kernel, simplified
+here).
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ _EFFICIENT_MULTIPLES = {
 class CudaKernels:
     """Registration of CUDA's code paths with the dispatcher.
 
-    Kernels are process-wide. Those of dropout, linear, attention and softmax use CUDA's path only in threads for which
-    `active` returns True; the autocast lists, registered once something turns autocast on, apply to every thread. The
-    attention kernel depends on the compute capability.
+    Kernels are process-wide. Those of dropout, linear, attention and softmax use CUDA's path only
+    in threads for which `active` returns True; the autocast lists, registered once something turns
+    autocast on, apply to every thread. The attention kernel depends on the compute capability.
     """
 
     def __init__(self, active: Callable[[], bool], capability: tuple[int, int]) -> None:
@@ -115,10 +117,7 @@ class CudaKernels:
             and tensor.dtype is not torch.bfloat16
         )
         if self._active() and uses_cudnn and tensor.dim() > 2:
-            chosen = torch.contiguous_format
-            if tensor.dim() == 4 and has_only_format(tensor, torch.channels_last):
-                chosen = torch.channels_last
-            tensor = tensor.contiguous(memory_format=chosen)
+            tensor = tensor.contiguous(memory_format=image_format(tensor))
         return _composite(_aten.batch_norm.default, tensor, weight, *args)  # type: ignore[no-any-return]
 
     def _one_hot(self, index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -339,10 +338,7 @@ def _first_like_input(args: Any, result: Any) -> Any:
     gradient, *others = result
     if gradient is None:
         return result
-    chosen = torch.contiguous_format
-    if args[1].dim() == 4 and has_only_format(args[1], torch.channels_last):
-        chosen = torch.channels_last
-    return gradient.contiguous(memory_format=chosen), *others
+    return gradient.contiguous(memory_format=image_format(args[1])), *others
 
 
 def _contiguous_first(_: Any, result: Any) -> Any:
@@ -409,6 +405,13 @@ def convolution_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
         for tensor in tensors:
             if has_only_format(tensor, channels_last):
                 return channels_last
+    return torch.contiguous_format
+
+
+def image_format(tensor: torch.Tensor) -> torch.memory_format:
+    """Return the memory format of images: channels last if they have no other, else contiguous."""
+    if tensor.dim() == 4 and has_only_format(tensor, torch.channels_last):
+        return torch.channels_last
     return torch.contiguous_format
 
 

@@ -131,7 +131,7 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
         self, tensor: torch.Tensor, device: torch.device | None, dtype: torch.dtype | None = None, *, copy: bool = False,
         memory_format: Any = None, non_blocking: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        current = CARD if self._card_mode.is_on_card(tensor) else EXPLICIT_HOST
+        current = self._device_of(tensor)
         if device in (None, current):
             return tensor.to(dtype or tensor.dtype, copy=copy, memory_format=memory_format)
         moved: torch.Tensor = torch.ops.aten._to_copy(
@@ -151,8 +151,11 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
         self._host.pin(pinned.untyped_storage())
         return pinned
 
+    def _device_of(self, tensor: torch.Tensor) -> torch.device:
+        return CARD if self._card_mode.is_on_card(tensor) else EXPLICIT_HOST
+
     def _type(self, tensor: torch.Tensor, dtype: Any = None, *_: Any, **__: Any) -> Any:
-        device = CARD if self._card_mode.is_on_card(tensor) else EXPLICIT_HOST
+        device = self._device_of(tensor)
         if dtype is None:
             return legacy_type(tensor.dtype, on_card=device == CARD)
         if not isinstance(dtype, torch.dtype):  # such as torch.cuda.FloatTensor, or its name

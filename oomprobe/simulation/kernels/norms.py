@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oomprobe.simulation.cuda_kernels import has_only_format
+from oomprobe.simulation.cuda_kernels import image_format
 from oomprobe.simulation.kernels.steps import (
     FLOAT_BYTES,
     Launch,
@@ -117,10 +117,7 @@ def batch_norm_backward(op: Operator) -> Launch | None:
         return None
     if not is_training and not _aten.is_non_overlapping_and_dense.default(grad):
         return None
-    chosen = torch.contiguous_format
-    if given.dim() == 4 and has_only_format(given, torch.channels_last):
-        chosen = torch.channels_last
-    copy = copied(grad, chosen)
+    copy = copied(grad, image_format(given))
     return launch(throughout, (), copy) if copy else None
 
 
@@ -154,7 +151,7 @@ def _uses_cudnn_norm(given: torch.Tensor, weight: torch.Tensor | None) -> bool:
 def _has_rows_of_channels(given: torch.Tensor) -> bool:
     if given.dim() == 2:
         return given.is_contiguous()
-    return given.dim() == 4 and has_only_format(given, torch.channels_last)
+    return image_format(given) is torch.channels_last
 
 
 _TILE, _MOST_THREADS, _ROWS_PER_THREAD = 32, 512, 16

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from oomprobe.simulation.cuda_kernels import has_only_format
+from oomprobe.simulation.cuda_kernels import image_format
 from oomprobe.simulation.kernels import attention, convolutions, lists, norms, sorting, sums
 from oomprobe.simulation.kernels.steps import (
     FLOAT_BYTES,
@@ -67,7 +67,7 @@ def _copying(
 def _copy(value: Any, keeps_last: bool) -> tuple[int, ...]:
     if not isinstance(value, torch.Tensor):  # a number
         return ()
-    if keeps_last and value.dim() == 4 and has_only_format(value, torch.channels_last):
+    if keeps_last and image_format(value) is torch.channels_last:
         return ()
     return copied(value)
 
