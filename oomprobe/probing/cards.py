@@ -6,7 +6,6 @@ number of multiprocessors, which a replay computes anew.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -111,9 +110,7 @@ class _Search:
         """Search on a card by running the step, and on smaller ones of its kind by replaying what it did."""
         card, rows, left = self._cards[name], self._rows, list[str]()
         replayed: dict[str, tuple[Session, Found]] = {}
-        options = self._order.options
-        if self._clock.end_s is not None:
-            options = replace(options, time_limit_s=max(1e-3, self._clock.end_s - time.monotonic()))
+        options = self._clock.left_of(self._order.options)
         try:
             with self._opened(replace(self._order, device=card, options=options)) as session:
                 largest = session.find()

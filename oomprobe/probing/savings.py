@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -198,9 +197,7 @@ class _Search:
     @contextmanager
     def _started(self, saving: Saving) -> Iterator[Session]:
         """Open a session with savings, for as long as the table may take."""
-        options = self._order.options
-        if self._clock.end_s is not None:
-            options = replace(options, time_limit_s=max(1e-3, self._clock.end_s - time.monotonic()))
+        options = self._clock.left_of(self._order.options)
         with self._opened(replace(self._order, savings=saving, options=options)) as session:
             session.reporter.row(label(saving))
             self._facts = session.runner.facts

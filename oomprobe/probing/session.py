@@ -90,19 +90,16 @@ class Session:
         self.deaths = Deaths(runner, clock, trials)
         self.as_built = AsBuilt(runner, options.memory_fraction)
         self.neighbours = Neighbours(runner, clock.patience)
-        self.state_verified = (
-            False  # whether the restored state was equal bit for bit; set when the session closes
-        )
+        # Whether the restored state was equal bit for bit; set when the session closes.
+        self.state_verified = False
         self.epoch: EpochRecord | None = None  # how an epoch trains at the answer, if one was given
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.why: Explanation | None = None  # the size that failed next ran out of memory, if known
         self.outcome: Outcome | None = None  # of the last trial
-        self.splits = (
-            False  # whether the step splits its batch itself, so that memory does not limit it
-        )
-        self.has_time_to_grow = (
-            True  # to run and confirm a size twice as large as the last that passed
-        )
+        # Whether the step splits its batch itself, so that memory does not limit it.
+        self.splits = False
+        # To run and confirm a size twice as large as the last that passed.
+        self.has_time_to_grow = True
         self.reporter = reporter
         self.held_by_step = ""  # a sentence that names what grows from call to call
         self.gradients_hold_graphs = False  # as in `Outcome`
@@ -114,9 +111,8 @@ class Session:
         self._ends: dict[tuple[int, int | None, int], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
         self._near = search.NEAR  # how near to `start_batch` the limit is expected then
-        self._ran: dict[
-            tuple[int, int | None], Trial
-        ] = {}  # before predictions were dropped, by batch size and cap
+        # Before predictions were dropped, by batch size and cap.
+        self._ran: dict[tuple[int, int | None], Trial] = {}
 
     @property
     def device(self) -> DeviceInfo:
@@ -212,12 +208,9 @@ class Session:
 
     def requested(self, size: int, phase: Phase, cap_bytes: int | None) -> Request:
         """Return the trial of one size for the search."""
-        knows_the_limit = (
-            self._known is not None
-        )  # from another row: what grows from there decides as well
         if phase is Phase.CONFIRM:
             request = replace(self.program.confirming(size), as_built=self.as_built.is_due)
-        elif phase is Phase.GROW and not knows_the_limit:
+        elif phase is Phase.GROW and not self.follows:  # what grows from a known limit decides too
             request = self.program.growing(size)
         else:
             request = self.program.bisecting(size, phase)

@@ -221,10 +221,12 @@ def _first_failing(session: Session, largest: Found, limit: int) -> int | None:
     """Return the smallest size above the limit that failed; smaller sizes may have failed too, for example by fragmentation."""
     if largest.first_failing is None or largest.first_failing > limit:
         return largest.first_failing
-    failed = {t.batch_size for t in _of_the_step(session) if t.phase is Phase.GROW and not t.passed}
-    return min(
-        (size for size in failed.difference(largest.transient) if size > limit), default=None
-    )
+    failed = {
+        t.batch_size
+        for t in _of_the_step(session)
+        if t.phase is Phase.GROW and t.batch_size > limit and not t.passed
+    }
+    return min(failed.difference(largest.transient), default=None)
 
 
 def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from oomprobe.errors import TimeLimitError
 from oomprobe.ground.units import format_seconds
@@ -89,6 +89,13 @@ class Clock:
     def left_s(self) -> float | None:
         """Seconds until the end; None for no limit."""
         return None if self.end_s is None else self.end_s - time.monotonic()
+
+    def left_of(self, options: Options) -> Options:
+        """Return options of one row of a table, which may take what is left of the table's time."""
+        left_s = self.left_s
+        if left_s is None:
+            return options
+        return replace(options, time_limit_s=max(1e-3, left_s))
 
     def deadline_s(self) -> float | None:
         """Return the deadline of a trial that starts now; None for no limit."""

@@ -49,6 +49,10 @@ class Table:
     clips: bool = True  # whether text has room for one line of each remark
     foot: Sequence[str] = ()
 
+    def is_marked(self, row: Row) -> bool:
+        """Return whether a star marks this row: it is the answer."""
+        return self.marks and row.kind == "answer"
+
 
 class Block(NamedTuple):
     """A part of a report: a sentence, a list of items, facts, or a table."""
@@ -152,8 +156,7 @@ def _table_lines(table: Table, width: int) -> list[str]:
     indent = "".ljust(len(columns[0][0]) + 4)
     lines = []
     for row, cells in zip(rows, zip(*columns, strict=True), strict=True):
-        is_marked = table.marks and row.kind == "answer"
-        mark = "*" if is_marked else " "
+        mark = "*" if table.is_marked(row) else " "
         lines.append(clip(f"{mark} {'  '.join(cells)}".rstrip(), WIDTH))
         if row.remark and table.clips:
             lines.append(clip(f"{indent}^ {clean(row.remark)}", width))

@@ -128,7 +128,7 @@ def _render_table(table: Table, caption: str) -> str:
         lines.append(f"<tr>{_render_cells('th', table.heads, table)}</tr>")
     for row in table.rows:
         first, *rest = row.cells
-        if table.marks and row.kind == "answer":
+        if table.is_marked(row):
             first = f"* {first}"
         lines.append(f'<tr class="{row.kind}">{_render_cells("td", [first, *rest], table)}</tr>')
         if row.remark:

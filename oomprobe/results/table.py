@@ -452,7 +452,7 @@ def _rows_of_cards(table: ProbeTable) -> Table:
         if result is None:
             cells, runs = [name, *[UNKNOWN] * 5], "no"
         else:
-            has_replays = has_replays or result.was_replayed
+            has_replays |= result.was_replayed
             peak_bytes = last_of(result.trials, result.batch_size).peak_reserved_bytes or 0
             cells = [
                 *(name, str(result.batch_size), format_bytes(result.available_bytes)),

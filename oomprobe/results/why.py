@@ -120,7 +120,7 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain data, as JSON has it."""
         lists = {
-            "modules": [asdict(calls) for calls in self.modules],
+            "modules": [*map(asdict, self.modules)],
             "advice": [*self.advice],
             "notes": [*self.notes],
         }

@@ -75,9 +75,7 @@ class Calls:
     @classmethod
     def of(cls, records: Records) -> Calls:
         """Add up those of all steps."""
-        later = [
-            record for calls in look.by_step(records).values() for record in look.after_first(calls)
-        ]
+        later = look.later_calls(records)
         served_bytes = tuple(record.served_bytes for record in later)
         call_s, starting_s = look.step_s(records[1:]), 0.0
         if call_s:
@@ -184,15 +182,17 @@ def known_so_far(trials: Sequence[Trial]) -> str:
     for trial in trials:
         if trial.verdict not in NO_VERDICT and trial.accumulation_steps == 1 and not trial.replayed:
             last[trial.batch_size] = trial
-    failed = min((size for size, trial in last.items() if not trial.passed), default=0)
-    ran = max(
-        (size for size, trial in last.items() if trial.passed and not 0 < failed < size), default=0
-    )
+    ran = failed = 0
+    for size in sorted(last):
+        if not last[size].passed:
+            failed = size
+            break
+        ran = size
     parts = []
-    if ran and last[ran].steps:
-        parts.append(f"batch {ran} ran for {count(last[ran].steps, 'step', 'steps')}")
-    elif ran:
-        parts.append(f"batch {ran} ran")
+    if ran:
+        steps = last[ran].steps
+        length = f" for {count(steps, 'step', 'steps')}" if steps else ""
+        parts.append(f"batch {ran} ran{length}")
     if failed:
         parts.append(f"batch {failed} failed")
     return f"after {' and '.join(parts)}, " if parts else ""

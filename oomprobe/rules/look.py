@@ -8,26 +8,29 @@ allocator handed out, the peak so far, and the bytes in live tensors.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Sequence
+from itertools import chain, groupby, pairwise
 
 from oomprobe.records.trials import CallRecord
 
 Records = Sequence[CallRecord]
 
-# A call that hands out more than this fraction above the others counts as larger. At size 1, a call with four times the
-# usual batch handed out 0.8 % more; calls that do the same hand out the same bytes, but for scalars that are logged.
+# A call that hands out more than this fraction above the others counts as larger. At size 1, a call
+# with four times the usual batch handed out 0.8 % more; calls that do the same hand out the same
+# bytes, but for scalars that are logged.
 LARGER = 0.002
 SMALLEST_GROWTH_BYTES = 2**14  # more than a growing list of losses as numbers takes
-# Searches that make many calls per trial stop at a wider bracket, so that they end within about 300 calls of the answer's size.
+# Searches that make many calls per trial stop at a wider bracket, so that they end within about 300
+# calls of the answer's size.
 EXACT_CALLS, STRIDE_OF_MANY, WIDEST = 12, 1 / 128, 1 / 32
-# Fraction of the bytes that full steps allocate, or of a peak, by which steps that do the same may differ.
+# Fraction of the bytes that full steps allocate, or of a peak, by which steps that do the same may
+# differ.
 VARIES = 0.01
 
 
 # --- full steps: a step may take several calls until all its optimizers have stepped ---
-# `CallRecord.stepped` tells where: the calls that it took, None within one, and 0 at each call of a step that has no optimizer, such
-# as an evaluation.
+# `CallRecord.stepped` tells where: the calls that it took, None within one, and 0 at each call of a
+# step that has no optimizer, such as an evaluation.
 
 
 def by_step(records: Records) -> dict[str, list[CallRecord]]:
@@ -64,17 +67,27 @@ def after_first(records: Records) -> Records:
     return records
 
 
+def later_calls(records: Records) -> list[CallRecord]:
+    """Return the calls after the first full step of each step."""
+    return [*chain.from_iterable(map(after_first, by_step(records).values()))]
+
+
 def step_calls(records: Records) -> int:
     """Return the calls of a full step after the first; at least 1."""
     later = after_first(records)
     return max(1, len(later) // max(1, full_steps(later)))
 
 
+def seconds_of(records: Records) -> list[float]:
+    """Return the times of the calls that were timed: a device has repeated the others."""
+    return [record.seconds for record in records if record.seconds is not None]
+
+
 def step_s(records: Records) -> float | None:
     """Return the median time of a call of each step, added up; None if a device has repeated them all."""
     medians = []
     for calls in by_step(records).values():
-        seconds = [record.seconds for record in calls if record.seconds is not None]
+        seconds = seconds_of(calls)
         if seconds:
             medians.append(statistics.median(seconds))
     return sum(medians) if medians else None
@@ -82,7 +95,7 @@ def step_s(records: Records) -> float | None:
 
 def later_step_s(records: Records) -> float | None:
     """Return `step_s` without the first full step of each step, which is slower."""
-    return step_s([record for calls in by_step(records).values() for record in after_first(calls)])
+    return step_s(later_calls(records))
 
 
 def limiting_step(records: Records) -> str:
@@ -119,20 +132,17 @@ def merged(ranks: Sequence[Records]) -> list[CallRecord]:
                 peak_bytes=largest(records, "peak_bytes"),
                 examples=largest(records, "examples"),
                 values=largest(records, "values"),
-                seconds=max(
-                    (record.seconds for record in records if record.seconds is not None),
-                    default=None,
-                ),
+                seconds=max(seconds_of(records), default=None),
                 stepped=stepped,
-                mark=_together(record.mark for record in records),
-                counted=_together(record.counted for record in records),
+                mark=_together(records, "mark"),
+                counted=_together(records, "counted"),
             )
         )
     return calls
 
 
-def _together(marks: Iterable[int | None]) -> int | None:
-    every = tuple(marks)
+def _together(records: Records, name: str) -> int | None:
+    every = tuple(getattr(record, name) for record in records)
     return None if None in every else hash(every)
 
 
@@ -264,7 +274,7 @@ def marks_of(records: Records) -> list[int]:
     marks: list[int] = []
     has_stepped = False
     for record in records:
-        has_stepped = has_stepped or record.stepped is not None
+        has_stepped |= record.stepped is not None
         if record.mark is None:
             marks = []
         elif has_stepped:
@@ -275,8 +285,9 @@ def marks_of(records: Records) -> list[int]:
 def have_settled(records: Records, period: int) -> bool:
     """Return whether the calls that follow can only repeat the last ones, which have repeated those before them.
 
-    Where the device is as it was some calls before, and nothing that the user's code counts with has changed since, the next calls
-    can be the same as those; that they were the same once ends the doubt.
+    Where the device is as it was some calls before, and nothing that the user's code counts with
+    has changed since, the next calls can be the same as those; that they were the same once ends
+    the doubt.
     """
     marks = marks_of(records)
     length = calls_since(marks, period)
@@ -303,22 +314,19 @@ def checks_of(records: Records) -> list[int]:
 def growth_of(records: Records) -> int:
     """Return the bytes by which each further call adds to live memory, over the last turn of each step."""
     last_turns = {turn[0].step: turn for turn in turns_of(records)}
-    return sum(
-        growth_bytes([record.live_bytes for record in _steady(turn)])
-        for turn in last_turns.values()
-    )
-
-
-def _steady(turn: Records) -> Records:
-    """Return the calls of a turn from the one that ended its first full step on."""
-    later = after_first(turn)
-    return turn[max(0, len(turn) - len(later) - 1) :]
+    total_bytes = 0
+    for turn in last_turns.values():
+        # From the call that ended the first full step on.
+        steady = turn[max(0, len(turn) - len(after_first(turn)) - 1) :]
+        total_bytes += growth_bytes([record.live_bytes for record in steady])
+    return total_bytes
 
 
 def growth_bytes(live_bytes: Sequence[int]) -> int:
     """Return the bytes by which live memory still grows with each call at the end; 0 if it has levelled off.
 
-    A list that is cleared at every tenth call, or a full buffer, levels off; a leak reaches new heights until the end.
+    A list that is cleared at every tenth call, or a full buffer, levels off; a leak reaches new
+    heights until the end.
 
     Examples:
         >>> kib = 2**10
@@ -365,7 +373,7 @@ def bracket_tolerance(calls: int) -> float:
 def is_varying(records: Records) -> bool:
     """Return whether full steps of any step allocated different amounts."""
     for calls in by_step(records).values():
-        later, length = after_first(calls), max(1, _last_stepped(calls))
+        later, length = after_first(calls), max(1, first_calls(calls[::-1]))  # of the last step
         starts = range(0, len(later) - length + 1, length)
         if varies(
             [
@@ -375,10 +383,6 @@ def is_varying(records: Records) -> bool:
         ):
             return True
     return False
-
-
-def _last_stepped(records: Records) -> int:
-    return first_calls(records[::-1])
 
 
 def varies(served_bytes: Sequence[int]) -> bool:

@@ -414,12 +414,12 @@ def _until_stepped(request: Request, until: Until, records: Records, now_s: floa
         return [replace(call, step=last[-1].step)]
     if len(turns) < len(until.turns):
         return [replace(call, step=until.turns[len(turns)])] * until.full_steps
-    seconds = [record.seconds for record in records if record.seconds is not None]
-    longest_s, spent_s = max(seconds, default=0.0), sum(_extra_seconds(last, until.full_steps))
+    longest_s = max(look.seconds_of(records), default=0.0)
+    spent_s = sum(_extra_seconds(last, until.full_steps))
     left_s = until.within_s - spent_s
     if request.deadline_s is not None:
         left_s = min(left_s, (request.deadline_s - now_s) / 2)
-    made = max(len(calls) for calls in look.by_step(records).values())
+    made = max(map(len, look.by_step(records).values()))
     extra = until.most_calls - made
     if longest_s:
         extra = min(extra, math.floor(left_s / longest_s))
