@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from oomprobe.records.epoch import Epoch
 from oomprobe.records.notes import Note, NoteKind, tell
 from oomprobe.records.options import check_seconds
 
-# If SAME_SHAPE_EXAMPLES examples all have one shape, of IMAGE_DIMENSIONS or more, the data set holds images of one size.
+# If SAME_SHAPE_EXAMPLES examples all have one shape, of IMAGE_DIMENSIONS or more, the data set
+# holds images of one size.
 SAME_SHAPE_EXAMPLES, IMAGE_DIMENSIONS = 64, 3
 
 LARGEST = "worst_case_batches made the batches of the step, of the largest examples of its data set"
@@ -106,7 +107,8 @@ def largest_first(
             "the data set is empty: there are no examples to make a batch of"
         )
     sizes, extents, are_images = _scan(dataset, indices, scan_s)
-    # Sorting is stable: examples of equal size keep the order of the data set; those that were not scanned come last.
+    # Sorting is stable: examples of equal size keep the order of the data set; those that were not
+    # scanned come last.
     by_size = sorted(indices, key=lambda index: -sizes.get(index, -1))
     leaders = _leaders(by_size, extents)
     return LargestFirst(
@@ -213,8 +215,8 @@ class WorstCaseBatches:
     def __call__(self, batch_size: int) -> Any:
         """Return a batch of the largest examples, repeated if the data set has fewer.
 
-        Each example is read once. If the batch is too small for the largest of every field and axis, the next batch goes on
-        with those that are missing.
+        Each example is read once. If the batch is too small for the largest of every field and
+        axis, the next batch goes on with those that are missing.
         """
         check_size("batch_size", batch_size)
         if self.examples.has_largest(batch_size):
@@ -306,10 +308,7 @@ def _shapes(value: Any) -> tuple[Shape, ...]:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
-        shapes: list[Shape] = []
-        for part in value:
-            shapes += _shapes(part)
-        return tuple(shapes)
+        return tuple(chain.from_iterable(map(_shapes, value)))
     size = getattr(value, "size", None)
     if isinstance(size, tuple) and all(isinstance(side, int) for side in size):
         return (size,)

@@ -200,7 +200,9 @@ class AllocatorSettings:
         return -(-nbytes // step) * step
 
 
-def _number(lowest: float, highest: float, kind: Callable[[str], Any]) -> Callable[[str], Any]:
+def _number_between(
+    lowest: float, highest: float, kind: Callable[[str], Any]
+) -> Callable[[str], Any]:
     def read(value: str) -> Any:
         number = kind(value)
         if not lowest <= number <= highest:
@@ -237,12 +239,12 @@ def _divisions(value: str) -> tuple[int, ...]:
 
 _READERS: dict[str, Callable[[str], Any]] = {
     "expandable_segments": {"True": True, "False": False}.__getitem__,
-    "garbage_collection_threshold": _number(1e-300, 1 - 1e-16, float),
-    "large_segment_size_mb": _number(11, 2**40, int),
-    "max_non_split_rounding_mb": _number(11, 2**40, int),
-    "max_split_size_mb": _number(11, 2**40, int),
-    "per_process_memory_fraction": _number(0, 1, float),
-    "pinned_max_cached_size_mb": _number(0, 2**40, int),
-    "pinned_max_round_threshold_mb": _number(0, 2**40, int),
+    "garbage_collection_threshold": _number_between(1e-300, 1 - 1e-16, float),
+    "large_segment_size_mb": _number_between(11, 2**40, int),
+    "max_non_split_rounding_mb": _number_between(11, 2**40, int),
+    "max_split_size_mb": _number_between(11, 2**40, int),
+    "per_process_memory_fraction": _number_between(0, 1, float),
+    "pinned_max_cached_size_mb": _number_between(0, 2**40, int),
+    "pinned_max_round_threshold_mb": _number_between(0, 2**40, int),
     "roundup_power2_divisions": _divisions,
 }

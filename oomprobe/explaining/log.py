@@ -253,28 +253,31 @@ def _read_at(data: bytes, place: int, word: bytes, after: int) -> OomText | None
     elif match := _CARD.search(message):
         rank = f"GPU {match[1]}"
     context = data[max(0, place - 3000) : end + _BEFORE]
-    vendors = (name for name, pattern in _VENDORS.items() if pattern.search(message))
     error = OomText(
         line=line,
         rank=rank,
         place=place,
         end=end,
-        vendor=next(vendors, "nvidia"),
+        vendor=_first_found(_VENDORS, message, "nvidia"),
         is_raised=_RAISED.match(line) is not None,
     )
     for kind in KINDS:
         text = message if kind.engine == "torch" else line  # terminals wrap torch's long line
         if kind.pattern.search(text):
             return _with_figures(error, kind, message)
-    row = _row_of(line)
+    row = _error_text_of(line)
     if row is None:
         return None
     if row.of_host:
         return replace(error, engine="host", stated="host")
-    engines = (name for name, pattern in ENGINES.items() if pattern.search(message))
     context = context[max(0, context.rfind(b"Traceback", 0, -_BEFORE)) :]
     stated = "pinned" if _PINNED.search(context) else None
-    return replace(error, engine=next(engines, "torch"), stated=stated)
+    return replace(error, engine=_first_found(ENGINES, message, "torch"), stated=stated)
+
+
+def _first_found(patterns: Mapping[str, re.Pattern[str]], message: str, default: str) -> str:
+    """Return the first name whose pattern a message has."""
+    return next((name for name, pattern in patterns.items() if pattern.search(message)), default)
 
 
 def _message_at(data: bytes, place: int, word: bytes, after: int) -> tuple[str, str, int]:
@@ -302,7 +305,7 @@ def _message_at(data: bytes, place: int, word: bytes, after: int) -> tuple[str, 
     return line.strip(), message, end
 
 
-def _row_of(line: str) -> ErrorText | None:
+def _error_text_of(line: str) -> ErrorText | None:
     """Return the row of an error text without figures, if it is about memory."""
     lowered = line.lower()
     row = next((row for row in ERROR_TEXTS if row.pattern.search(lowered)), None)

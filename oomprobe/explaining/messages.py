@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -231,6 +232,5 @@ def tensor_bytes(message: str) -> int | None:
         return None
     kind = re.search(r"\] and type (\w{1,20})", message)
     nbytes = TENSOR_BYTES.get(kind[1], 4) if kind else 4
-    for length in re.findall(r"\d{1,18}", described["shape"]):
-        nbytes *= int(length)
-    return min(nbytes, 2**63 - 1)
+    lengths = map(int, re.findall(r"\d{1,18}", described["shape"]))
+    return min(math.prod(lengths, start=nbytes), 2**63 - 1)
