@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 import oomprobe
 
@@ -36,27 +35,25 @@ class BucketSampler(torch.utils.data.Sampler):  # random batches, each of sequen
             self.batches += [members[limit][start : start + size] for start in range(0, len(members[limit]), size)]
 
     def __iter__(self):
-        return (self.batches[number] for number in torch.randperm(len(self.batches)).tolist())
+        return (self.batches[at] for at in torch.randperm(len(self.batches)).tolist())
 
 
 def train(tokens):
-    tokens = tokens.to(device)
     optimizer.zero_grad()
     nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
     optimizer.step()
 
 
 def step(model, batch_size, length):  # the longest batch of this bucket
-    train(torch.randint(1000, (batch_size, length)))
+    train(torch.randint(1000, (batch_size, length)).to(device))
 
 
 epoch = oomprobe.Epoch({"length": lengths}, calls=200)
-table = oomprobe.find_max_batches(
-    model, step, over={"length": [128, 256, 512]}, epoch=epoch, device=args.device, multiple_of=8
-)
+table = oomprobe.find_max_batches(model, step, {"length": [128, 256, 512]}, epoch=epoch, device=args.device)
 print(table)
 
 if args.device is None:  # set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before; docs/tables.md says why
-    for tokens in DataLoader(dataset, batch_sampler=BucketSampler(lengths, table.batch_sizes()), collate_fn=collate):
-        train(tokens)
+    sampler = BucketSampler(lengths, table.batch_sizes())
+    for tokens in torch.utils.data.DataLoader(dataset, batch_sampler=sampler, collate_fn=collate):
+        train(tokens.to(device))
         print(f"trained on {len(tokens)} sequences of up to {len(tokens[0])} tokens")

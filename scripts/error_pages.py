@@ -283,7 +283,7 @@ def file_name(title):
 def section(cause, text):
     """Return what a page says of one text: all of it but the cause is what `oomprobe.explain` says."""
     explanation = explained(text)
-    verdict = explanation._report().verdict
+    verdict = explanation.report().verdict
     parts = [
         f"## {verdict[0].upper()}{verdict[1:]}",
         f"```text\n{text}\n```",

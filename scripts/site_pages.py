@@ -20,6 +20,7 @@ CHAPTERS = {
     "Search": (
         "find_max_batch",
         "find_max_batches",
+        "find_max_tokens",
         "find_savings",
         "check",
         "probe_target",
@@ -27,8 +28,12 @@ CHAPTERS = {
         "probe_command",
         "check_command",
         "Step",
+        "Epoch",
     ),
-    "Results": ("ProbeResult", "ProbeTable", "Trial", "Phase", "Verdict", "LinearFit", "PlanEntry"),
+    "Results": (
+        *("ProbeResult", "ProbeTable", "EpochRecord"),
+        *("Trial", "Phase", "Verdict", "LinearFit", "PlanEntry"),
+    ),
     "Real runs": ("PeakMonitor", "explain", "Explanation"),
     "Data": ("worst_case_batches", "WorstCaseBatches"),
     "Devices": ("Device", "SimulatedDevice"),

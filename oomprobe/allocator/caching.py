@@ -103,9 +103,7 @@ class CachingAllocator:
         *,
         total_bytes: int | None = None,
     ) -> None:
-        if total_bytes is None:
-            total_bytes = capacity_bytes
-        self.segments = Segments(settings, capacity_bytes, total_bytes)
+        self.segments = Segments(settings, capacity_bytes, total_bytes or capacity_bytes)
         self.pools = Pools(self.segments.blocks)
         self._shared = set[int]()  # blocks that another stream than their own has used
         self._waiting: list[int] = []  # those of them that are freed, but perhaps still in use
@@ -317,17 +315,6 @@ class CachingAllocator:
     def address(self, handle: int) -> int:
         """Return where a block in use begins."""
         return self.segments.blocks.address(self._live[handle])
-
-    def stream_of(self, handle: int) -> int:
-        """Return the stream of a block in use."""
-        return self.pools.stream_of(self.segments.blocks.pool_of[self._live[handle]])
-
-    def mapped(self) -> dict[int, tuple[int, int]]:
-        """Return size and stream of each stretch of the driver's memory, by its address."""
-        return {
-            address: (nbytes, self.pools.stream_of(pool))
-            for address, nbytes, pool in self.segments.blocks.stretches()
-        }
 
     def layout(self, handles: Iterable[int]) -> object:
         """Return what decides later requests: the places of these blocks and of free memory."""

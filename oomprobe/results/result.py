@@ -369,7 +369,7 @@ def _verdict_of_result(result: ProbeResult) -> str:
         return within(result, f"batch {result.batch_size} per rank fits")
     if result.epoch is not None and result.epoch.reason:
         return NO_EPOCH.format(size=result.batch_size, reason=result.epoch.reason)
-    if result.epoch is not None and result.epoch.deaths:
+    if result.epoch is not None and any(result.epoch.ends):
         orders = f"{result.epoch.deaths} of {len(result.epoch.ends)} orders"
         return within(result, f"batch {result.batch_size}: {orders} run out of memory")
     written = ""

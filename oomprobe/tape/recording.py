@@ -12,6 +12,13 @@ from oomprobe.tape.snapshot import NO_POOL, Event, Frames, Segment, Snapshot
 MOST_EVENTS = 500_000  # that are kept, the last ones
 
 
+def mapped_by(allocator: CachingAllocator) -> dict[int, tuple[int, int]]:
+    """Return size and stream of each stretch of the driver's memory, by its address."""
+    stretches = allocator.segments.blocks.stretches()
+    stream_of = allocator.pools.stream_of
+    return {address: (nbytes, stream_of(pool)) for address, nbytes, pool in stretches}
+
+
 class Recording:
     """The events of an allocator since this was made, with the stacks of its requests.
 
@@ -24,7 +31,7 @@ class Recording:
         self._events = deque[Event](maxlen=MOST_EVENTS)
         self._stacks: dict[int, Frames] = {}  # of the blocks in use, by address
         self._frames: dict[tuple[CodeType, int], dict[str, str | int]] = {}
-        self._mapped = allocator.mapped()
+        self._mapped = mapped_by(allocator)
         self._reserved_bytes = allocator.reserved_bytes
         self._next_address = allocator.segments.next_address
         allocator.log = self
@@ -38,7 +45,8 @@ class Recording:
             free_bytes = allocator.capacity_bytes - allocator.reserved_bytes
             self._add("oom", free_bytes, nbytes, allocator.stream, self._stack())
             return
-        address, stream = allocator.address(handle), allocator.stream_of(handle)
+        address, pools = allocator.address(handle), allocator.segments.blocks.pool_of
+        stream = allocator.pools.stream_of(pools[allocator.block(handle)])
         if nbytes < 0:
             self._stacks.pop(address, None)
             self._add("free_completed", address, -nbytes, stream)
@@ -56,7 +64,7 @@ class Recording:
         )
         is_expandable = allocator.settings.expandable_segments
         segments = []
-        for start, (size, stream) in allocator.mapped().items():
+        for start, (size, stream) in mapped_by(allocator).items():
             blocks = [
                 (address, nbytes, self._stacks.get(address, ()))
                 for address, nbytes in in_use
@@ -78,7 +86,7 @@ class Recording:
                 self._add("segment_map" if grown > 0 else "segment_unmap", 0, abs(grown), 0)
             return
         if before_bytes + new_bytes > self._reserved_bytes:
-            now = allocator.mapped()
+            now = mapped_by(allocator)
             for address in self._mapped.keys() - now.keys():
                 self._add("segment_free", address, *self._mapped.pop(address))
         if new_bytes:
