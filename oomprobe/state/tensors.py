@@ -175,11 +175,10 @@ class TensorCopy(Saved):
         )
 
     def _looks_the_same(self, tensor: torch.Tensor) -> bool:
-        if not _is_strided(tensor):
+        kind = (tensor.dtype, tensor.device)  # first: a fake has no address to ask for
+        if kind != (self._dtype, self.device) or not _is_strided(tensor):
             return False
-        geometry = (tensor.storage_offset(), tensor.size(), tensor.stride())
-        looks = (tensor.dtype, tensor.device, *geometry)
-        return looks == (self._dtype, self.device, *self._geometry)
+        return (tensor.storage_offset(), tensor.size(), tensor.stride()) == self._geometry
 
     def _is_same_view(self, tensor: torch.Tensor) -> bool:
         return self._looks_the_same(tensor) and tensor.untyped_storage() is self.storage.find()
