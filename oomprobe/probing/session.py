@@ -81,8 +81,7 @@ class Session:
         axis: Axis = NO_AXIS,
     ) -> None:
         self.runner, self.trials, self.clock, self.axis = runner, trials, clock, axis
-        self.most = min(axis.most, runner.facts.max_batch or UNLIMITED)  # of the data
-        self.options = options.within(self.most)
+        self.options = options.within(min(axis.most, runner.facts.max_batch or UNLIMITED))
         self.notes, self.in_steps_s = Notes(), 0.0
         self.budget = Budget(runner, options.memory_fraction)
         self.host = HostBudget(options.host_limit_bytes)

@@ -18,7 +18,7 @@ from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
 from oomprobe.ground.words import count, shortened
 from oomprobe.probing.session import Session
-from oomprobe.records.epoch import SAMPLES, TOKENS
+from oomprobe.records.epoch import SAMPLES, TOKENS, UNLIMITED
 from oomprobe.records.fit import estimates, fit_line
 from oomprobe.records.notes import Note, NoteKind, remark, warning
 from oomprobe.records.trials import SIMULATED, Phase, Trial, Verdict, last_of
@@ -308,7 +308,7 @@ def _gaps(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
 
 def _of_data(session: Session, largest: Found) -> Iterator[Note]:
     """Yield notes if the data set limits the size, and if shapes vary: then the margin pays for fragmentation."""
-    most = session.most
+    most = min(session.axis.most, session.runner.facts.max_batch or UNLIMITED)
     if most == session.options.max_batch and largest.deciding is None:
         unit = TOKENS if session.axis.counts_tokens else "examples"
         yield remark(LITTLE_DATA.format(count=most, unit=unit))

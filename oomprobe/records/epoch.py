@@ -251,6 +251,8 @@ class Epoch:
         ...     print(batch)
         {'batch_size': 2, 'length': 9}
         {'batch_size': 1, 'length': 5}
+        >>> Epoch({"length": [5, 9, 7]}).describe()["values"]["length"]["most"]
+        9
     """
 
     values: Mapping[str, Sequence[Number]] = field(kw_only=False, default_factory=dict)
@@ -422,6 +424,11 @@ class EpochRecord:
         reason: Why no epoch could be replayed; "" if one was.
         drawn: What was drawn from, without the values: draw, calls, orders, seed, and of each
             argument count, least, median, most and a digest; by step, if several have an epoch.
+
+    Examples:
+        >>> drawn = Epoch({"length": [5, 9, 7]}).describe()
+        >>> EpochRecord(batch_size=8, ends=(None, 3), deaths=1, drawn=drawn).longest
+        {'length': 9}
     """
 
     batch_size: Samples

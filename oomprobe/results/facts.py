@@ -71,7 +71,7 @@ def epoch(record: EpochRecord | None) -> list[Fact]:
         most = 1 - 0.05 ** (1 / len(record.ends))
         text += f", so at most {100 * most:.2g} % of all orders do (at 95 % confidence)"
     facts = [Fact(text, (size,))]
-    if bound is not None and bound != size:
+    if bound is not None and bound != size and record.longest_only_ends:
         text = f"{_deaths(bound, record.longest_only_ends)}: it is the largest that runs the largest batch alone"
         facts.append(Fact(text, (bound,)))
     for setting, deaths in record.settings.items():
