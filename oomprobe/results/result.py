@@ -98,8 +98,10 @@ class ProbeResult(Reported):
         [(512, 2)]
         >>> ProbeResult.from_dict(json.loads(result.to_json())) == ProbeResult.from_dict(result.to_dict())
         True
-        >>> result.summary()["options/memory_fraction"]
-        0.9
+        >>> result.summary()["options/memory_fraction"], result.trains
+        (0.9, True)
+        >>> result.pinned_bytes, result.host_bytes == 0
+        (0, ...)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     result.to_html(f"{folder}/probe.html")
         ...     figure = result.plot()
