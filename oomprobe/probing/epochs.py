@@ -23,7 +23,7 @@ from oomprobe.probing.session import Session
 from oomprobe.records.epoch import EpochRecord
 from oomprobe.records.notes import remark
 from oomprobe.records.sizes import Sizes
-from oomprobe.records.trials import Call, Outcome, Phase, Request, Trial
+from oomprobe.records.trials import Call, Outcome, Phase, Request, Trial, Verdict
 from oomprobe.rules.epoch import Orders, StepOrders, shape_of
 from oomprobe.rules.search import Found
 from oomprobe.tape.calls import RecordedCall
@@ -39,6 +39,7 @@ DYING_SHARE = 3 / 4  # of a size, at which the tape is recorded if too few calls
 OUT_OF_TIME = "the time limit passed while {orders} were replayed: allow more, or ask for fewer"
 UNRECORDED = "what the calls ask of the allocator cannot be recorded on {device}"
 TOO_FEW = "batch {size} ran for {calls}, too few to know what other shapes ask for"
+ENDED = "the hardest calls ended with {verdict}"
 MISMATCH = (
     "the calls of a stretch asked for something else than predicted: {matched:.0f} % of the "
     "requests came as predicted, "
@@ -142,7 +143,7 @@ class EpochSearch:
         size, resolution = bound, self._session.options.resolution
         while True:
             ends = self.ends(size, stops=True)
-            if not deaths_of(ends):
+            if not deaths_of(ends) and not self._replay(self._stretch(ends, size)).died:
                 return size, ends
             if size == self._sizes.first:
                 return None, self.ends(size)
@@ -150,17 +151,21 @@ class EpochSearch:
 
     # --- the stretch that runs ---
 
-    def run_stretch(self, ends: Ends, size: int) -> tuple[Trial, str]:
-        """Run the calls up to the first death, or up to the one in which the most is reserved.
-
-        Return the trial, and how its replay differs or "".
-        """
+    def _stretch(self, ends: Ends, size: int) -> list[Call]:
+        """Return the calls up to the first death, or up to the one in which the most is reserved."""
         order, last = hardest_of(ends)
-        calls = [*islice(self.orders.order(order, size), max(0, last - STRETCH), last)]
+        return [*islice(self.orders.order(order, size), max(0, last - STRETCH), last)]
+
+    def run_stretch(self, ends: Ends, size: int) -> tuple[Trial, str]:
+        """Run the hardest calls under the cap; return the trial, and how it differs from its replay or ""."""
+        calls = self._stretch(ends, size)
         expected = self._replay(calls)
         outcome = self._run(calls, self._session.budget.search_cap())
         trial = outcome.trial
+        self._session.trials.append(trial)
         self._session.reporter.finished(trial)
+        if trial.verdict not in (Verdict.FITS, Verdict.OOM):
+            return trial, ENDED.format(verdict=trial.verdict)
         if outcome.taped is None:
             return trial, outcome.unrecorded
         matched_fraction = self._match(calls, outcome.taped)
@@ -282,7 +287,6 @@ def find_epoch(session: Session, largest: Found) -> Found:
         orders = {"orders": search.title, "deaths": deaths_of(ends)}
         raise NothingFitsError(NONE_RUNS.format(**sizes, **orders, instead=instead))
     assert trial is not None
-    session.trials.append(trial)
     session.program.confirmed = trial.steps
     at_bound = ends if size == bound else search.ends(bound)
     session.epoch = replace(
@@ -339,8 +343,7 @@ def check_epoch(session: Session, size: int) -> None:
     for _ in range(ROUNDS):
         session.reporter.row(f"replaying {search.title}")
         ends = search.ends(size)
-        trial, reason = search.run_stretch(ends, size)
-        session.trials.append(trial)
+        _, reason = search.run_stretch(ends, size)
         if not reason:
             session.epoch = search.record_of(size, ends)
             return

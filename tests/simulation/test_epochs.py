@@ -1,6 +1,7 @@
 """Epochs on a simulated card: the answer trains, and the record says what does not."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -141,6 +142,19 @@ def test_values_that_decide_sizes_are_not_replayed():
     assert (record.ends, record.deaths) == ((), None)
     assert "came as predicted" in record.reason
     assert "no epoch could be replayed" in str(result).splitlines()[0]
+
+
+def test_a_size_whose_hardest_calls_die_alone_is_no_answer(monkeypatch):
+    replayed, epoch = EpochSearch._replay, Epoch({"length": LENGTHS}, **SHORT)
+
+    def replay(search, calls, start=None):
+        end = replayed(search, calls, start)
+        is_stretch = isinstance(calls, list) and calls[0].batch_size > 40
+        return replace(end, died=1) if is_stretch else end
+
+    monkeypatch.setattr(EpochSearch, "_replay", replay)
+    result = oomprobe.find_max_batch(*build(), epoch=epoch, **QUIET)
+    assert (result.batch_size, result.epoch.deaths) == (40, 0)
 
 
 def test_after_the_time_limit_the_answer_stands_without_the_epoch(monkeypatch):
