@@ -20,13 +20,15 @@ from oomprobe.records.epoch import (
     token_options,
     tokens_of,
 )
+from oomprobe.records.options import named_steps
+from oomprobe.records.sizes import Sizes
 from oomprobe.results import facts
 from oomprobe.rules.epoch import BucketOrders, StepOrders, shape_of
 from oomprobe.tape.calls import ALLOCATED, FREED, RecordedCall
 from oomprobe.tape.epochs import replay_order, replay_orders
 from oomprobe.tape.record import Beginning, TapedTrial
 from oomprobe.tape.reductions import Processors
-from oomprobe.tape.shapes import ShapedTape, share_alike
+from oomprobe.tape.shapes import ShapedTape, features, share_alike
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -114,7 +116,9 @@ def test_values_that_are_no_lengths_are_refused(given, said):
         Epoch(given)
 
 
-@pytest.mark.parametrize("numbers", [{"calls": 0}, {"orders": 0}, {"draw": "shortest"}])
+@pytest.mark.parametrize(
+    "numbers", [{"calls": 0}, {"orders": 0}, {"draw": "shortest"}, {"draw": [1]}, {"seed": "x"}]
+)
 def test_other_wrong_arguments_are_refused(numbers):
     with pytest.raises(InvalidArgumentError):
         Epoch({"length": LENGTHS}, **numbers)
@@ -160,7 +164,8 @@ def test_several_steps_take_turns():
 def test_buckets_hold_what_is_no_longer_than_they_are():
     epoch = Epoch({"length": LENGTHS * 10}, calls=60)
     axis = Axis("length", (2, 5, 9)).drawing(epoch)
-    orders = BucketOrders.of(axis, ["step"], {0: 12, 1: 6, 2: 3}, 3)
+    allowed = Sizes(first=3, last=None, step=3)
+    orders = BucketOrders.of(axis, ["step"], {0: 12, 1: 6, 2: 3}, allowed)
     assert orders.share(128) == {0: 12, 1: 6, 2: 3}
     assert orders.share(64) == {0: 6, 1: 3, 2: 3}
     calls = [*orders.order(0, 128)]
@@ -171,9 +176,27 @@ def test_buckets_hold_what_is_no_longer_than_they_are():
         assert below < longest <= (2, 5, 9)[call.row]
         assert size == call.batch_size <= (12, 6, 3)[call.row]
     with pytest.raises(InvalidArgumentError, match="the largest row that fits is 5"):
-        BucketOrders.of(axis, ["step"], {0: 12, 1: 6}, 1)
+        BucketOrders.of(axis, ["step"], {0: 12, 1: 6}, allowed)
     with pytest.raises(InvalidArgumentError, match="one step"):
-        BucketOrders.of(axis, ["train", "eval"], {0: 12}, 1)
+        BucketOrders.of(axis, ["train", "eval"], {0: 12}, allowed)
+
+
+def test_a_function_that_draws_nothing_or_no_numbers_is_refused():
+    with pytest.raises(InvalidArgumentError, match="no call at batch_size 9"):
+        Epoch(draw=lambda drawn, size: []).drawing.usual(9)
+    with pytest.raises(InvalidArgumentError, match="numbers by argument"):
+        Epoch(draw=lambda drawn, size: [{"side": "large"}]).drawing.usual(9)
+
+
+def test_floats_are_fitted_as_they_are():
+    assert features((2, 0.5)) != features((2, 0.9))
+    assert Epoch({"seconds": [np.float32(0.5), 2]}).values["seconds"] == (0.5, 2)
+
+
+def test_an_epoch_of_a_step_that_is_not_there_is_refused():
+    axis = Axis().drawing({"trian": Epoch({"length": LENGTHS})})
+    with pytest.raises(InvalidArgumentError, match="epoch names trian, and the steps are step"):
+        named_steps(lambda model, batch_size: None, axis)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +210,8 @@ def test_buckets_hold_what_is_no_longer_than_they_are():
 def test_a_table_whose_rows_hold_no_examples_is_refused(axis, values):
     with pytest.raises(InvalidArgumentError):
         axis.drawing(Epoch(values))
+    with pytest.raises(InvalidArgumentError):
+        Axis("length", (2, 16)).drawing(Epoch({"length": LENGTHS}, draw="sum"))
 
 
 # --- a tape over shapes ---
@@ -311,7 +336,7 @@ def test_a_recording_crosses_to_another_process():
         ((None,) * 40, (), "batch 18: 0 of 40 orders run out of memory, so at most 7.2 % of all orders do"),
         ((None,) * 459, (), "so at most 0.65 % of all orders do"),
         ((7, None), (), "1 of 2 orders run out of memory, in call 7"),
-        ((9, 3, None, 4, 295), (), "4 of 5 orders run out of memory, the first in call 3, half by call 4, the last in 295"),
+        ((9, 3, None, 4, 295), (), "4 of 5 orders run out of memory, the first in call 3, half of them by call 4, the last in 295"),
         ((None,) * 4, (5, None), "batch 20: 1 of 2 orders run out of memory, in call 5: it is the largest"),
     ],
 )  # fmt: skip

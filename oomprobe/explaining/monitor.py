@@ -211,8 +211,9 @@ class PeakMonitor:
             **shapes: What the batch had of an epoch's numbers, such as ``length=411``: `to_dict` says where one lies beyond them.
         """
         self.steps += 1
-        for name, number in shapes.items():
-            self._longest[name] = max(number, self._longest.get(name, number))
+        with suppress(TypeError):  # no number: it never raises
+            for name, number in shapes.items():
+                self._longest[name] = max(number, self._longest.get(name, 0))
         self.seen(phase)
 
     def seen(self, phase: str) -> None:

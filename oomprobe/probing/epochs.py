@@ -9,6 +9,7 @@ and are compared with their replay.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 
@@ -25,7 +26,6 @@ from oomprobe.records.notes import remark
 from oomprobe.records.sizes import Sizes
 from oomprobe.records.trials import Call, Outcome, Phase, Request, Trial, Verdict
 from oomprobe.rules.epoch import Orders, StepOrders, shape_of
-from oomprobe.rules.search import Found
 from oomprobe.tape.calls import RecordedCall
 from oomprobe.tape.epochs import OrderEnd, replay_order, replay_orders
 from oomprobe.tape.record import TapedTrial
@@ -38,10 +38,10 @@ MATCHED = 0.9  # of its requests, at least
 DYING_SHARE = 3 / 4  # of a size, at which the tape is recorded if too few calls ran
 OUT_OF_TIME = "the time limit passed while {orders} were replayed: allow more, or ask for fewer"
 UNRECORDED = "what the calls ask of the allocator cannot be recorded on {device}"
-TOO_FEW = "batch {size} ran for {calls}, too few to know what other shapes ask for"
-ENDED = "the hardest calls ended with {verdict}"
+TOO_FEW = "batch {size} ran for {calls}, too few to learn what other shapes allocate"
+ENDED = "a trial of its calls ended with {verdict}"
 MISMATCH = (
-    "the calls of a stretch asked for something else than predicted: {matched:.0f} % of the "
+    "a stretch of calls did not allocate what was predicted: {matched:.0f} % of the "
     "requests came as predicted, "
     "{reserved} were reserved, {expected} expected; {ended}, {expected_end} expected"
 )
@@ -78,6 +78,8 @@ class EpochSearch:
         while True:
             calls = self.orders.to_record(size)
             outcome = self._run(calls, None)
+            if outcome.trial.verdict not in (Verdict.FITS, Verdict.OOM):
+                return ENDED.format(verdict=outcome.trial.verdict)
             if outcome.taped is None:
                 return outcome.unrecorded or UNRECORDED.format(device=self._session.device.name)
             ran = len(outcome.taped.calls)
@@ -101,8 +103,9 @@ class EpochSearch:
             phase=Phase.CONFIRM, calls=tuple(calls), cap_bytes=cap_bytes, records=True, fresh=True
         )
         session.reporter.started(request.batch_size, request.phase)
-        outcome = session.runner.run(session.with_evidence(request))
+        outcome = session.host.judge(session.runner.run(session.with_evidence(request)))
         session.take_over(outcome)
+        session.deaths.stop_if_final(outcome.trial)
         return outcome
 
     # --- the orders ---
@@ -116,7 +119,7 @@ class EpochSearch:
         ends = {}
         for order, end in replay_orders([*self._hardest_first], replay):
             ends[order] = end
-            if stops and self._session.clock.is_over:
+            if self._session.clock.is_over:
                 raise TimeLimitError(OUT_OF_TIME.format(orders=self.title))
             if end.died:
                 self._hardest_first.remove(order)
@@ -161,8 +164,9 @@ class EpochSearch:
         calls = self._stretch(ends, size)
         expected = self._replay(calls)
         outcome = self._run(calls, self._session.budget.search_cap())
-        trial = outcome.trial
+        trial = replace(outcome.trial, step_s=None, samples_per_s=None)  # of calls of many shapes
         self._session.trials.append(trial)
+        self._session.stretches.append(trial)
         self._session.reporter.finished(trial)
         if trial.verdict not in (Verdict.FITS, Verdict.OOM):
             return trial, ENDED.format(verdict=trial.verdict)
@@ -262,23 +266,20 @@ def search_of(session: Session) -> EpochSearch:
     return EpochSearch(session, orders, session.options.sizes)
 
 
-def find_epoch(session: Session, largest: Found) -> Found:
-    """Return the answer with which the epoch trains, and keep its record.
-
-    The search was at the worst shape.
+def find_epoch(session: Session, bound: int) -> int:
+    """Return the size with which the epoch trains, and keep its record; a search found the bound.
 
     Raises:
         NothingFitsError: some order runs out of memory at every size.
     """
-    bound = largest.batch_size
-    if not session.axis.epochs or session.axis.name or bound is None:
-        return largest
+    if not session.axis.epochs or session.axis.name:
+        return bound
     search = search_of(session)
     size, ends, trial, reason = settle(session, search, bound)
     if reason:
         drawn = search.orders.describe()
         session.epoch = EpochRecord(batch_size=bound, reason=reason, drawn=drawn)
-        return largest
+        return bound
     if size is None:
         setting, instead = to_expand(allocator_settings(), torch.__version__), ""
         if setting:
@@ -288,18 +289,22 @@ def find_epoch(session: Session, largest: Found) -> Found:
         raise NothingFitsError(NONE_RUNS.format(**sizes, **orders, instead=instead))
     assert trial is not None
     session.program.confirmed = trial.steps
-    at_bound = ends if size == bound else search.ends(bound)
-    session.epoch = replace(
-        search.record_of(size, ends),
-        longest_only_batch_size=bound,
-        longest_only_ends=tuple(end.died for end in at_bound.values()),
-    )
+    session.epoch = replace(search.record_of(size, ends), longest_only_batch_size=bound)
+    with suppress(TimeLimitError):  # the answer stands without what follows
+        _look_at_bound(session, search, bound, ends if size == bound else search.ends(bound))
+    return size
+
+
+def _look_at_bound(session: Session, search: EpochSearch, bound: int, ends: Ends) -> None:
+    """Keep how the orders end at the largest size that runs alone, and note what would help there."""
+    assert session.epoch is not None
+    died = tuple(end.died for end in ends.values())
+    session.epoch = replace(session.epoch, longest_only_ends=died)
     setting = to_expand(allocator_settings(), torch.__version__)
-    expanded = search.with_expandable_segments(bound) if size < bound and setting else None
-    if expanded is not None and deaths_of(expanded) < deaths_of(at_bound):
+    expanded = search.with_expandable_segments(bound) if any(died) and setting else None
+    if expanded is not None and deaths_of(expanded) < deaths_of(ends):
         numbers = {"deaths": deaths_of(expanded), "orders": len(expanded), "size": bound}
         session.notes.add(remark(EXPANDS.format(setting=setting, **numbers), bound))
-    return replace(largest, batch_size=size)
 
 
 def settle(

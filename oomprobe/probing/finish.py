@@ -38,14 +38,14 @@ def finish(session: Session, largest: Found, broken_down_at: int | None = None) 
     Then run the accumulation plan, the breakdown of the answer or another size, and the failure
     that decided.
     """
-    if largest.batch_size is not None:
-        largest = find_epoch(session, largest)
     if largest.batch_size is None:
         raise nothing_fits(session)
     refuse_leaking(session, largest.batch_size)
     compare_sizes(session, largest.batch_size, is_limited=largest.deciding is not None)
-    run_plan(session, largest.batch_size)
-    break_down(session, broken_down_at or largest.batch_size)
+    answer = find_epoch(session, largest.batch_size)
+    largest = replace(largest, batch_size=answer)
+    run_plan(session, answer)
+    break_down(session, broken_down_at or answer)
     explain_failure(session, largest)
     return largest
 

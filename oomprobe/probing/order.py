@@ -89,7 +89,8 @@ class Order:
         patience = rest.pop("patience", PATIENCE)
         axis = axis.drawing(rest.pop("epoch", None))
         if axis.counts_tokens:
-            rest |= token_options(axis.epochs[""], rest)
+            of_tokens = token_options(axis.epochs[""], {"max_batch": batch_size, **rest})
+            rest |= of_tokens if batch_size is None else {}
         refuse_unknown(rest)
         riders = {
             name: rest.pop(name) for name in ("device", "preserve", "progress") if name in rest

@@ -91,6 +91,7 @@ class Session:
         self.neighbours = Neighbours(runner, clock.patience)
         # Whether the restored state was equal bit for bit; set when the session closes.
         self.state_verified = False
+        self.stretches: list[Trial] = []  # of an epoch, whose calls have many shapes
         self.epoch: EpochRecord | None = None  # how an epoch trains at the answer, if one was given
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.why: Explanation | None = None  # the size that failed next ran out of memory, if known

@@ -129,13 +129,24 @@ def result_of(session: Session, largest: Found, target: str | None = None) -> Pr
 
 
 def _of_the_step(session: Session) -> list[Trial]:
-    """Return the trials whose calls are calls of the step itself, not micro-batches of a plan."""
-    return [trial for trial in session.trials if trial.accumulation_steps == 1]
+    """Return the trials whose calls are alike, not micro-batches of a plan, nor those of an epoch."""
+    alike = [trial for trial in session.trials if trial not in session.stretches]
+    return [trial for trial in alike if trial.accumulation_steps == 1]
+
+
+def _lowered_from(session: Session) -> int:
+    """Return the size that the epoch has lowered; 0 if it has not."""
+    epoch = session.epoch
+    if epoch is None or epoch.batch_size == epoch.longest_only_batch_size:
+        return 0
+    return epoch.longest_only_batch_size or 0
 
 
 def _limited_by(session: Session, answer: int, deciding: Trial | None) -> str:
     if deciding is not None:
         return _LIMITED_BY.get(deciding.verdict, "memory")
+    if _lowered_from(session):
+        return "memory"
     if session.splits:
         return "step"
     if session.has_time_to_grow:
@@ -265,11 +276,9 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
         yield warning(text, answer.batch_size)
     yield from _gaps(session, largest, answer)
     yield from _outside(session)
-    if (
-        largest.deciding is not None
-        and largest.deciding - answer.batch_size > session.options.multiple_of
-    ):
-        sizes_between = answer.batch_size, largest.deciding
+    alone = _lowered_from(session) or answer.batch_size
+    if largest.deciding is not None and largest.deciding - alone > session.options.multiple_of:
+        sizes_between = alone, largest.deciding
         yield remark(
             "not exact: sizes between {} and {} were not tried".format(*sizes_between),
             *sizes_between,
@@ -309,7 +318,8 @@ def _gaps(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
 def _of_data(session: Session, largest: Found) -> Iterator[Note]:
     """Yield notes if the data set limits the size, and if shapes vary: then the margin pays for fragmentation."""
     most = min(session.axis.most, session.runner.facts.max_batch or UNLIMITED)
-    if most == session.options.max_batch and largest.deciding is None:
+    is_bound = largest.deciding is None and not _lowered_from(session)
+    if most == session.options.max_batch and is_bound:
         unit = TOKENS if session.axis.counts_tokens else "examples"
         yield remark(LITTLE_DATA.format(count=most, unit=unit))
     setting = to_expand(allocator_settings(), torch.__version__)

@@ -31,6 +31,7 @@ NONE_TRAINS = (
     "no share of these batch sizes trains with all values in turn: of {orders}, {deaths} run out of "
     "memory at the smallest"
 )
+FAILED_ALONE = "batch {size}, with which the epoch trains, ended with {verdict} alone"
 ROW_CALLS = 4  # of a row at a lowered size
 CUT_OFF = "time limit: there are no rows for {axis} {values}. Allow more time, or make another table for them"
 
@@ -143,15 +144,15 @@ class Rows:
             self._axis,
             session.runner.facts.step_names,
             {row: result.batch_size for row, result in answers.items()},
-            session.options.multiple_of,
+            session.options.sizes,
         )
         search = EpochSearch(session, buckets, Sizes(first=1, last=SHARES, step=1))
         share, ends, _, reason = settle(session, search, SHARES)
         record = EpochRecord(batch_size=SHARES, reason=reason, drawn=buckets.describe())
         sizes = buckets.sizes
-        if share is not None:
-            record, sizes = search.record_of(share, ends), buckets.share(share)
-        elif not reason:
+        if not reason:
+            record, sizes = search.record_of(share or 1, ends), buckets.share(share or 1)
+        if not reason and share is None:
             orders = {"orders": search.title, "deaths": deaths_of(ends)}
             self.notes.append(NONE_TRAINS.format(**orders))
         for row, result in answers.items():
@@ -160,7 +161,12 @@ class Rows:
                 call = Call(step=buckets.step, batch_size=size, row=row)
                 request = Request(phase=Phase.CONFIRM, calls=(call,) * ROW_CALLS)
                 cap_bytes = session.budget.search_cap()
-                trials = (*trials, session.run(replace(request, cap_bytes=cap_bytes)))
+                trial = session.run(replace(request, cap_bytes=cap_bytes))
+                trials = (*trials, trial)
+                if not trial.passed:
+                    self.unfit[values[row]] = FAILED_ALONE.format(size=size, verdict=trial.verdict)
+                    self.results[values[row]] = None
+                    continue
             of_row = replace(record, batch_size=size, longest_only_batch_size=alone)
             self.results[values[row]] = replace(
                 result, batch_size=size, trials=trials, epoch=of_row

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.records.epoch import EXAMPLE as OF_EPOCHS
-from oomprobe.records.epoch import NO_EPOCH, SIZE, TOKENS, UNLIMITED, Epoch
+from oomprobe.records.epoch import NO_EPOCH, SIZE, TOKENS, UNLIMITED, Epoch, Padded
 
 if TYPE_CHECKING:
     from oomprobe.records.trials import Call
 
 NO_BUCKETS = (
-    "a table with an epoch needs numbers: an example goes to the smallest row that holds its "
-    "{axis}: "
+    "in a table with an epoch an example goes to the smallest row that holds its {axis}, which is a "
+    'number, and batches are padded (draw="longest"): '
     'over={{"length": [512, 1024]}}, epoch=Epoch({{"length": lengths}})'
 )
 EXAMPLE = 'over={"length": [512, 1024, 2048]}'
@@ -85,7 +85,8 @@ class Axis:
     def _check_buckets(self, epochs: Mapping[str, Epoch]) -> None:
         """Raise InvalidArgumentError unless each example of an epoch has a row."""
         values = epochs[""].values.get(self.name) if "" in epochs else None
-        if values is None or {*map(type, self.values)} - {int, float}:
+        is_padded = all(type(epoch.drawing) is Padded for epoch in epochs.values())
+        if values is None or not is_padded or {*map(type, self.values)} - {int, float}:
             raise InvalidArgumentError(NO_BUCKETS.format(axis=self.name))
         if max(values) > max(self.values):
             raise InvalidArgumentError(
@@ -101,8 +102,10 @@ class Axis:
 
     def arguments_of(self, call: Call) -> tuple[int, dict[str, Any]]:
         """Return the batch size of a call, and the keyword arguments of its step."""
-        usual = self.epoch_of(call.step).drawing.usual(call.batch_size)
-        given = dict(call.arguments) or {**usual, **self.arguments(call.row)}
+        given = dict(call.arguments)
+        if not given:
+            usual = self.epoch_of(call.step).drawing.usual(call.batch_size)
+            given = {**usual, **self.arguments(call.row)}
         return given.pop(SIZE, call.batch_size), given
 
     def epoch_of(self, step: str) -> Epoch:

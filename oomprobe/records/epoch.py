@@ -98,6 +98,8 @@ class Padded(Drawing):
     def __init__(self, values: Values) -> None:
         self.values = values
         self.most = min(map(len, values.values()))
+        self._largest = {name: max(of) for name, of in values.items()}
+        self._means = {name: math.ceil(sum(of) / len(of)) for name, of in values.items()}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -126,7 +128,7 @@ class Padded(Drawing):
 
     def usual(self, size: int) -> Arguments:
         """Return the arguments of a call of the largest examples."""
-        return {SIZE: size, **{name: max(of) for name, of in self.values.items()}}
+        return {SIZE: size, **self._largest}
 
     def sample(self, drawn: random.Random, size: int) -> Arguments:
         """Return a shape of this size whose length a few examples decide, to meet short ones too."""
@@ -151,8 +153,7 @@ class Added(Padded):
 
     def usual(self, size: int) -> Arguments:
         """Return the arguments of a common call, which grow with the size."""
-        means = {name: math.ceil(sum(of) / len(of)) for name, of in self.values.items()}
-        return {SIZE: size, **{name: size * mean for name, mean in means.items()}}
+        return {SIZE: size, **{name: size * mean for name, mean in self._means.items()}}
 
 
 class Sampler(Drawing):
@@ -170,13 +171,21 @@ class Sampler(Drawing):
     def batches(self, drawn: random.Random, size: int, ranks: int) -> Iterator[list[Arguments]]:
         """Yield what the function does, for ranks in turn."""
         calls = ({SIZE: size, **arguments} for arguments in self._draw(drawn, size))
-        while of_ranks := [*islice(calls, ranks)]:
+        of_ranks = [*islice(calls, ranks)]
+        if not of_ranks:
+            raise InvalidArgumentError(
+                f"draw yields no call at batch_size {size}: if the data end before, set max_batch"
+            )
+        while of_ranks:
             yield of_ranks
+            of_ranks = [*islice(calls, ranks)]
 
     def usual(self, size: int) -> Arguments:
         """Return the largest of a few calls."""
-        few = islice(self.batches(random.Random(0), size, 1), FEW_DRAWS)
-        return max((call for (call,) in few), key=lambda call: math.prod(call.values()))
+        few = [call for (call,) in islice(self.batches(random.Random(0), size, 1), FEW_DRAWS)]
+        if not {type(number) for number in few[0].values()} <= {int, float}:
+            raise InvalidArgumentError(f"draw must yield numbers by argument, not {few[0]!r}")
+        return max(few, key=lambda call: math.prod(call.values()))
 
 
 class TokenBudget(Sampler):
@@ -192,8 +201,8 @@ class TokenBudget(Sampler):
         super().__init__(self._each)
         self.lengths, self.packed = lengths, packed
         self.label = "packed tokens" if packed else "padded tokens"
-        tokens = sum(lengths) if packed else len(lengths) * max(lengths)
-        self.most = math.ceil(tokens)
+        self._longest, self._mean = max(lengths), sum(lengths) / len(lengths)
+        self.most = math.ceil(sum(lengths) if packed else len(lengths) * self._longest)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -217,10 +226,8 @@ class TokenBudget(Sampler):
     def usual(self, budget: int) -> Arguments:
         """Return the arguments of a full call: of the longest examples, or of all tokens."""
         if self.packed:
-            mean = sum(self.lengths) / len(self.lengths)
-            return {SIZE: max(1, int(budget / mean)), "length": budget}
-        longest = max(self.lengths)
-        return {SIZE: max(1, int(budget // longest)), "length": longest}
+            return {SIZE: max(1, int(budget / self._mean)), "length": budget}
+        return {SIZE: max(1, int(budget // self._longest)), "length": self._longest}
 
 
 _DRAWINGS: Mapping[object, Callable[[Values], Drawing]] = {"longest": Padded, "sum": Added}
@@ -265,12 +272,15 @@ class Epoch:
     def __post_init__(self) -> None:
         check_size("calls", self.calls)
         check_size("orders", self.orders)
+        if not isinstance(self.seed, int):
+            raise InvalidArgumentError(f"seed must be an integer, not {self.seed!r}")
+        if self.values or isinstance(self.draw, str):
+            object.__setattr__(self, "values", check_values(self.values))
         if isinstance(self.draw, Drawing):
             drawing: Drawing = self.draw
         elif callable(self.draw):
             drawing = Sampler(self.draw)
-        elif self.draw in _DRAWINGS:
-            object.__setattr__(self, "values", check_values(self.values))
+        elif isinstance(self.draw, str) and self.draw in _DRAWINGS:
             drawing = _DRAWINGS[self.draw](self.values)  # type: ignore[arg-type]
         else:
             raise InvalidArgumentError(
@@ -286,6 +296,8 @@ class Epoch:
         Examples are drawn without replacement until the data end, and then anew; a rank takes every
         `world_size`-th. A last batch of the data may be smaller.
         """
+        check_size("batch_size", batch_size)
+        check_size("world_size", world_size)
         drawn = random.Random(self.seed + order)
         calls = self.drawing.batches(drawn, batch_size, world_size)
         yield from (of_ranks[rank] for of_ranks in islice(calls, self.calls) if of_ranks[rank:])
@@ -333,7 +345,8 @@ def _read_values(name: object, given: Any) -> tuple[Number, ...]:
         given = given.tolist()
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise InvalidArgumentError(f"the values of {name} must be a list, not {given!r}: {EXAMPLE}")
-    numbers = tuple(given)
+    # Those of an array's elements are plain.
+    numbers = tuple(of.item() if hasattr(of, "item") else of for of in given)
     if not numbers:
         raise InvalidArgumentError(f"there are no values of {name}: {EXAMPLE}")
     for at, number in enumerate(numbers):
@@ -356,10 +369,10 @@ def read_numbers(path: Path) -> list[Number]:
             import numpy as np
 
             numbers = np.load(path, allow_pickle=False).tolist()
-        elif path.suffix == ".json":
-            numbers = json.loads(path.read_text())
         else:
-            numbers = [json.loads(line) for line in path.read_text().split()]
+            text = path.read_text().strip()
+            is_json = text.startswith(("[", "{"))
+            numbers = json.loads(text if is_json else f"[{','.join(text.split())}]")
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"{path} has no numbers: {error}") from None
     if not isinstance(numbers, list):
@@ -447,6 +460,6 @@ class EpochRecord:
     @property
     def longest(self) -> dict[str, Number]:
         """The largest example by argument, to which batches are padded; empty where they are not."""
-        if self.drawn.get("draw") != "longest":
+        if self.drawn.get("draw") not in ("longest", "padded tokens"):
             return {}
         return {name: of["most"] for name, of in self.drawn["values"].items()}

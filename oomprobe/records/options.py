@@ -253,6 +253,11 @@ def named_steps(step_fn: object, axis: Axis = NO_AXIS) -> dict[str, Step]:
             step = Step(step)
         _check_step(name, step.function, axis)
         steps[name] = step
+    unknown = axis.epochs.keys() - {"", *steps}
+    if unknown:
+        raise InvalidArgumentError(
+            f"epoch names {', '.join(unknown)}, and the steps are {', '.join(steps)}"
+        )
     return steps
 
 

@@ -89,7 +89,7 @@ def _deaths(size: int, ends: Sequence[int | None]) -> str:
         return text
     if len(died) == 1:
         return f"{text}, in call {died[0]}"
-    return f"{text}, the first in call {died[0]}, half by call {died[(len(died) - 1) // 2]}, the last in {died[-1]}"
+    return f"{text}, the first in call {died[0]}, half of them by call {died[(len(died) - 1) // 2]}, the last in {died[-1]}"
 
 
 def host_memory(pinned_bytes: int | None, host_bytes: int | None) -> Fact:

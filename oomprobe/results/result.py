@@ -40,7 +40,7 @@ WARNING = (
     "WARNING: memory outside this process's allocator changed while probing. Another process, or a library in this one, "
     "allocated or freed memory, so the number holds for that moment only. Probe again on an idle device."
 )
-NO_EPOCH = "batch {size} runs its largest batch, but no epoch could be replayed: {reason}"
+NO_EPOCH = "batch {size}: no epoch could be replayed, so only its largest batch was tried: {reason}"
 _LIMITS = {
     "memory": "memory",
     "host_memory": "host memory",
@@ -367,17 +367,18 @@ def subject(result: ProbeResult) -> str:
 def _verdict_of_result(result: ProbeResult) -> str:
     if _is_of_command(result) and not result.budget_bytes:
         return f"batch {result.batch_size} ran; no process reported its memory"
-    if _counts_per_rank(result):
-        return within(result, f"batch {result.batch_size} per rank fits")
     if result.epoch is not None and result.epoch.reason:
         return NO_EPOCH.format(size=result.batch_size, reason=result.epoch.reason)
+    if _counts_per_rank(result):
+        return within(result, f"batch {result.batch_size} per rank fits")
     if result.epoch is not None and any(result.epoch.ends):
         orders = f"{result.epoch.deaths} of {len(result.epoch.ends)} orders"
         return within(result, f"batch {result.batch_size}: {orders} run out of memory")
     written = ""
     if result.written:
         written = f", written: {result.written} (your global batch),"
-    return within(result, f"batch {result.batch_size} fits{written}")
+    counted = "" if result.unit == SAMPLES else f" {result.unit}"
+    return within(result, f"batch {result.batch_size}{counted} fits{written}")
 
 
 def within(result: ProbeResult, what: str) -> str:
@@ -488,7 +489,8 @@ def _is_check(result: ProbeResult) -> bool:
 
 
 def _checked_size(result: ProbeResult) -> Fact:
-    sentence = f"batch {result.batch_size} was asked for, and ran"
+    ran = "ran" if result.confirmation is not None else "did not run"
+    sentence = f"batch {result.batch_size} was asked for, and {ran}"
     if result.limiting_step is not None:
         sentence += f"; step {result.limiting_step!r} takes the most memory"
     half = result.batch_size // 2

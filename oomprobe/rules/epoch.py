@@ -12,6 +12,7 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.records.axis import Axis
 from oomprobe.records.epoch import SIZE, TAPE_CALLS, Epoch, Padded, shuffle
 from oomprobe.records.kinds import Plain
+from oomprobe.records.sizes import Sizes
 from oomprobe.records.trials import Call
 
 TURNS = 2  # of several steps, as in a trial
@@ -119,11 +120,11 @@ class BucketOrders:
     name: str  # of the argument that has a row
     sizes: Mapping[int, int]
     limits: Mapping[int, float]
-    multiple_of: int = 1
+    allowed: Sizes
 
     @classmethod
     def of(
-        cls, axis: Axis, steps: Sequence[str], sizes: Mapping[int, int], multiple_of: int
+        cls, axis: Axis, steps: Sequence[str], sizes: Mapping[int, int], allowed: Sizes
     ) -> BucketOrders:
         """Return the orders of a table's rows with these batch sizes.
 
@@ -137,7 +138,7 @@ class BucketOrders:
         largest, most = max(epoch.values[axis.name]), max(limits.values())
         if largest > most:
             raise InvalidArgumentError(NO_ROW.format(axis=axis.name, largest=largest, most=most))
-        return cls(steps[0], epoch, axis.name, sizes, limits, multiple_of)
+        return cls(steps[0], epoch, axis.name, sizes, limits, allowed)
 
     @property
     def count(self) -> int:
@@ -151,11 +152,10 @@ class BucketOrders:
 
     def share(self, share: int) -> dict[int, int]:
         """Return the batch sizes at a share."""
-        step = self.multiple_of
-        return {
-            row: max(step, round(size * share / SHARES / step) * step)
-            for row, size in self.sizes.items()
-        }
+        step, shares = self.allowed.step, {}
+        for row, size in self.sizes.items():
+            shares[row] = max(self.allowed.first, round(size * share / SHARES / step) * step)
+        return shares
 
     def order(self, number: int, size: int) -> Iterator[Call]:
         """Yield the calls of an order: a bucket's whenever it is full, the rest at the end."""

@@ -106,7 +106,9 @@ def _requests(call: RecordedCall) -> list[int]:
 def features(shape: Shape, rounding: int = 1) -> list[float]:
     """Return the terms of a polynomial: 1, the numbers and products of two, and each also times the batch size."""
     size, *others = shape
-    rounded = [math.ceil(number / rounding) * rounding for number in others]
+    rounded = others
+    if rounding > 1:
+        rounded = [math.ceil(number / rounding) * rounding for number in others]
     terms = [1.0, *map(float, rounded)]
     terms += [float(math.prod(pair)) for pair in combinations_with_replacement(rounded, 2)]
     return [*terms, *(size * term for term in terms)]

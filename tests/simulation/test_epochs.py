@@ -157,6 +157,15 @@ def test_a_size_whose_hardest_calls_die_alone_is_no_answer(monkeypatch):
     assert (result.batch_size, result.epoch.deaths) == (40, 0)
 
 
+def test_a_bound_that_no_memory_set_is_lowered_too():
+    epoch = Epoch({"length": LENGTHS}, **SHORT)
+    result = oomprobe.find_max_batch(*build(), epoch=epoch, max_batch=62, **QUIET)
+    assert result.batch_size < result.epoch.longest_only_batch_size == 62
+    assert (result.limited_by, result.epoch.deaths) == ("memory", 0)
+    assert "nothing larger was tried" not in str(result)
+    assert result.confirmation.samples_per_s is None
+
+
 def test_after_the_time_limit_the_answer_stands_without_the_epoch(monkeypatch):
     monkeypatch.setattr(Clock, "is_over", True)
     epoch = Epoch({"length": LENGTHS}, **SHORT)
@@ -184,4 +193,7 @@ def test_the_command_line_takes_files_and_judges(tmp_path, capsys):
     assert cli.main([*common, *tokens]) == 0
     found = json.loads(capsys.readouterr().out.partition("{")[2].join(["{", ""]))
     assert (found["unit"], found["batch_size"], found["epoch"]["deaths"]) == ("tokens", 128, 0)
+    assert cli.main([*common, *tokens[:3], "--require", "64"]) == 2
+    assert f"an example has {max(LENGTHS)} tokens" in capsys.readouterr().err
+    assert cli.main([*common, *tokens[:3], "--require", "128"]) == 0
     assert cli.main([*common, "--draw", "sum"]) == 2
