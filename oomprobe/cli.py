@@ -37,8 +37,6 @@ from oomprobe.results.trials import trials_table
 from oomprobe.runners.targets import name_of
 
 STDOUT = Path("-")
-# Of a size that does not train: whether orders died, or none could be replayed.
-REQUIRED_STATUS = {True: errors.REQUIRED_FAILS, False: errors.UnreliableError.exit_status}
 LEAST_COLUMNS = 40  # of a report on a terminal
 DEMO_CARD = "sim:H100-80GB"
 DEMO_BUDGET = "cpu:256MiB"  # large enough for activations to dominate, small enough for half a minute on two cores
@@ -194,7 +192,10 @@ def _exit_status(
     if isinstance(probed, ProbeResult):
         if required is None or probed.trains:
             return 0
-        return REQUIRED_STATUS[probed.epoch is not None and bool(probed.epoch.deaths)]
+        assert probed.epoch is not None
+        if probed.epoch.deaths:
+            return errors.REQUIRED_FAILS
+        return errors.UnreliableError.exit_status
     is_cut_short = len(probed.rows) < len(options.get("over", {}).get(probed.axis, ()))
     if is_cut_short or any(not result.trains for result in _results(probed)):
         return errors.UnreliableError.exit_status

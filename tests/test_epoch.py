@@ -107,7 +107,8 @@ def test_a_budget_of_tokens_is_kept_and_nearly_filled(packed):
         ({"length": [True]}, "value 0 of length is True"),
         ({"length": [1, 2], "width": [1]}, "as many"),
         ({"batch_size": [1]}, "not an extra argument"),
-        ({"length": "12"}, "must be a list"),
+        ({"length": "12"}, "value 0 of length is '1'"),
+        ({"length": 12}, "must be a list"),
         ([1, 2], "values must map an argument"),
     ],
 )

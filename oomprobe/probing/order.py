@@ -88,15 +88,15 @@ class Order:
         rest = dict(given)
         patience = rest.pop("patience", PATIENCE)
         axis = axis.drawing(rest.pop("epoch", None))
+        of_tokens = dict[str, int]()
         if axis.counts_tokens:
             of_tokens = token_options(axis.epochs[""], {"max_batch": batch_size, **rest})
-            rest |= of_tokens if batch_size is None else {}
         refuse_unknown(rest)
         riders = {
             name: rest.pop(name) for name in ("device", "preserve", "progress") if name in rest
         }
         if batch_size is None:
-            options = Options(**{"resolution": resolution, **rest})
+            options = Options(**{"resolution": resolution, **rest, **of_tokens})
         else:
             options = Options.to_check(batch_size, **rest)
         return cls(options=options, axis=axis, patience=patience, **riders)

@@ -136,10 +136,7 @@ def _of_the_step(session: Session) -> list[Trial]:
 
 def _lowered_from(session: Session) -> int:
     """Return the size that the epoch has lowered; 0 if it has not."""
-    epoch = session.epoch
-    if epoch is None or epoch.batch_size == epoch.longest_only_batch_size:
-        return 0
-    return epoch.longest_only_batch_size or 0
+    return 0 if session.epoch is None else session.epoch.lowered_from
 
 
 def _limited_by(session: Session, answer: int, deciding: Trial | None) -> str:

@@ -151,8 +151,9 @@ class Rows:
         record = EpochRecord(batch_size=SHARES, reason=reason, drawn=buckets.describe())
         sizes = buckets.sizes
         if not reason:
-            record, sizes = search.record_of(share or 1, ends), buckets.share(share or 1)
-        if not reason and share is None:
+            tried = share or 1  # the smallest, if none trains
+            record, sizes = search.record_of(tried, ends), buckets.share(tried)
+        if deaths_of(ends):
             orders = {"orders": search.title, "deaths": deaths_of(ends)}
             self.notes.append(NONE_TRAINS.format(**orders))
         for row, result in answers.items():

@@ -84,9 +84,13 @@ class Axis:
 
     def _check_buckets(self, epochs: Mapping[str, Epoch]) -> None:
         """Raise InvalidArgumentError unless each example of an epoch has a row."""
-        values = epochs[""].values.get(self.name) if "" in epochs else None
-        is_padded = all(type(epoch.drawing) is Padded for epoch in epochs.values())
-        if values is None or not is_padded or {*map(type, self.values)} - {int, float}:
+        epoch = epochs.get("", NO_EPOCH)
+        values = epoch.values.get(self.name)
+        if (
+            values is None
+            or type(epoch.drawing) is not Padded
+            or {*map(type, self.values)} - {int, float}
+        ):
             raise InvalidArgumentError(NO_BUCKETS.format(axis=self.name))
         if max(values) > max(self.values):
             raise InvalidArgumentError(

@@ -339,19 +339,16 @@ def check_values(given: object) -> dict[str, tuple[Number, ...]]:
 
 
 def _read_values(name: object, given: Any) -> tuple[Number, ...]:
-    if not isinstance(name, str) or not name.isidentifier() or name in ("model", SIZE):
+    if not str(name).isidentifier() or name in ("model", SIZE):
         raise InvalidArgumentError(f"{name!r} is not an extra argument of the step: {EXAMPLE}")
-    if hasattr(given, "tolist"):  # of numpy or torch
-        given = given.tolist()
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    if not isinstance(given, Iterable):
         raise InvalidArgumentError(f"the values of {name} must be a list, not {given!r}: {EXAMPLE}")
-    # Those of an array's elements are plain.
+    # The elements of arrays and tensors are no plain numbers.
     numbers = tuple(of.item() if hasattr(of, "item") else of for of in given)
     if not numbers:
         raise InvalidArgumentError(f"there are no values of {name}: {EXAMPLE}")
     for at, number in enumerate(numbers):
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not 0 < number < math.inf:
+        if type(number) not in (int, float) or not 0 < number < math.inf:
             raise InvalidArgumentError(
                 f"value {at} of {name} is {number!r}, and must be a positive finite number"
             )
@@ -456,6 +453,12 @@ class EpochRecord:
     matched_fraction: float | None = None
     reason: str = ""
     drawn: Mapping[str, Plain] = field(default_factory=dict)
+
+    @property
+    def lowered_from(self) -> int:
+        """The size that runs its largest batch alone, if that is larger; otherwise 0."""
+        alone = self.longest_only_batch_size or 0
+        return alone if alone > self.batch_size else 0
 
     @property
     def longest(self) -> dict[str, Number]:
