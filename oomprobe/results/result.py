@@ -40,7 +40,9 @@ WARNING = (
     "WARNING: memory outside this process's allocator changed while probing. Another process, or a library in this one, "
     "allocated or freed memory, so the number holds for that moment only. Probe again on an idle device."
 )
-NO_EPOCH = "batch {size}: no epoch could be replayed, so only its largest batch was tried: {reason}"
+NO_EPOCH = (
+    "batch {size} was tried with its largest batch only, as no epoch could be replayed: {reason}"
+)
 _LIMITS = {
     "memory": "memory",
     "host_memory": "host memory",
@@ -373,7 +375,7 @@ def _verdict_of_result(result: ProbeResult) -> str:
         return within(result, f"batch {result.batch_size} per rank fits")
     if result.epoch is not None and any(result.epoch.ends):
         orders = f"{result.epoch.deaths} of {len(result.epoch.ends)} orders"
-        return within(result, f"batch {result.batch_size}: {orders} run out of memory")
+        return within(result, f"batch {result.batch_size} runs out of memory in {orders}")
     written = ""
     if result.written:
         written = f", written: {result.written} (your global batch),"

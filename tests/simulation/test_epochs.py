@@ -87,7 +87,7 @@ def test_a_check_says_what_dies(found):
     assert (checked.batch_size, checked.trains) == (size, False)
     assert checked.epoch.ends == result.epoch.longest_only_ends
     assert checked.epoch.settings["expandable_segments:False"] == checked.epoch.deaths
-    assert "orders run out of memory" in str(checked).splitlines()[0]
+    assert f"batch {size} runs out of memory in " in str(checked).splitlines()[0]
     far = oomprobe.check(*build(), 4 * size, epoch=epoch, **QUIET)  # its longest does not fit
     assert far.epoch.deaths == 6
     assert oomprobe.check(*build(), result.batch_size, epoch=epoch, **QUIET).trains
