@@ -144,7 +144,8 @@ def without_times(outputs):
         data = output.get("data", {"text/plain": output.get("text", "")})
         for kind, text in sorted(data.items()):
             said += f"{output.output_type} {kind}: {'' if kind == 'image/png' else text}\n"
-    said = re.sub(r"/tmp/ipykernel_\d+/", "", said)  # the kernel's own folder of cells
+    # The kernel's own folder of cells, on which lines of the report wrap.
+    said = " ".join(re.sub(r"(/tmp/)?ipykernel_\d+/", "", said).split())
     return re.sub(r"[\d.]+ (?:s|ms|min)\b|\d+ % of it inside| at 0x\w+", "#", said)
 
 

@@ -34,7 +34,7 @@ def finished(runner, answer, broken_down_at=None, trial=None, told=lambda sessio
     session.trials.append(trial or a_trial(answer, phase=Phase.CONFIRM))
     told(session)
     found = Found(batch_size=answer)
-    assert finish(session, found, broken_down_at) is found
+    assert finish(session, found, broken_down_at) == found
     return session
 
 

@@ -437,8 +437,9 @@ class EpochRecord:
 
     Examples:
         >>> drawn = Epoch({"length": [5, 9, 7]}).describe()
-        >>> EpochRecord(batch_size=8, ends=(None, 3), deaths=1, drawn=drawn).longest
-        {'length': 9}
+        >>> record = EpochRecord(batch_size=8, ends=(None, 3), deaths=1, drawn=drawn)
+        >>> record.longest, record.lowered_from
+        ({'length': 9}, 0)
     """
 
     batch_size: Samples
