@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from itertools import islice
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import oomprobe
 from oomprobe import Epoch, EpochRecord, InvalidArgumentError
 from oomprobe.allocator.caching import CachingAllocator
+from oomprobe.probing.epochs import EpochSearch, hardest_of
 from oomprobe.records.axis import Axis
 from oomprobe.records.epoch import (
     NO_EPOCH,
@@ -25,7 +27,7 @@ from oomprobe.records.sizes import Sizes
 from oomprobe.results import facts
 from oomprobe.rules.epoch import BucketOrders, StepOrders, shape_of
 from oomprobe.tape.calls import ALLOCATED, FREED, RecordedCall
-from oomprobe.tape.epochs import replay_order, replay_orders
+from oomprobe.tape.epochs import OrderEnd, replay_order, replay_orders
 from oomprobe.tape.record import Beginning, TapedTrial
 from oomprobe.tape.reductions import Processors
 from oomprobe.tape.shapes import ShapedTape, features, share_alike
@@ -305,6 +307,40 @@ def test_what_a_call_leaves_is_freed_by_the_next_whatever_its_shape():
     calls = [tape.call("step", (8, 10 + at % 7), is_first=not at) for at in range(500)]
     assert replay_order(start, None, calls).peak_reserved_bytes == 2 * 2**20
     assert start.allocator.reserved_bytes == 0  # a copy was replayed on
+
+
+def test_what_was_there_before_the_trial_is_not_freed_by_a_later_call():
+    allocator = CachingAllocator(64 * 2**20)
+    before = allocator.malloc(30 * 2**20)
+    start = TapedTrial(calls=(), allocator=allocator, live={(1, 0): before})
+    frees_two_calls_ago = RecordedCall(((FREED, 2, 0), (ALLOCATED, 0, 0)), (40 * 2**20,))
+    small = RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0)), (512,))
+    assert replay_order(start, None, [small, frees_two_calls_ago, small]).died == 2
+
+
+def an_end(died=None, peak=0, hardest=1):
+    return OrderEnd(
+        died=died,
+        peak_allocated_bytes=0,
+        peak_reserved_bytes=peak,
+        hardest=hardest,
+        alloc_retries=0,
+    )
+
+
+def test_the_hardest_call_is_the_first_death_or_the_highest_peak():
+    assert hardest_of({0: an_end(peak=5, hardest=3), 1: an_end(peak=9, hardest=7)}) == (1, 7)
+    assert hardest_of({0: an_end(peak=5), 1: an_end(died=9), 2: an_end(died=4)}) == (2, 4)
+
+
+def test_a_size_with_a_death_is_no_answer_though_its_hardest_calls_run_alone():
+    search = EpochSearch.__new__(EpochSearch)
+    search._session = SimpleNamespace(options=SimpleNamespace(resolution=0))
+    search._sizes = Sizes(first=1, last=None, step=1)
+    search.ends = lambda size, stops=False: {0: an_end(died=90 if size > 5 else None)}
+    search._stretch, search._replay = lambda ends, size: [], lambda calls: an_end()
+    assert search.largest(9)[0] == 5
+    assert search.largest(4)[0] == 4
 
 
 def test_orders_run_side_by_side_and_in_their_order():
