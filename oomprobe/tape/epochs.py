@@ -29,26 +29,17 @@ class OrderEnd:
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     hardest: int
-    alloc_retries: int
 
 
 def replay_order(
     start: TapedTrial, cap_bytes: int | None, calls: Iterable[RecordedCall]
 ) -> OrderEnd:
     """Replay one call after the other from where a trial began, until one runs out of memory."""
-    *_, end = replay_each(start, cap_bytes, calls)
-    return end
-
-
-def replay_each(
-    start: TapedTrial, cap_bytes: int | None, calls: Iterable[RecordedCall]
-) -> Iterator[OrderEnd]:
-    """Replay calls as `replay_order` does; yield after each how the order has gone so far."""
     allocator, live = start.allocator.copy(), start.live
     allocator.limit_bytes = cap_bytes
-    hardest = 1
+    died, hardest = None, 1
     for number, call in enumerate(calls, start=1):
-        before_bytes, died = allocator.peak_reserved_bytes, None
+        before_bytes = allocator.peak_reserved_bytes
         try:
             live = replay_call(allocator, call, live)
         except AllocatorOutOfMemory:
@@ -57,15 +48,14 @@ def replay_each(
             live = {(ago + _OLD * (ago > 1), index): block for (ago, index), block in live.items()}
         if allocator.peak_reserved_bytes > before_bytes:
             hardest = number
-        yield OrderEnd(
-            died=died,
-            peak_allocated_bytes=allocator.peak_allocated_bytes,
-            peak_reserved_bytes=allocator.peak_reserved_bytes,
-            hardest=hardest,
-            alloc_retries=allocator.alloc_retries,
-        )
         if died:
-            return
+            break
+    return OrderEnd(
+        died=died,
+        peak_allocated_bytes=allocator.peak_allocated_bytes,
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        hardest=hardest,
+    )
 
 
 _replay: Callable[[int], OrderEnd]  # of the processes that are forked next

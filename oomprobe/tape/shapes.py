@@ -153,12 +153,10 @@ class Growth:
 
     Attributes:
         known: The numbers at each shape that ran.
-        unscaled: Those that vary and that no polynomial describes, as a share of all.
     """
 
     def __init__(self) -> None:
         self.known: dict[Shape, tuple[int, ...]] = {}
-        self.unscaled = 0.0
         self._polynomials: list[_Polynomials] = []
 
     def fit(self) -> None:
@@ -182,7 +180,6 @@ class Growth:
                     self._polynomials.append(followed)
                 if rounding == 1:
                     nearest = followed
-        self.unscaled = float(left.mean()) if left.size else 0.0
         if nearest is not None:
             self._polynomials.append(replace(nearest, which=left))
 
@@ -196,7 +193,6 @@ class Growth:
         constant = _Polynomials([0], 1, places < 0, np.array(mine, dtype=float)[:, None])
         lent = [polynomials.of(places) for polynomials in lender._polynomials]
         self._polynomials = [constant, *lent]
-        self.unscaled = lender.unscaled
         return {there: here for here, there in enumerate(places.tolist()) if there >= 0}
 
     @property
@@ -347,17 +343,6 @@ class ShapedTape:
             for structure in structures.values():
                 if known and not structure.sizes.is_scaled:
                     structure.borrow(known)
-
-    @property
-    def unscaled(self) -> float:
-        """The largest share of a structure's requests that no polynomial describes."""
-        every = [structure for part in self._structures.values() for structure in part.values()]
-        return max((structure.sizes.unscaled for structure in every), default=0.0)
-
-    @property
-    def structures(self) -> dict[tuple[str, bool], int]:
-        """How many structures each step has, in first and later calls."""
-        return {key: len(structures) for key, structures in self._structures.items()}
 
     def call(self, step: str, shape: Shape, *, is_first: bool) -> RecordedCall:
         """Predict a call of a step that has run."""
