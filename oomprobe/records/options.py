@@ -17,6 +17,7 @@ from oomprobe.records.sizes import Sizes
 if TYPE_CHECKING:
     import torch
 
+ONE_STEP = "a table takes the epoch of one step, and there are {steps}: give the one that trains"
 Judge = Callable[
     [str, object], None
 ]  # of the name of an option and its value; raises InvalidArgumentError
@@ -253,6 +254,8 @@ def named_steps(step_fn: object, axis: Axis = NO_AXIS) -> dict[str, Step]:
             step = Step(step)
         _check_step(name, step.function, axis)
         steps[name] = step
+    if axis.name and axis.epochs and len(steps) > 1:
+        raise InvalidArgumentError(ONE_STEP.format(steps=", ".join(steps)))
     unknown = axis.epochs.keys() - {"", *steps}
     if unknown:
         raise InvalidArgumentError(

@@ -16,7 +16,6 @@ from oomprobe.records.sizes import Sizes
 from oomprobe.records.trials import Call
 
 TURNS = 2  # of several steps, as in a trial
-SEVERAL = "a table takes the epoch of one step, and there are {steps}: give the one that trains"
 NO_ROW = (
     "an example has {axis} {largest}, and the largest row that fits is {most}: leave it out, or "
     "cut it"
@@ -129,11 +128,9 @@ class BucketOrders:
         """Return the orders of a table's rows with these batch sizes.
 
         Raises:
-            InvalidArgumentError: there are several steps, or an example is in no row that fits.
+            InvalidArgumentError: an example is in no row that fits.
         """
         epoch = axis.epoch_of(steps[0])
-        if len(steps) > 1:
-            raise InvalidArgumentError(SEVERAL.format(steps=", ".join(steps)))
         limits = {row: axis.values[row] for row in sizes}
         largest, most = max(epoch.values[axis.name]), max(limits.values())
         if largest > most:
