@@ -25,7 +25,7 @@ from oomprobe.records.epoch import (
 from oomprobe.records.options import named_steps
 from oomprobe.records.sizes import Sizes
 from oomprobe.results import facts
-from oomprobe.rules.epoch import BucketOrders, StepOrders, shape_of
+from oomprobe.rules.epoch import BucketOrders, StepOrders, call_of, shape_of
 from oomprobe.tape.calls import ALLOCATED, FREED, RecordedCall
 from oomprobe.tape.epochs import OrderEnd, replay_order, replay_orders
 from oomprobe.tape.record import Beginning, TapedTrial
@@ -61,6 +61,14 @@ def test_ranks_share_each_batch():
     for batch, *of_ranks in zip(whole, *parts, strict=True):
         assert batch["length"] == sum(part["length"] for part in of_ranks)
         assert [part["batch_size"] for part in of_ranks] == [2, 2]
+
+
+def test_no_rank_waits_for_one_without_examples():
+    epoch = Epoch({"length": range(1, 8)}, calls=6)
+    whole = [[*epoch.batches(0, 2, rank, world_size=3)] for rank in range(3)]
+    assert [len(of_rank) for of_rank in whole] == [6, 6, 6]
+    assert [of_rank[1]["batch_size"] for of_rank in whole] == [1, 1, 1]
+    assert whole[0][1] == whole[1][1] == whole[2][1]  # the last of seven examples
 
 
 @pytest.mark.parametrize(("draw", "reduce"), [("longest", max), ("sum", sum)])
@@ -162,6 +170,29 @@ def test_several_steps_take_turns():
     recorded = orders.to_record(8)
     assert {call.step for call in recorded} == {"train", "eval"}
     assert {shape_of(call)[0] for call in recorded} >= {4, 8}
+
+
+def test_each_rank_makes_its_own_calls():
+    epoch = Epoch({"length": LENGTHS}, calls=4)
+    for call, *of_ranks in zip(
+        StepOrders({"step": epoch}, 2).order(1, 3),
+        *(epoch.batches(1, 3, rank, 2) for rank in range(2)),
+        strict=True,
+    ):
+        made = [dict(call.on_rank(rank).arguments) for rank in range(2)]
+        assert made == of_ranks
+    recorded = StepOrders({"step": epoch}, 2).to_record(4)
+    assert [call.on_rank(1) for call in recorded] == recorded
+
+
+def test_ranks_take_batches_of_buckets_in_turn():
+    axis = Axis("length", (4, 9)).drawing(Epoch({"length": LENGTHS * 10}, calls=30))
+    sizes = Sizes(first=1, last=None, step=1)
+    alone, both = (BucketOrders.of(axis, ["step"], {0: 8, 1: 3}, sizes, n) for n in (1, 2))
+    of_ranks = [call.on_rank(rank) for call in both.order(0, 128) for rank in range(2)]
+    assert [call.arguments for call in of_ranks[:30]] == [
+        call.arguments for call in alone.order(0, 128)
+    ]
 
 
 def test_buckets_hold_what_is_no_longer_than_they_are():
@@ -328,6 +359,14 @@ def an_end(died=None, peak=0, hardest=1):
     )
 
 
+MIB_OF_RANKS = [(20, 20, 20), (20, 30, 40), (20, 90, 20), (90, 20, 20)]
+
+
+def request_of(step, shape, *, is_first):
+    """Return a call that makes one request, and frees it."""
+    return RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0)), (shape[1] * 2**20,))
+
+
 def test_the_hardest_call_is_the_first_death_or_the_highest_peak():
     assert hardest_of({0: an_end(peak=5, hardest=3), 1: an_end(peak=9, hardest=7)}) == (1, 7)
     assert hardest_of({0: an_end(peak=5), 1: an_end(died=9), 2: an_end(died=4)}) == (2, 4)
@@ -341,6 +380,18 @@ def test_a_size_with_a_death_is_no_answer_though_its_hardest_calls_run_alone():
     search._stretch, search._replay = lambda ends, size: [], lambda calls: an_end()
     assert search.largest(9)[0] == 5
     assert search.largest(4)[0] == 4
+
+
+def test_the_first_rank_that_dies_ends_an_order():
+    search, limit_bytes = EpochSearch.__new__(EpochSearch), 64 * 2**20
+    search._session = SimpleNamespace(budget=SimpleNamespace(search_cap=lambda: limit_bytes))
+    start = TapedTrial(calls=(), allocator=CachingAllocator(2**30), live={})
+    search._starts, search._tapes = [start], [SimpleNamespace(call=request_of)]
+    calls = [call_of("step", 1, *({"mib": mib} for mib in of_ranks)) for of_ranks in MIB_OF_RANKS]
+    end = search._replay(calls)
+    assert (end.died, end.rank) == (3, 1)
+    end = search._replay(calls[:2])
+    assert (end.died, end.rank, end.peak_reserved_bytes) == (None, 2, 60 * 2**20)
 
 
 def test_orders_run_side_by_side_and_in_their_order():

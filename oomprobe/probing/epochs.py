@@ -15,7 +15,7 @@ from itertools import islice
 
 import torch
 
-from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.allocator.caching import AllocatorOutOfMemory
 from oomprobe.errors import NothingFitsError, TimeLimitError, UnreliableError
 from oomprobe.ground.allocator_settings import allocator_settings, to_expand
 from oomprobe.ground.units import format_bytes
@@ -27,7 +27,7 @@ from oomprobe.records.sizes import Sizes
 from oomprobe.records.trials import Call, Outcome, Phase, Request, Trial, Verdict
 from oomprobe.rules.epoch import Orders, StepOrders, shape_of
 from oomprobe.tape.calls import RecordedCall
-from oomprobe.tape.epochs import OrderEnd, replay_order, replay_orders
+from oomprobe.tape.epochs import OrderEnd, expand, replay_order, replay_orders
 from oomprobe.tape.record import TapedTrial
 from oomprobe.tape.shapes import ShapedTape, share_alike
 
@@ -61,8 +61,9 @@ class EpochSearch:
 
     def __init__(self, session: Session, orders: Orders, sizes: Sizes) -> None:
         self._session, self.orders, self._sizes = session, orders, sizes
-        self._start: TapedTrial
-        self._tape: ShapedTape
+        # By rank that runs: a simulated card has the first alone, and all others are like it.
+        self._starts: Sequence[TapedTrial]
+        self._tapes: Sequence[ShapedTape]
         self.matched_fraction: float | None = None
         self._hardest_first: list[int] = [*range(orders.count)]
 
@@ -80,21 +81,24 @@ class EpochSearch:
             outcome = self._run(calls, None)
             if outcome.trial.verdict not in (Verdict.FITS, Verdict.OOM):
                 return ENDED.format(verdict=outcome.trial.verdict)
-            if outcome.taped is None:
+            if not any(outcome.taped):
                 return outcome.unrecorded or UNRECORDED.format(device=self._session.device.name)
-            ran = len(outcome.taped.calls)
+            ran = min(len(taped.calls) if taped else 0 for taped in outcome.taped)
             if ran > len(calls) // 2:
                 break
             if size == 1:
                 return TOO_FEW.format(size=size, calls=count(ran, "call", "calls"))
             size = max(1, int(size * DYING_SHARE))
-        self._start = outcome.taped
-        self._tape = ShapedTape(self._start.processors)
-        self._learn(calls, self._start)
+        self._starts = outcome.taped
+        self._tapes = [ShapedTape(start.processors) for start in self._starts]
+        self._learn(calls, outcome.taped)
         return ""
 
-    def _learn(self, calls: Iterable[Call], recording: TapedTrial) -> None:
-        self._tape.learn([(call.step, shape_of(call)) for call in calls], recording.calls)
+    def _learn(self, calls: Sequence[Call], taped: Sequence[TapedTrial | None]) -> None:
+        for rank, recording in enumerate(taped):
+            if recording is not None:
+                made = [(call.step, shape_of(call.on_rank(rank))) for call in calls]
+                self._tapes[rank].learn(made, recording.calls)
 
     def _run(self, calls: Sequence[Call], cap_bytes: int | None) -> Outcome:
         """Run calls, cold, and record what they ask for."""
@@ -110,11 +114,11 @@ class EpochSearch:
 
     # --- the orders ---
 
-    def ends(self, size: int, *, stops: bool = False, start: TapedTrial | None = None) -> Ends:
+    def ends(self, size: int, *, stops: bool = False, starts: Sequence[TapedTrial] = ()) -> Ends:
         """Replay the orders at a size, the hardest first; if it `stops`, until one dies."""
 
         def replay(order: int) -> OrderEnd:
-            return self._replay(self.orders.order(order, size), start)
+            return self._replay([*self.orders.order(order, size)], starts)
 
         ends = {}
         for order, end in replay_orders([*self._hardest_first], replay):
@@ -128,14 +132,24 @@ class EpochSearch:
                     break
         return dict(sorted(ends.items()))
 
-    def _replay(self, calls: Iterable[Call], start: TapedTrial | None = None) -> OrderEnd:
-        cap_bytes = self._session.budget.search_cap()
-        return replay_order(start or self._start, cap_bytes, self._predict(calls))
+    def _replay(self, calls: Sequence[Call], starts: Sequence[TapedTrial] = ()) -> OrderEnd:
+        """Replay calls on each rank. They end with the first death of any."""
+        cap_bytes, ends = self._session.budget.search_cap(), list[OrderEnd]()
+        starts = starts or self._starts
+        for rank in range(max(len(starts), 1 + len(calls[0].others))):
+            start, predicted = starts[rank % len(starts)], self._predict(calls, rank)
+            ends.append(replace(replay_order(start, cap_bytes, predicted), rank=rank))
+            calls = calls[: ends[-1].died]
+        died = [end for end in ends if end.died]
+        decisive = died[-1] if died else max(ends, key=lambda end: end.peak_reserved_bytes)
+        peak_bytes = max(end.peak_allocated_bytes for end in ends)
+        return replace(decisive, peak_allocated_bytes=peak_bytes)
 
-    def _predict(self, calls: Iterable[Call]) -> Iterator[RecordedCall]:
-        seen = set[str]()
+    def _predict(self, calls: Iterable[Call], rank: int) -> Iterator[RecordedCall]:
+        seen, tape = set[str](), self._tapes[rank % len(self._tapes)]
         for call in calls:
-            yield self._tape.call(call.step, shape_of(call), is_first=call.step not in seen)
+            shape = shape_of(call.on_rank(rank))
+            yield tape.call(call.step, shape, is_first=call.step not in seen)
             seen.add(call.step)
 
     def largest(self, bound: int) -> tuple[int | None, Ends]:
@@ -157,7 +171,10 @@ class EpochSearch:
     def _stretch(self, ends: Ends, size: int) -> list[Call]:
         """Return the calls up to the first death, or up to the one in which the most is reserved."""
         order, last = hardest_of(ends)
-        return [*islice(self.orders.order(order, size), max(0, last - STRETCH), last)]
+        calls = islice(self.orders.order(order, size), max(0, last - STRETCH), last)
+        if len(self._starts) > 1:
+            return [*calls]
+        return [call.on_rank(ends[order].rank) for call in calls]
 
     def run_stretch(self, ends: Ends, size: int) -> tuple[Trial, str]:
         """Run the hardest calls under the cap; return the trial, and how it differs from its replay or ""."""
@@ -170,7 +187,7 @@ class EpochSearch:
         self._session.reporter.finished(trial)
         if trial.verdict not in (Verdict.FITS, Verdict.OOM):
             return trial, ENDED.format(verdict=trial.verdict)
-        if outcome.taped is None:
+        if not any(outcome.taped):
             return trial, outcome.unrecorded
         matched_fraction = self._match(calls, outcome.taped)
         self.matched_fraction = matched_fraction
@@ -188,12 +205,14 @@ class EpochSearch:
             expected_end=_ended(expected.died),
         )
 
-    def _match(self, calls: Iterable[Call], recording: TapedTrial) -> float:
+    def _match(self, calls: Iterable[Call], taped: Sequence[TapedTrial | None]) -> float:
         """Return the share of the requests that came as predicted."""
         matched = requests = 0
-        for call, predicted in zip(recording.calls, self._predict(calls), strict=False):
-            alike, asked = share_alike(call, predicted)
-            matched, requests = matched + alike, requests + asked
+        for rank, recording in enumerate(taped):
+            made = recording.calls if recording else []
+            for call, predicted in zip(made, self._predict(calls, rank), strict=False):
+                alike, asked = share_alike(call, predicted)
+                matched, requests = matched + alike, requests + asked
         return matched / requests if requests else 1.0  # it died in its first call
 
     # --- what is said of it ---
@@ -203,26 +222,22 @@ class EpochSearch:
 
         The blocks that were there when the trial began are requested anew.
         """
-        before = self._start.allocator
-        if before.settings.expandable_segments:
+        if self.is_expandable:
             return None
-        settings = replace(before.settings, expandable_segments=True)
-        allocator = CachingAllocator(
-            before.capacity_bytes, settings, total_bytes=before.total_bytes
-        )
-        requested, live = before.requested(), {}
         try:
-            for name, block in self._start.live.items():
-                live[name] = allocator.malloc(requested.get(block, 0))
+            return self.ends(size, starts=[expand(start) for start in self._starts])
         except AllocatorOutOfMemory:
             return None
-        return self.ends(size, start=replace(self._start, allocator=allocator, live=live))
+
+    @property
+    def is_expandable(self) -> bool:
+        """Whether the trials that were recorded had expandable segments."""
+        return self._starts[0].allocator.settings.expandable_segments
 
     def record_of(self, size: int, ends: Ends) -> EpochRecord:
         """Return the record of a size."""
         deaths, running = deaths_of(ends), [end for end in ends.values() if not end.died]
-        is_expandable = self._start.allocator.settings.expandable_segments
-        settings = {f"expandable_segments:{is_expandable}": deaths}
+        settings = {f"expandable_segments:{self.is_expandable}": deaths}
         if deaths:
             expanded = self.with_expandable_segments(size)
             if expanded is not None:
@@ -261,8 +276,9 @@ def _ended(died: int | None) -> str:
 
 def search_of(session: Session) -> EpochSearch:
     """Return the search of a session's steps."""
-    steps = session.runner.facts.step_names
-    orders = StepOrders({step: session.axis.epoch_of(step) for step in steps})
+    facts = session.runner.facts
+    epochs = {step: session.axis.epoch_of(step) for step in facts.step_names}
+    orders = StepOrders(epochs, facts.world_size)
     return EpochSearch(session, orders, session.options.sizes)
 
 

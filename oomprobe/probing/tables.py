@@ -145,6 +145,7 @@ class Rows:
             session.runner.facts.step_names,
             {row: result.batch_size for row, result in answers.items()},
             session.options.sizes,
+            session.runner.facts.world_size,
         )
         search = EpochSearch(session, buckets, Sizes(first=1, last=SHARES, step=1))
         share, ends, _, reason = settle(session, search, SHARES)

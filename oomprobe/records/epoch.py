@@ -111,9 +111,8 @@ class Padded(Drawing):
         while True:
             examples = shuffle(drawn, self.most)
             while batch := [*islice(examples, size * ranks)]:
-                # The last examples of the data may be fewer than ranks: then some have none.
-                shares = [batch[rank::ranks] for rank in range(ranks)]
-                yield [self.arguments_of(share) for share in shares if share]
+                shares = [batch[rank::ranks] for rank in range(min(ranks, len(batch)))]
+                yield [self.arguments_of(share) for share in shares]
 
     def arguments_of(self, examples: Sequence[int]) -> Arguments:
         """Return the arguments of a call with these examples."""
@@ -294,13 +293,18 @@ class Epoch:
         """Yield the arguments of each call of an order, among them its own ``batch_size``.
 
         Examples are drawn without replacement until the data end, and then anew; a rank takes every
-        `world_size`-th. A last batch of the data may be smaller.
+        `world_size`-th. A last batch of the data may be smaller; ranks for which no example of it is
+        left repeat the first one's, so that none waits for another.
         """
         check_size("batch_size", batch_size)
         check_size("world_size", world_size)
+        yield from (of_ranks[rank] for of_ranks in self.of_ranks(order, batch_size, world_size))
+
+    def of_ranks(self, order: int, batch_size: int, world_size: int) -> Iterator[list[Arguments]]:
+        """Yield the arguments of each call of an order, on all ranks."""
         drawn = random.Random(self.seed + order)
-        calls = self.drawing.batches(drawn, batch_size, world_size)
-        yield from (of_ranks[rank] for of_ranks in islice(calls, self.calls) if of_ranks[rank:])
+        for made in islice(self.drawing.batches(drawn, batch_size, world_size), self.calls):
+            yield made + made[:1] * (world_size - len(made))
 
     def describe(self) -> dict[str, Plain]:
         """Return what a result keeps of it: plain data, without the values themselves."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
 from operator import attrgetter
@@ -279,11 +279,17 @@ class Call:
     row: int = 0  # of a table: which of the axis's values the step gets
     # What else the step gets, by name; "batch_size" in place of the call's own. Empty: what its row says.
     arguments: tuple[tuple[Any, ...], ...] = ()
+    others: tuple[tuple[tuple[Any, ...], ...], ...] = ()  # on ranks from 1; none: the same on all
     accumulates: bool = (
         False  # whether gradients only accumulate, as in a micro-batch: no optimizer steps
     )
     is_extra: bool = False  # whether the trial has passed by then, so that a bug only ends it
     is_recorded: bool = False  # whether to record its allocations, for a breakdown
+
+    def on_rank(self, rank: int) -> Call:
+        """Return the call as this rank makes it."""
+        arguments = (self.arguments, *self.others)[rank if self.others else 0]
+        return replace(self, arguments=arguments, others=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -431,9 +437,9 @@ class Outcome:
     # For each step the places of the optimizers that step, among those that building made; negative for all others.
     learned: Mapping[str, Sequence[int]] = field(default_factory=dict)
     breakdown: Breakdown | None = None
-    taped: Any = (
-        None  # if the request records: `oomprobe.tape.record.TapedTrial`, or that as plain data
-    )
+    # If the request records: `oomprobe.tape.record.TapedTrial`, or that as plain data, by rank; None
+    # of a rank that was ended.
+    taped: tuple[Any, ...] = ()
     unrecorded: str = ""  # why there is none
     why: Mapping[str, Plain] = field(
         default_factory=dict

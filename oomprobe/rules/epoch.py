@@ -36,9 +36,10 @@ def shape_of(call: Call) -> Shape:
     return (given.pop(SIZE, call.batch_size), *(given[name] for name in sorted(given)))
 
 
-def call_of(step: str, size: int, arguments: Mapping[str, float], row: int = 0) -> Call:
-    """Return a call with the arguments that an epoch gives."""
-    return Call(step=step, batch_size=size, row=row, arguments=tuple(arguments.items()))
+def call_of(step: str, size: int, *of_ranks: Mapping[str, float], row: int = 0) -> Call:
+    """Return a call with the arguments that an epoch gives, on each rank or the same on all."""
+    first, *others = (tuple(arguments.items()) for arguments in of_ranks)
+    return Call(step=step, batch_size=size, row=row, arguments=first, others=tuple(others))
 
 
 class Orders(Protocol):
@@ -68,19 +69,21 @@ class Orders(Protocol):
 class StepOrders:
     """Orders whose steps take turns, each with its epoch."""
 
-    def __init__(self, epochs: Mapping[str, Epoch]) -> None:
-        self._epochs = epochs
+    def __init__(self, epochs: Mapping[str, Epoch], ranks: int = 1) -> None:
+        self._epochs, self._ranks = epochs, ranks
         self.count = max(epoch.orders for epoch in epochs.values())
         self.calls = sum(epoch.calls for epoch in epochs.values())
         self._turns = TURNS if len(epochs) > 1 else 1
 
     def order(self, number: int, size: int) -> Iterator[Call]:
         """Yield the calls of an order at a size."""
-        batches = {step: epoch.batches(number, size) for step, epoch in self._epochs.items()}
+        batches = {
+            step: epoch.of_ranks(number, size, self._ranks) for step, epoch in self._epochs.items()
+        }
         for _ in range(self._turns):
             for step, epoch in self._epochs.items():
-                for arguments in islice(batches[step], -(-epoch.calls // self._turns)):
-                    yield call_of(step, size, arguments)
+                for of_ranks in islice(batches[step], -(-epoch.calls // self._turns)):
+                    yield call_of(step, size, *of_ranks)
 
     def to_record(self, size: int) -> list[Call]:
         """Return calls of many shapes at two sizes; the last only shows what the others leave."""
@@ -120,10 +123,16 @@ class BucketOrders:
     sizes: Mapping[int, int]
     limits: Mapping[int, float]
     allowed: Sizes
+    ranks: int = 1  # that take the batches in turn
 
     @classmethod
     def of(
-        cls, axis: Axis, steps: Sequence[str], sizes: Mapping[int, int], allowed: Sizes
+        cls,
+        axis: Axis,
+        steps: Sequence[str],
+        sizes: Mapping[int, int],
+        allowed: Sizes,
+        ranks: int = 1,
     ) -> BucketOrders:
         """Return the orders of a table's rows with these batch sizes.
 
@@ -135,7 +144,7 @@ class BucketOrders:
         largest, most = max(epoch.values[axis.name]), max(limits.values())
         if largest > most:
             raise InvalidArgumentError(NO_ROW.format(axis=axis.name, largest=largest, most=most))
-        return cls(steps[0], epoch, axis.name, sizes, limits, allowed)
+        return cls(steps[0], epoch, axis.name, sizes, limits, allowed, ranks)
 
     @property
     def count(self) -> int:
@@ -156,7 +165,10 @@ class BucketOrders:
 
     def order(self, number: int, size: int) -> Iterator[Call]:
         """Yield the calls of an order: a bucket's whenever it is full, the rest at the end."""
-        return islice(self._endless(number, size), self.epoch.calls)
+        batches = self._endless(number, size)
+        for first in islice(batches, self.epoch.calls):
+            others = (call.arguments for call in islice(batches, self.ranks - 1))
+            yield replace(first, others=tuple(others))
 
     def _endless(self, number: int, size: int) -> Iterator[Call]:
         drawn, sizes = random.Random(self.epoch.seed + number), self.share(size)
@@ -178,7 +190,7 @@ class BucketOrders:
     def _call(self, row: int, examples: Sequence[int]) -> Call:
         drawing = self.epoch.drawing
         assert isinstance(drawing, Padded)
-        return call_of(self.step, len(examples), drawing.arguments_of(examples), row)
+        return call_of(self.step, len(examples), drawing.arguments_of(examples), row=row)
 
     def to_record(self, size: int) -> list[Call]:
         """Return calls of all rows at their sizes and at half of them, and some of an order."""
@@ -188,7 +200,7 @@ class BucketOrders:
             for part in (of, max(1, of // 2)):
                 value = self.limits[row]
                 others = self.epoch.drawing.usual(part)
-                calls.append(call_of(self.step, part, {**others, self.name: value}, row))
+                calls.append(call_of(self.step, part, {**others, self.name: value}, row=row))
         drawn = [
             *islice(halves._endless(0, size), TAPE_CALLS),
             *islice(halves._endless(0, size // 2), TAPE_CALLS),

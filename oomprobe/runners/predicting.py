@@ -117,6 +117,31 @@ class Replays:
         )
 
 
+class Taping:
+    """Runs trials, and records those that are to be on a tape; see `oomprobe.records.trials.Runner`."""
+
+    def __init__(self, recorder: CallRecorder, runner: Runner) -> None:
+        self._recorder, self._runner = recorder, runner
+
+    @property
+    def facts(self) -> RunnerInfo:
+        """What the runner knows."""
+        return self._runner.facts
+
+    def measure(self) -> Measured:
+        """Sample the memory."""
+        return self._runner.measure()
+
+    def run(self, request: Request) -> Outcome:
+        """Run a trial."""
+        if not request.records:
+            return self._runner.run(request)
+        with self._recorder.recording(len(request.calls)):
+            outcome = self._runner.run(request)
+        taped, reason = self._recorder.taped_trial(), self._recorder.reason
+        return replace(outcome, taped=(taped,) if taped else (), unrecorded=reason)
+
+
 class PredictingOnCard:
     """Runs trials on a real card, or replays them; see `oomprobe.records.trials.Runner`.
 
@@ -143,12 +168,8 @@ class PredictingOnCard:
     def run(self, request: Request) -> Outcome:
         """Answer a request from what has run, or run it and learn from it."""
         self._replays.start_row(request.row)
-        if request.records:
-            with self._recorder.recording(len(request.calls)):
-                outcome = self._runner.run(request)
-            taped, reason = self._recorder.taped_trial(), self._recorder.reason
-            return replace(outcome, taped=taped, unrecorded=reason)
-        is_recorded = request.explains or any(call.is_recorded for call in request.calls)
+        is_recorded = request.explains or request.records
+        is_recorded |= any(call.is_recorded for call in request.calls)
         if request.accumulation_steps > 1 or is_recorded:  # torch records for one at a time
             return self._runner.run(request)
         expected = self._replays.predict(request)
@@ -253,7 +274,8 @@ class Predicting:
         if request.records:
             self._asked = request
             outcome = self.runner.run(request)
-            return replace(outcome, taped=self._card.taped_trial())
+            taped = self._card.taped_trial()
+            return replace(outcome, taped=(taped,) if taped else ())
         must_run = request.exact and not (self._runs_nothing and request.confirms)
         if not must_run and not (request.looks and self._counts):
             trial = self._replays.predict(request)
@@ -420,9 +442,11 @@ def open_local(work: Workload) -> tuple[LocalRunner, Runner]:
     """Return the runner of a workload in this process, and what stands around it."""
     if not work.device.is_simulated:
         local, recorder = LocalRunner(work), work.device.call_recorder()
-        if recorder is None or work.ranks > 1:
+        if recorder is None:
             return local, local
-        return local, PredictingOnCard(recorder, Explaining(work.device, local))
+        if work.ranks > 1:
+            return local, Taping(recorder, local)
+        return local, PredictingOnCard(recorder, Taping(recorder, Explaining(work.device, local)))
     predicting = Predicting(cast("SimulatedDevice", work.device))
     local = LocalRunner(replace(work, further=predicting.further))
     predicting.runner = Explaining(work.device, local)

@@ -9,9 +9,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from oomprobe.allocator.caching import AllocatorOutOfMemory
+from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
 from oomprobe.tape.calls import RecordedCall, replay_call
 from oomprobe.tape.record import TapedTrial
 
@@ -22,13 +22,29 @@ _OLD = 1 << 40  # calls ago, of what was there before the trial: only its first 
 class OrderEnd:
     """How an order ended: `died` in the call of this number, from 1; None: it ran.
 
-    `hardest` is the number of the call in which the most was reserved for the first time.
+    `hardest` is the number of the call in which the most was reserved for the first time. `rank` is
+    the one of several to which that happened.
     """
 
     died: int | None
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     hardest: int
+    rank: int = 0
+
+
+def expand(start: TapedTrial) -> TapedTrial:
+    """Return how a trial begins with expandable segments: what was there before is requested anew.
+
+    Raises:
+        AllocatorOutOfMemory: it does not fit.
+    """
+    before = start.allocator
+    settings = replace(before.settings, expandable_segments=True)
+    allocator = CachingAllocator(before.capacity_bytes, settings, total_bytes=before.total_bytes)
+    requested = before.requested()
+    live = {name: allocator.malloc(requested.get(block, 0)) for name, block in start.live.items()}
+    return replace(start, allocator=allocator, live=live)
 
 
 def replay_order(

@@ -53,10 +53,14 @@ def language_model(kind=Rotated):
     return model, step
 
 
-def build():
+def build(kind=Rotated):
     if "PIDS" in os.environ:
         open(f"{os.environ['PIDS']}/{os.getpid()}", "w").close()
     if "RANK" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(os.environ.get("BACKEND", "nccl"))
-    return language_model()
+    return language_model(kind)
+
+
+def build_attention():
+    return build(Attention)

@@ -1,6 +1,10 @@
 """Epochs on torch's own CUDA allocator: each order is trained in a process of its own, and ends where its replay does."""
 
+import os
 import random
+import signal
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +15,8 @@ from torch.nn import functional as F
 
 import oomprobe
 
-from .tabled import Attention, language_model
+from .ranks import cards, on_ranks
+from .tabled import Attention, build_attention, language_model
 
 TARGET = f"{Path(__file__).with_name('tabled.py')}:build"
 LENGTHS = [
@@ -140,3 +145,60 @@ def test_an_isolated_target_is_recorded_in_its_process():
     assert found["environment"]["isolated"]
     batches = [*epoch.batches(0, found["batch_size"])]
     assert forked(dies, language_model, batches, found["budget_bytes"], memory="1GiB") is None
+
+
+def end_on_ranks(epoch, order, size, cap_bytes):
+    """Train on two ranks; return the call of the first death of any, or None."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ended, said = os.pipe()
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in (group | address).items()})
+        torch.cuda.set_device(rank)
+        os.write(
+            said,
+            f"{dies(build_attention, epoch.batches(order, size, rank, 2), cap_bytes)}\n".encode(),
+        )
+        os._exit(0)
+    os.close(said)
+    with os.fdopen(ended) as lines:
+        first = lines.readline()
+        if first != "None\n":  # the other waits for it
+            for child in children:
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+        ends = {line.strip() for line in (first, *lines)}
+    for child in children:
+        os.waitpid(child, 0)
+    (end,) = ends
+    return None if end == "None" else int(end)
+
+
+def test_ranks_draw_their_own_batches_and_end_with_the_first_that_dies(tmp_path):
+    epoch = oomprobe.Epoch({"length": LENGTHS}, **SHORT)
+
+    def probe():
+        options = {"epoch": epoch, "nproc_per_node": 2, "progress": "off"}
+        return oomprobe.probe_target(f"{TARGET}_attention", **options)
+
+    result = on_ranks(tmp_path, probe, limit_s=240)
+    record = result.epoch
+    assert (record.deaths, record.reason) == (0, "")
+    assert any(record.longest_only_ends)
+    of_sizes = {
+        record.longest_only_batch_size: record.longest_only_ends,
+        record.batch_size: record.ends,
+    }
+    for size, ends in of_sizes.items():
+        for order in range(3):
+            given = (epoch, order, size, result.budget_bytes)
+            end = forked(end_on_ranks, *given, **cards(tmp_path))
+            assert end == ends[order], (size, order)

@@ -159,6 +159,14 @@ def test_a_failure_says_on_which_rank_and_what_the_others_did():
     assert outcome.trial.ranks[0].error == "it waited for another rank, and was ended"
 
 
+def test_each_rank_has_a_tape_of_its_own():
+    outcome = passed_outcome({1: told(taped=("b",)), 0: told(taped=("a",))}, AVAILABLE)
+    assert outcome.taped == ("a", "b")
+    ran_out = told(Verdict.OOM, error="no memory", taped=("b",))
+    answers = {1: ran_out, 0: ended(signal=9, why=WAITED)}
+    assert failed_outcome(REQUEST, answers, 1, AVAILABLE, [READY] * 2).taped == (None, "b")
+
+
 def test_a_death_is_a_trial_too():
     trial = failed_outcome(REQUEST, {0: NOISE, 1: KILLED}, 1, AVAILABLE, [READY] * 3).trial
     assert (trial.verdict, trial.batch_size, trial.cap_bytes) == (Verdict.CRASHED, 8, 500 * MIB)

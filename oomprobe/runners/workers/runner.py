@@ -379,8 +379,8 @@ class WorkersRunner:
         if request.fresh and self._has_run:
             self._end_crew()
         outcome = self._try(request)
-        if outcome.taped is not None:
-            outcome = replace(outcome, taped=TapedTrial.read(outcome.taped))
+        tapes = tuple(plain and TapedTrial.read(plain) for plain in outcome.taped)
+        outcome = replace(outcome, taped=tapes)
         if self._source.task is None:
             self._end_crew()
             return replace(outcome, measured=self.measure())
@@ -443,7 +443,11 @@ class WorkersRunner:
         request = replace(request, deadline_s=self._clock.deadline_s())
         messages = {}
         for rank in range(self._ranks):
-            messages[rank] = replace(request, learned=self._learned.get(rank, request.learned))
+            messages[rank] = replace(
+                request,
+                calls=tuple(call.on_rank(rank) for call in request.calls),
+                learned=self._learned.get(rank, request.learned),
+            )
         deadline_s, patience = request.deadline_s, self._clock.patience
         if deadline_s is not None and self._ready[0].trials_in_children:
             deadline_s += patience.ending_s + ANSWERING_S

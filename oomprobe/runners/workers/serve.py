@@ -72,8 +72,8 @@ def serve(
             answer = runner.run(message) if isinstance(message, Request) else runner.measure()
         except BaseException as error:
             answer = _failure(error, device)
-        if isinstance(answer, Outcome) and answer.taped is not None:
-            answer = replace(answer, taped=answer.taped.plain())
+        if isinstance(answer, Outcome):
+            answer = replace(answer, taped=tuple(taped.plain() for taped in answer.taped))
         _send_answer(wire, answer)
 
 

@@ -135,6 +135,8 @@ _OUTCOME_OF_ALL: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "refusal": _first,
     "is_spent": any,
     "in_steps_s": max,
+    "taped": lambda taped: tuple(chain.from_iterable(taped)),
+    "unrecorded": max,  # of the texts, "" is the least
     "notes": lambda notes: tuple(Notes(chain.from_iterable(notes))),  # each once
 }
 _TRIAL_OF_ALL: Mapping[str, Callable[[Sequence[Any]], Any]] = {
@@ -209,7 +211,9 @@ def failed_outcome(
             f"rank {late.rank} at {late.where or UNKNOWN_PLACE}" for late in timed_out
         )
     trial = replace(outcome.trial, error=error, ranks=ranks, limiting_rank=limiting_rank)
-    return replace(outcome, trial=trial, measured=None, learned={})
+    tapes = {rank: one.taped for rank, one in answers.items() if isinstance(one, Outcome)}
+    taped = tuple(next(iter(tapes.get(rank, ())), None) for rank in sorted(answers))
+    return replace(outcome, trial=trial, measured=None, learned={}, taped=taped)
 
 
 def _of_trial(rank: int, trial: Trial, available_bytes: int | None) -> RankTrial:
