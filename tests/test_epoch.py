@@ -30,7 +30,7 @@ from oomprobe.tape.calls import ALLOCATED, FREED, RecordedCall
 from oomprobe.tape.epochs import OrderEnd, replay_order, replay_orders
 from oomprobe.tape.record import Beginning, TapedTrial
 from oomprobe.tape.reductions import Processors
-from oomprobe.tape.shapes import ShapedTape, features, share_alike
+from oomprobe.tape.shapes import Growth, ShapedTape, features, share_alike
 
 LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -295,19 +295,40 @@ SHAPES = [
 @pytest.mark.parametrize("shape", [(8, 100), (6, 41), (31, 500), (1, 2)])
 @pytest.mark.parametrize("is_first", [False, True])
 def test_sizes_follow_from_a_dozen_shapes(shape, is_first):
-    predicted = a_tape(SHAPES).call("step", shape, is_first=is_first)
+    predicted = a_tape(SHAPES).call("step", shape, int(not is_first))
     alike, asked = share_alike(call_at(*shape, is_first=is_first), predicted)
     assert alike == asked == 4 + is_first
 
 
+def test_each_call_of_a_period_asks_for_its_own():
+    def made(number, shape):
+        return call_at(*shape, is_first=number % 3 == 2)  # the third leaves something
+
+    shapes = SHAPES * 2
+    tape = ShapedTape(None, 3)
+    calls = [made(number, shape) for number, shape in enumerate(shapes)]
+    tape.learn([("step", shape) for shape in shapes], calls)
+    for number in range(12):
+        alike, asked = share_alike(made(number, (6, 41)), tape.call("step", (6, 41), number))
+        assert alike == asked == 4 + (number % 3 == 2)
+
+
+def test_the_simplest_polynomial_is_taken_whatever_it_rounds():
+    growth = Growth()
+    for size, length in SHAPES[:6]:
+        growth.known[size, length] = (size * (-(-length // 64) * 64) * 1025,)
+    growth.fit()
+    assert growth.at((6, 387)) == (6 * 448 * 1025,)
+
+
 def test_few_shapes_are_not_taken_for_polynomials():
-    predicted = a_tape(SHAPES[:4]).call("step", (31, 500), is_first=False)
+    predicted = a_tape(SHAPES[:4]).call("step", (31, 500), 1)
     alike, asked = share_alike(call_at(31, 500), predicted)
     assert alike < asked
 
 
 def test_requests_that_differ_are_counted():
-    predicted = a_tape(SHAPES).call("step", (6, 41), is_first=False)
+    predicted = a_tape(SHAPES).call("step", (6, 41), 1)
     assert share_alike(call_at(6, 41, offset=512), predicted) == (3, 4)
     longer = call_at(6, 41)
     longer = RecordedCall((*longer.events, (ALLOCATED, 4, 0)), (*longer.sizes, 99))
@@ -324,7 +345,7 @@ def a_start(capacity_bytes=64 * 2**20):
 def test_a_replay_ends_in_the_call_that_is_too_large():
     tape = a_tape(SHAPES)
     shapes = [(8, 100), (8, 300), (8, 4000), (8, 10)]
-    calls = [tape.call("step", shape, is_first=not at) for at, shape in enumerate(shapes)]
+    calls = [tape.call("step", shape, at) for at, shape in enumerate(shapes)]
     end = replay_order(a_start(), None, calls)
     assert end.died == 3
     end = replay_order(a_start(2**30), None, calls)
@@ -336,7 +357,7 @@ def test_a_replay_ends_in_the_call_that_is_too_large():
 def test_what_a_call_leaves_is_freed_by_the_next_whatever_its_shape():
     tape = a_tape(SHAPES)
     start = a_start()
-    calls = [tape.call("step", (8, 10 + at % 7), is_first=not at) for at in range(500)]
+    calls = [tape.call("step", (8, 10 + at % 7), at) for at in range(500)]
     assert replay_order(start, None, calls).peak_reserved_bytes == 2 * 2**20
     assert start.allocator.reserved_bytes == 0  # a copy was replayed on
 
@@ -362,7 +383,7 @@ def an_end(died=None, peak=0, hardest=1):
 MIB_OF_RANKS = [(20, 20, 20), (20, 30, 40), (20, 90, 20), (90, 20, 20)]
 
 
-def request_of(step, shape, *, is_first):
+def request_of(step, shape, number):
     """Return a call that makes one request, and frees it."""
     return RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0)), (shape[1] * 2**20,))
 

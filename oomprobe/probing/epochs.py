@@ -8,6 +8,7 @@ and are compared with their replay.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -61,6 +62,7 @@ class EpochSearch:
 
     def __init__(self, session: Session, orders: Orders, sizes: Sizes) -> None:
         self._session, self.orders, self._sizes = session, orders, sizes
+        self._period = session.program.period
         # By rank that runs: a simulated card has the first alone, and all others are like it.
         self._starts: Sequence[TapedTrial]
         self._tapes: Sequence[ShapedTape]
@@ -90,7 +92,7 @@ class EpochSearch:
                 return TOO_FEW.format(size=size, calls=count(ran, "call", "calls"))
             size = max(1, int(size * DYING_SHARE))
         self._starts = outcome.taped
-        self._tapes = [ShapedTape(start.processors) for start in self._starts]
+        self._tapes = [ShapedTape(start.processors, self._period) for start in self._starts]
         self._learn(calls, outcome.taped)
         return ""
 
@@ -146,11 +148,10 @@ class EpochSearch:
         return replace(decisive, peak_allocated_bytes=peak_bytes)
 
     def _predict(self, calls: Iterable[Call], rank: int) -> Iterator[RecordedCall]:
-        seen, tape = set[str](), self._tapes[rank % len(self._tapes)]
+        made, tape = Counter[str](), self._tapes[rank % len(self._tapes)]
         for call in calls:
-            shape = shape_of(call.on_rank(rank))
-            yield tape.call(call.step, shape, is_first=call.step not in seen)
-            seen.add(call.step)
+            yield tape.call(call.step, shape_of(call.on_rank(rank)), made[call.step])
+            made[call.step] += 1
 
     def largest(self, bound: int) -> tuple[int | None, Ends]:
         """Return the largest size up to a bound that runs in all orders, and how they end.
@@ -171,7 +172,8 @@ class EpochSearch:
     def _stretch(self, ends: Ends, size: int) -> list[Call]:
         """Return the calls up to the first death, or up to the one in which the most is reserved."""
         order, last = hardest_of(ends)
-        calls = islice(self.orders.order(order, size), max(0, last - STRETCH), last)
+        first = max(0, last - STRETCH) // self._period * self._period  # a trial begins a period
+        calls = islice(self.orders.order(order, size), first, max(last, first + self._period))
         if len(self._starts) > 1:
             return [*calls]
         return [call.on_rank(ends[order].rank) for call in calls]

@@ -30,6 +30,10 @@ UNLIMITED = sys.maxsize
 SAMPLES, TOKENS = "samples", "tokens"  # what batch sizes count
 TAPE_CALLS = 24  # of a step whose shapes vary, that are recorded
 FIXED_CALLS = 4  # of one that keeps its shape, in an order too
+HALVES = (
+    1,
+    2,
+)  # at which shapes are recorded, in no order: a step may do something each other call
 PARTS = (1, 1, 2)  # of a batch whose shapes are recorded
 SHORT_PARTS = (1, 1, 1, 2, 8)  # where few examples make a short batch
 
@@ -68,7 +72,8 @@ class Drawing(ABC):
     def shapes(self, drawn: random.Random, size: int) -> list[Arguments]:
         """Return shapes that show how requests grow, at a size and at half of it."""
         count = max(TAPE_CALLS, 2 * len(self.names) ** 2)
-        return [self.sample(drawn, max(1, size // (1 + number % 2))) for number in range(count)]
+        sizes = [max(1, size // drawn.choice(HALVES)) for _ in range(count)]
+        return [self.sample(drawn, at) for at in sizes]
 
 
 class Fixed(Drawing):

@@ -237,20 +237,21 @@ def _last_rise(numbers: Sequence[int], first_calls: int) -> int:
     return last
 
 
-def period(calls: Sequence[object]) -> int:
-    """Return after how many calls these repeat, if they do so at least three times; 0 if they do not.
+def period(calls: Sequence[object], times: int = 3) -> int:
+    """Return after how many calls these repeat, if they do so this many times; 0 if they do not.
 
     Examples:
         >>> period([5, 5, 5]), period([5, 5, 8, 5, 5, 8, 5, 5, 8, 5]), period([5, 5, 8, 5, 5, 8])
         (1, 3, 0)
     """
-    lengths = range(1, len(calls) // 3 + 1)
+    lengths = range(1, len(calls) // times + 1)
     return next((length for length in lengths if calls[length:] == calls[:-length]), 0)
 
 
-def period_of(records: Records, ordinary_calls: int) -> int:
+def period_of(records: Records, ordinary_calls: int, times: int = 3) -> int:
     """Return `period` of the bytes and blocks that each call handed out, after those of an ordinary trial."""
-    return period([(record.served_bytes, record.blocks) for record in records[ordinary_calls:]])
+    served = [(record.served_bytes, record.blocks) for record in records[ordinary_calls:]]
+    return period(served, times)
 
 
 # --- whether further calls can only repeat the last ones ---

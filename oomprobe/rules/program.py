@@ -75,6 +75,9 @@ class Program:
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
         self._decided = 0  # calls of the last trial that passed and was no confirmation
         self._period = 0  # calls after which those of this row's own look repeated; 0: they did not
+        self.period = (
+            1  # calls after which a step does the same again, as far as any trial has shown
+        )
         self.has_varied = False  # whether calls of a confirmation asked for different amounts
         self.varies = False  # whether a look found that later calls need more than earlier ones
         self.looked: Trial | None = None
@@ -82,6 +85,7 @@ class Program:
     def follow(self, last: Program) -> None:
         """Begin with what another row of the table has shown of the step; its look and its confirmation count for all rows."""
         self.first, self._full, self._most = last.first, last._full, last._most
+        self.period = last.period
         self.needed, self.looked, self.varies = last.needed, last.looked, last.varies
         self._most_to_confirm = ROW_CALLS
 
@@ -270,7 +274,7 @@ class Program:
         if not self._full and _shows_full_steps(outcome):
             # Without an optimizer too: the second call finds memory that the first has divided.
             self.first = max(1, *map(look.first_calls, look.by_step(records).values()))
-            self._full = max(map(look.step_calls, look.by_step(records).values()))
+            self.period = self._full = max(map(look.step_calls, look.by_step(records).values()))
         if outcome.ended_early is not None:
             yield self._end_early(trial, records, outcome.ended_early)
         if is_varying and request.confirms and not self.is_long and not self._facts.starts_anew:
@@ -298,10 +302,10 @@ class Program:
             return
         needed = look.needed(outcome.records, ordinary, starts_alike=outcome.starts_alike)
         self.needed = min(self._most, max(self.needed, needed))
-        if trial.steps >= self._patience.look_calls and len(self._names) == 1:
-            self._period = look.period_of(
-                outcome.records, ordinary
-            )  # of several steps, calls do not follow each other
+        if len(self._names) == 1:  # of several steps, calls do not follow each other
+            self.period = look.period_of(outcome.records, ordinary, times=2) or self.period
+            if trial.steps >= self._patience.look_calls:
+                self._period = look.period_of(outcome.records, ordinary)
         self.varies = needed > ordinary
         if self.varies:
             yield remark(LONG_CALLS.format(calls=self.needed))

@@ -147,7 +147,9 @@ def recognize_reductions(
         after = events[at + 3 : at + 3 + _MOST_FREES]
         if not {*frees} <= {*after}:
             continue
-        kernel_and_numbers = _reduction(call.sizes, batch_size, processors, (result, *pair))
+        asked_bytes = [call.sizes[index] for index in (result, *pair)]
+        inputs = [*_live_bytes(call, at), *sorted({*call.sizes} - {0})]
+        kernel_and_numbers = _reduction(inputs, batch_size, processors, asked_bytes)
         if kernel_and_numbers is None:
             continue
         kernel, numbers = kernel_and_numbers
@@ -158,16 +160,29 @@ def recognize_reductions(
     return RecordedCall(tuple(events), tuple(sizes))
 
 
+def _live_bytes(call: RecordedCall, until: int) -> list[int]:
+    """Return the sizes of a call's tensors that are live before an event, the last first."""
+    live = dict[int, int]()
+    for kind, index, detail in call.events[:until]:
+        if kind == ALLOCATED:
+            live[index] = call.sizes[index]
+        elif kind == FREED and index == 0:
+            live.pop(detail, None)
+    return [nbytes for nbytes in reversed(live.values()) if nbytes]
+
+
 def _reduction(
-    sizes: Sequence[int], batch_size: int, processors: Processors, asked: tuple[int, int, int]
+    inputs: Sequence[int], batch_size: int, processors: Processors, asked: Sequence[int]
 ) -> tuple[Kernel, tuple[int, ...]] | None:
-    """Return the reduction over a multiple of the batch that asks for these sizes, if any does."""
-    result_bytes, *pair = (sizes[index] for index in asked)
+    """Return the first reduction over a multiple of the batch that asks for these sizes, if any does.
+
+    Its scratch memory has a bound, so large inputs ask for the same; its own is mostly recent.
+    """
+    result_bytes, *pair = asked
     for item_bytes, result_item_bytes in ((4, 4), (2, 4), (2, 2)):
         kind = Reduction(processors, item_bytes, 4, (True, False))
         columns = max(1, result_bytes // result_item_bytes)
         row_bytes = item_bytes * columns
-        inputs = sorted({*sizes} - {0})
         for rows in [size // row_bytes for size in inputs if size % (row_bytes * batch_size) == 0]:
             if buffers(kind, (rows, columns), (columns, 1), 0) == (tuple(pair),):
                 return Kernel(reducing, (kind,), 5), (0, rows, columns, columns, 1)

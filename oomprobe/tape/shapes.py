@@ -9,7 +9,7 @@ which a kernel may round up.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
@@ -165,13 +165,17 @@ class Growth:
         left = np.ones(numbers.shape[1], dtype=bool)
         self._polynomials = []
         nearest = None
-        for rounding in ROUNDINGS:
-            every = np.array([features(shape, rounding) for shape in shapes])
-            for terms in kinds_of_polynomials(shapes[0]):
-                if len(terms) >= max(2, len(shapes)) or not left.any():
-                    break  # they would go through any numbers
-                scale = np.abs(every[:, terms]).max(0) + 1e-30  # equally large: solved exactly
-                scaled = every[:, terms] / scale
+        every = {
+            rounding: np.array([features(shape, rounding) for shape in shapes])
+            for rounding in ROUNDINGS
+        }
+        for terms in kinds_of_polynomials(shapes[0]):
+            if len(terms) >= max(2, len(shapes)) or not left.any():
+                break  # they would go through any numbers
+            for rounding in ROUNDINGS:
+                of_terms = every[rounding][:, terms]
+                scale = np.abs(of_terms).max(0) + 1e-30  # equally large: solved exactly
+                scaled = of_terms / scale
                 fitted, *_ = np.linalg.lstsq(scaled, numbers, rcond=1e-12)
                 follow = left & (np.abs(np.rint(scaled @ fitted) - numbers) < 0.5).all(0)
                 followed = _Polynomials(terms, rounding, follow, (fitted / scale[:, None]).T)
@@ -184,16 +188,22 @@ class Growth:
             self._polynomials.append(replace(nearest, which=left))
 
     def borrow(self, lender: Growth, shape: Shape) -> dict[int, int]:
-        """Scale numbers as those of another list that are as large at a shape; return their places there."""
+        """Scale numbers as those of another list that are as large at a shape.
+
+        Return which of theirs come here in the same order, and where.
+        """
         mine, theirs = self.known[shape], lender.at(shape)
-        places = np.full(len(mine), -1)
+        of_bytes = {nbytes: there for there, nbytes in enumerate(theirs)}
+        places = np.array([of_bytes.get(nbytes, -1) for nbytes in mine])
+        in_order = dict[int, int]()
         matcher = SequenceMatcher(None, mine, theirs, autojunk=False)
         for here, there, length in matcher.get_matching_blocks():
             places[here : here + length] = np.arange(there, there + length)
+            in_order |= zip(range(there, there + length), range(here, here + length), strict=True)
         constant = _Polynomials([0], 1, places < 0, np.array(mine, dtype=float)[:, None])
         lent = [polynomials.of(places) for polynomials in lender._polynomials]
         self._polynomials = [constant, *lent]
-        return {there: here for here, there in enumerate(places.tolist()) if there >= 0}
+        return in_order
 
     @property
     def is_scaled(self) -> bool:
@@ -232,12 +242,14 @@ class Structure:
         events: What they did.
         sizes: Of the requests.
         kernels: By the request of its result, a recognized reduction and its numbers.
+        phases: Of a step's period, in which such calls were made.
     """
 
     def __init__(self, events: tuple[Event, ...]) -> None:
         self.events = events
         self.sizes = Growth()
         self.kernels: dict[int, tuple[Kernel, Growth]] = {}
+        self.phases = set[int]()
 
     def learn(self, shape: Shape, call: RecordedCall, kernels: Mapping[int, Event]) -> None:
         """Learn from a call at a shape, and from the reductions that were recognized in it."""
@@ -252,11 +264,12 @@ class Structure:
             growth.fit()
 
     def borrow(self, scaled: Sequence[Structure]) -> None:
-        """Scale as another structure does, at a shape at which both are known if there is one."""
+        """Scale as another structure does, of the same phase and known at a shape of this if there is one."""
 
-        def preference(structure: Structure) -> tuple[bool, int]:
+        def preference(structure: Structure) -> tuple[bool, bool, int]:
             shared = self.sizes.known.keys() & structure.sizes.known.keys()
-            return bool(shared), len(structure.sizes.known)
+            is_alike = bool(self.phases & structure.phases)
+            return is_alike, bool(shared), len(structure.sizes.known)
 
         lender = max(scaled, key=preference)
         shared = self.sizes.known.keys() & lender.sizes.known.keys()
@@ -310,26 +323,30 @@ class ShapedTape:
     Args:
         processors: Those of a card whose history has bare sizes; None: what is recorded names its
             kernels.
+        period: Calls after which a step does the same again, as where it accumulates gradients.
     """
 
-    def __init__(self, processors: Processors | None) -> None:
-        self._processors = processors
-        # By step, and whether a call is its first in a trial.
+    def __init__(self, processors: Processors | None, period: int = 1) -> None:
+        self._processors, self._period = processors, period
+        # By step, and whether a call is of its first period in a trial.
         self._structures = defaultdict[tuple[str, bool], dict[tuple[Event, ...], Structure]](dict)
-        self._calls: dict[tuple[str, bool, Shape], RecordedCall] = {}
+        self._calls: dict[tuple[str, int, Shape], RecordedCall] = {}
 
     def learn(self, made: Sequence[tuple[str, Shape]], calls: Sequence[RecordedCall]) -> None:
         """Learn from the calls of a cold trial; the last only shows what the others leave."""
-        seen, processors = set[str](), self._processors
+        made_before, processors = Counter[str](), self._processors
         if processors is not None:
             calls = [recognize_reductions(call, 1, processors) for call in calls]
         for (step, shape), call in zip(made, name_by_rank(calls), strict=False):
-            structures = self._structures[step, step not in seen]
-            seen.add(step)
+            number = made_before[step]
+            made_before[step] += 1
             kernels: Mapping[int, Event] = {}
             if processors is not None:
                 call, kernels = take_kernels_out(call)
-            structures.setdefault(call.events, Structure(call.events)).learn(shape, call, kernels)
+            structures = self._structures[step, number < self._period]
+            structure = structures.setdefault(call.events, Structure(call.events))
+            structure.learn(shape, call, kernels)
+            structure.phases.add(number % self._period)
         self._fit()
 
     def _fit(self) -> None:
@@ -344,13 +361,15 @@ class ShapedTape:
                 if known and not structure.sizes.is_scaled:
                     structure.borrow(known)
 
-    def call(self, step: str, shape: Shape, *, is_first: bool) -> RecordedCall:
-        """Predict a call of a step that has run."""
-        key = step, is_first, shape
+    def call(self, step: str, shape: Shape, number: int) -> RecordedCall:
+        """Predict the call of a step that has this number among those of the trial, from 0."""
+        phase = number % self._period
+        key = step, min(number, self._period + phase), shape
         call = self._calls.get(key)
         if call is None:
-            structures = self._structures[step, is_first].values()
-            nearest = min(structures, key=lambda structure: structure.sizes.distance(shape))
+            structures = [*self._structures[step, number < self._period].values()]
+            of_phase = [structure for structure in structures if phase in structure.phases]
+            nearest = min(of_phase or structures, key=lambda one: one.sizes.distance(shape))
             call = nearest.call(shape)
             if len(self._calls) == MOST_SHAPES:
                 self._calls.clear()

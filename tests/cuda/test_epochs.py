@@ -57,6 +57,23 @@ def graphs():
     return layers, step
 
 
+def accumulating():
+    model, _ = language_model(Attention)
+    optimizer = torch.optim.AdamW(model.parameters())
+    made = 0
+
+    def step(model, batch_size, length):
+        nonlocal made
+        made += 1
+        tokens = torch.randint(500, (batch_size, length), device="cuda")
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        if made % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return model, step
+
+
 def images():
     parts = [nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.SiLU(), nn.Conv2d(32, 64, 3, 2, 1)]
     model = nn.Sequential(*parts, nn.BatchNorm2d(64), nn.SiLU(), nn.AdaptiveAvgPool2d(1)).cuda()
@@ -83,6 +100,7 @@ LOOPS = {
         graphs,
         {"values": {"nodes": NODES, "edges": [3 * n for n in NODES]}, "draw": "sum"},
     ),
+    "gradients of four calls": (accumulating, {"values": {"length": LENGTHS}}),
     "images of several scales": (images, {"draw": sides}),
 }
 
