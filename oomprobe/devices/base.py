@@ -21,9 +21,8 @@ from oomprobe.errors import (
 )
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.trials import DeviceInfo
-from oomprobe.tape.calls import RecordedCall, ReplayedTrial
+from oomprobe.tape.calls import RecordedCall
 from oomprobe.tape.record import TapedTrial
-from oomprobe.tape.reductions import Processors
 from oomprobe.tape.snapshot import Snapshot
 
 
@@ -73,23 +72,7 @@ class History:
     address: Callable[[torch.Tensor], int | None]  # None if the tensor is not on the device
 
 
-class Replayable(Protocol):
-    """An allocator on which calls can be replayed, from the state in which its trials begin."""
-
-    @property
-    def bare_processors(self) -> Processors | None:
-        """Those of a card whose recordings have bare sizes; None where they name kernels."""
-
-    def replay(
-        self, calls: Sequence[RecordedCall], cap_bytes: int | None, workspace_bytes: int
-    ) -> ReplayedTrial | None:
-        """Replay a cold trial under a cap; None if no trial has shown how one begins."""
-
-    def taped_trial(self) -> TapedTrial | None:
-        """Return what the last trial asked for, and how it began; None if it was not recorded."""
-
-
-class CallRecorder(Replayable, Protocol):
+class CallRecorder(Protocol):
     """Records what the calls of a trial ask of an allocator.
 
     Attributes:
@@ -100,8 +83,11 @@ class CallRecorder(Replayable, Protocol):
     calls: Sequence[RecordedCall]
     reason: str
 
-    def recording(self, most_calls: int = ...) -> AbstractContextManager[None]:
+    def recording(self, most_calls: int) -> AbstractContextManager[None]:
         """Return the context in which the first calls of a trial are recorded."""
+
+    def taped_trial(self) -> TapedTrial | None:
+        """Return what the last trial asked for, and how it began; None if it was not recorded."""
 
 
 class Device(ABC):

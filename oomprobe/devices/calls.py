@@ -17,13 +17,12 @@ import torch
 from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.tape.calls import LiveBlocks, RecordedCall, ReplayedTrial
+from oomprobe.tape.calls import LiveBlocks, RecordedCall
 from oomprobe.tape.record import Beginning, NotRecorded, TapedTrial, cut_calls
 from oomprobe.tape.recording import MOST_EVENTS
 from oomprobe.tape.reductions import Processors
 from oomprobe.tape.snapshot import Snapshot, snapshots_of
 
-MOST_CALLS = 24  # of a trial, that are recorded to predict others
 _COUNTS = ("allocation", "all", "allocated"), ("allocation", "all", "freed")
 
 
@@ -121,24 +120,14 @@ class CallHistory:
         self.calls: Sequence[RecordedCall] = ()
         self.reason = ""
         self._is_wanted = self._is_on = False
-        self._most_calls = MOST_CALLS
+        self._most_calls = 0
         self._began: Beginning | None = None  # when the trial began
         self._cold: tuple[CachingAllocator, LiveBlocks] | None = None  # the same, as a model
         self._before = (0, 0, 0)  # requests, frees and retries, when it began
         self._ends: list[tuple[int, int]] = []
 
-    @property
-    def bare_processors(self) -> Processors:
-        """Processors of the card."""
-        properties = torch.cuda.get_device_properties(self._device)
-        return Processors(
-            (properties.major, properties.minor),
-            properties.multi_processor_count,
-            properties.max_threads_per_multi_processor,
-        )
-
     @contextmanager
-    def recording(self, most_calls: int = MOST_CALLS) -> Iterator[None]:
+    def recording(self, most_calls: int) -> Iterator[None]:
         """Record the first calls of the trial that runs inside."""
         self.calls, self.reason, self._is_wanted = (), "", True
         self._most_calls = most_calls
@@ -204,27 +193,18 @@ class CallHistory:
         if self._cold is None or self.reason:
             return None
         allocator, live = self._cold
+        card = torch.cuda.get_device_properties(self._device)
         return TapedTrial(
             calls=self.calls,
             allocator=allocator,
             live=live,
-            processors=self.bare_processors,
+            processors=Processors(
+                (card.major, card.minor),
+                card.multi_processor_count,
+                card.max_threads_per_multi_processor,
+            ),
             began=self._began,
         )
-
-    def replay(
-        self, calls: Sequence[RecordedCall], cap_bytes: int | None, workspace_bytes: int
-    ) -> ReplayedTrial | None:
-        """Replay a trial from where the last recorded one began.
-
-        What convolutions want is in what was recorded.
-        """
-        if self._cold is None:
-            return None
-        cold, live = self._cold
-        allocator = cold.copy()
-        allocator.limit_bytes = cap_bytes
-        return ReplayedTrial.of(allocator, calls, live)
 
 
 def fingerprint(statistics: Statistics, index: int) -> int | None:

@@ -306,8 +306,6 @@ class SimulatedDevice(Device):
         """What each call of the last trial asked for."""
         return self._calls
 
-    bare_processors = None  # what is recorded names its kernels
-
     def taped_trial(self) -> TapedTrial | None:
         """Return what the last trial asked for, and how it began; None if no call was made."""
         if self._cold is None:

@@ -45,7 +45,7 @@ from oomprobe.results.progress import Reporter, reporter
 from oomprobe.results.trials import trials_table
 from oomprobe.runners.hooks import OptimizerWatch, outside_modes, preload_dynamo
 from oomprobe.runners.local import Workload
-from oomprobe.runners.predicting import open_local, open_predicting
+from oomprobe.runners.predicting import open_local, open_predicting, predict_on_card
 from oomprobe.runners.ranks_here import check_process_group, ranks_to_start, refuse_in_a_rank
 from oomprobe.runners.savings import Savings
 from oomprobe.runners.signals import Interrupts
@@ -241,7 +241,7 @@ def _isolated(order: Order, target: str, ranks: int | None = None) -> Iterator[S
             title = runner.facts.device.name
             if ranks is not None and ranks > 1:
                 title += BUILDING.format(seconds=format_seconds(frame.clock.elapsed_s), ranks=ranks)
-            yield frame.session(runner, title)
+            yield frame.session(predict_on_card(runner), title)
 
 
 @contextmanager
@@ -343,7 +343,7 @@ def _here(
                 snapshot=snapshot, axis=order.axis, savings=Savings(order.savings, device),
             )  # fmt: skip
             local, runner = open_local(work)
-            session = frame.session(runner, device.name, state_verified=False)
+            session = frame.session(predict_on_card(runner), device.name, state_verified=False)
             if cached_bytes > CACHED_BYTES:
                 cached, emptying = format_bytes(cached_bytes), session.device.emptying
                 session.notes.add(remark(CACHED.format(cached=cached, emptying=emptying)))

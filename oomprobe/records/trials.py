@@ -267,6 +267,9 @@ class RunnerInfo:
     )  # what the answer holds for, if not this process's
     model: str | None = None  # its class
     explains: bool = False  # whether it can say why a trial runs out of memory
+    records: bool = (
+        False  # whether it can record what the calls of a trial ask of a card's allocator
+    )
     builds: bool = False  # whether its processes build the model as training will, which leaves something in the cache
 
 

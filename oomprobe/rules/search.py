@@ -389,10 +389,11 @@ class _Search:
 
         If the step varies, a pass would prove nothing; a size only expected to fail runs.
         """
-        if self.bad is None or self.bad not in self.failed:
+        if self.bad is None:
             return
-        if self.bad not in self.expected and (self.varies or self.transient):
-            return
+        if self.bad not in self.expected:
+            if self.bad not in self.failed or self.varies or self.transient:
+                return
         deciding = self.bad
         reply = self.ask(deciding, Phase.RECHECK, capped=True)
         if reply.passed and not reply.varies:

@@ -34,10 +34,12 @@ from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.tape.fit import Predictor
 
 if TYPE_CHECKING:
-    from oomprobe.devices.base import CallRecorder, Replayable
+    from oomprobe.devices.base import CallRecorder
     from oomprobe.devices.simulated import SimulatedDevice
     from oomprobe.runners.command.runner import CommandRunner
     from oomprobe.tape.calls import RecordedCall
+    from oomprobe.tape.record import TapedTrial
+    from oomprobe.tape.reductions import Processors
 
 FEW_CALLS = 2  # of a trial, that run before anything is known of the next
 LEAST_CALLS, UNPREDICTED_CALLS = 3, 6  # that run before others are replayed; the latter to confirm
@@ -51,6 +53,7 @@ FURTHEST = (
     64  # times it: while sizes grow, one this large runs too, so that the time of a call is known
 )
 HOPEFUL_SIZES = 6  # that run with more calls although no two of them have shown how sizes grow
+MOST_CALLS = 24  # of a trial, that are recorded to predict others
 MOST_MISTAKES = 2  # of replays on a real card, after which nothing is predicted
 WRONG = "a size failed that should have run"
 COUNTS_VALUES = "what it allocates depends on values of the batch"
@@ -59,21 +62,30 @@ COUNTS_VALUES = "what it allocates depends on values of the batch"
 class Replays:
     """Trials that follow from those that ran, replayed on a card's allocator.
 
+    Args:
+        processors: Of a card whose recordings have bare sizes; None where they name kernels.
+
     Attributes:
+        card: Replays a trial from where the last one began.
         predictor: What the calls of a size that did not run ask for.
         is_off: Whether nothing is predicted any more.
     """
 
-    def __init__(self, card: Replayable, cap_of: Callable[[Request], int | None]) -> None:
-        self._card, self._cap_of = card, cap_of
+    def __init__(
+        self,
+        card: SimulatedDevice | TapedTrial,
+        cap_of: Callable[[Request], int | None],
+        processors: Processors | None = None,
+    ) -> None:
+        self.card, self._cap_of, self._processors = card, cap_of, processors
         self.row = 0
-        self.predictor = Predictor(processors=card.bare_processors)
+        self.predictor = Predictor(processors=processors)
         self.is_off = False
 
     def start_row(self, row: int) -> None:
         """Forget what trials of another row of a table asked for."""
         if row != self.row:
-            self.row, self.predictor = row, Predictor(processors=self._card.bare_processors)
+            self.row, self.predictor = row, Predictor(processors=self._processors)
 
     @property
     def largest(self) -> int:
@@ -98,7 +110,7 @@ class Replays:
         self, request: Request, calls: Sequence[RecordedCall], workspace_bytes: int
     ) -> Trial | None:
         """Replay the calls of a trial; None if no trial has shown how one begins."""
-        usage = self._card.replay(calls, self._cap_of(request), workspace_bytes)
+        usage = self.card.replay(calls, self._cap_of(request), workspace_bytes)
         if usage is None:
             return None
         step_name = None
@@ -126,7 +138,7 @@ class Taping:
     @property
     def facts(self) -> RunnerInfo:
         """What the runner knows."""
-        return self._runner.facts
+        return replace(self._runner.facts, records=True)
 
     def measure(self) -> Measured:
         """Sample the memory."""
@@ -136,7 +148,7 @@ class Taping:
         """Run a trial."""
         if not request.records:
             return self._runner.run(request)
-        with self._recorder.recording(len(request.calls)):
+        with self._recorder.recording(max(len(request.calls), MOST_CALLS)):
             outcome = self._runner.run(request)
         taped, reason = self._recorder.taped_trial(), self._recorder.reason
         return replace(outcome, taped=(taped,) if taped else (), unrecorded=reason)
@@ -147,19 +159,21 @@ class PredictingOnCard:
 
     Trials that grow make a few calls more, to show whether these repeat. Before a size that fails a
     replay, one at least an eighth as large runs. A replay only guides the search: the look, the
-    answer, and the size above it run.
+    answer, and the size above it run. Of several ranks each has a tape, and one that runs out of
+    memory decides.
     """
 
-    def __init__(self, recorder: CallRecorder, runner: Runner) -> None:
-        self._recorder, self._runner = recorder, runner
-        self._replays = Replays(recorder, lambda request: request.cap_bytes)
-        self._mistakes = 0
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._replays: list[Replays] = []  # by rank, once a trial was recorded
+        self._mistakes, self._reason = 0, ""  # why nothing was recorded
 
     @property
     def facts(self) -> RunnerInfo:
         """What the runner knows. The environment's "predicted" is true, or says why nothing was."""
-        facts, predicted = self._runner.facts, self._replays.predictor.reason
-        return replace(facts, environment={**facts.environment, "predicted": predicted or True})
+        facts, reasons = self._runner.facts, [one.predictor.reason for one in self._replays]
+        predicted = self._reason or max(reasons, default="") or True
+        return replace(facts, environment={**facts.environment, "predicted": predicted})
 
     def measure(self) -> Measured:
         """Sample the memory."""
@@ -167,21 +181,30 @@ class PredictingOnCard:
 
     def run(self, request: Request) -> Outcome:
         """Answer a request from what has run, or run it and learn from it."""
-        self._replays.start_row(request.row)
+        for replays in self._replays:
+            replays.start_row(request.row)
         is_recorded = request.explains or request.records
         is_recorded |= any(call.is_recorded for call in request.calls)
         if request.accumulation_steps > 1 or is_recorded:  # torch records for one at a time
             return self._runner.run(request)
-        expected = self._replays.predict(request)
+        # What building left in the cache is in no tape.
+        expected = None if request.as_built else self._predict(request)
         if request.confirms or request.looks:  # unrecorded, as that would slow them down
             return self._judge(self._runner.run(request), expected)
         if expected is not None and self._may_answer(request, expected):
             return Outcome(trial=expected)
-        with self._recorder.recording():
-            outcome = self._runner.run(self._lengthen(request))
+        outcome = self._runner.run(replace(self._lengthen(request), records=True))
         if outcome.trial.passed:
-            self._learn(outcome)
-        return self._judge(outcome, expected)
+            self._learn(request, outcome)
+        return self._judge(replace(outcome, taped=()), expected)
+
+    def _predict(self, request: Request) -> Trial | None:
+        """Replay a cold trial, on all ranks; None if it does not follow from those that ran."""
+        trials = [trial for one in self._replays if (trial := one.predict(request)) is not None]
+        if len(trials) < len(self._replays):
+            return None
+        trials.sort(key=lambda trial: (not trial.passed, trial.peak_reserved_bytes or 0))
+        return trials[-1] if trials else None
 
     def _may_answer(self, request: Request, expected: Trial) -> bool:
         """Return whether a replay will do. If it passes, a size near the limit must have run."""
@@ -189,16 +212,18 @@ class PredictingOnCard:
             return False
         if request.phase is not Phase.GROW or not expected.passed:
             return True
-        if request.batch_size > FURTHEST * self._replays.largest:
+        largest = self._replays[0].largest
+        if request.batch_size > FURTHEST * largest:
             return False
-        has_run_near = not self._reaches(request, self._replays.largest)
+        has_run_near = not self._reaches(request, largest)
         return has_run_near or self._reaches(request, request.batch_size)
 
     def _lengthen(self, request: Request) -> Request:
         """Return a trial with more calls, whose failures would not count, where it may teach something."""
-        predictor, until = self._replays.predictor, request.until
-        is_new = len(predictor.workspace_bytes) < HOPEFUL_SIZES
-        hopes = predictor.lines is not None or is_new
+        until, predictors = request.until, [one.predictor for one in self._replays]
+        hopes = all(
+            one.lines is not None or len(one.workspace_bytes) < HOPEFUL_SIZES for one in predictors
+        )
         if request.phase not in (Phase.GROW, Phase.RECHECK) or not hopes:
             return request
         if until is not None:  # nobody knows yet how many calls a full step takes
@@ -210,17 +235,26 @@ class PredictingOnCard:
     def _reaches(self, request: Request, size: int) -> bool:
         """Return whether `REACH` times a size passes a replay."""
         calls = tuple(replace(call, batch_size=REACH * size) for call in request.calls)
-        expected = self._replays.predict(replace(request, calls=calls))
+        expected = self._predict(replace(request, calls=calls))
         return expected is not None and expected.passed
 
-    def _learn(self, outcome: Outcome) -> None:
-        size, calls = outcome.trial.batch_size, self._recorder.calls
-        names = [record.step for record in outcome.records[: len(calls)]]
-        self._replays.predictor.workspace_bytes[size] = 0  # it is among what was recorded
-        if names:
-            self._replays.predictor.learn(size, names, calls)
-        else:
-            self._replays.predictor.give_up(self._recorder.reason)
+    def _learn(self, request: Request, outcome: Outcome) -> None:
+        self._reason = outcome.unrecorded
+        if not self._replays:
+            for taped in outcome.taped:
+                self._replays.append(Replays(taped, _cap_of, taped.processors))
+                self._replays[-1].start_row(request.row)
+        for replays, taped in zip(self._replays, outcome.taped, strict=False):
+            names = [record.step for record in outcome.records[: len(taped.calls)]]
+            replays.card, size = taped, outcome.trial.batch_size
+            replays.predictor.workspace_bytes[size] = 0  # it is among what was recorded
+            replays.predictor.learn(size, names, taped.calls)
+        if self._reason:
+            self._give_up(self._reason)
+
+    def _give_up(self, reason: str) -> None:
+        for replays in self._replays:
+            replays.predictor.give_up(reason)
 
     def _judge(self, outcome: Outcome, expected: Trial | None) -> Outcome:
         """Compare a trial that ran with its replay; predict no more once that was wrong too often.
@@ -231,8 +265,12 @@ class PredictingOnCard:
         if is_wrong:
             self._mistakes += 1
             if self._mistakes > MOST_MISTAKES or not outcome.trial.passed:
-                self._replays.predictor.give_up(WRONG)
+                self._give_up(WRONG)
         return replace(outcome, contradicts_replay=is_wrong)
+
+
+def _cap_of(request: Request) -> int | None:
+    return request.cap_bytes
 
 
 class Predicting:
@@ -247,7 +285,7 @@ class Predicting:
         card: SimulatedDevice,
         *,
         shortens: bool = True,
-        cap_of: Callable[[Request], int | None] = lambda request: request.cap_bytes,
+        cap_of: Callable[[Request], int | None] = _cap_of,
     ) -> None:
         self._card, self._shortens = card, shortens
         self.runner: Runner
@@ -444,13 +482,16 @@ def open_local(work: Workload) -> tuple[LocalRunner, Runner]:
         local, recorder = LocalRunner(work), work.device.call_recorder()
         if recorder is None:
             return local, local
-        if work.ranks > 1:
-            return local, Taping(recorder, local)
-        return local, PredictingOnCard(recorder, Taping(recorder, Explaining(work.device, local)))
+        return local, Taping(recorder, Explaining(work.device, local))
     predicting = Predicting(cast("SimulatedDevice", work.device))
     local = LocalRunner(replace(work, further=predicting.further))
     predicting.runner = Explaining(work.device, local)
     return local, predicting
+
+
+def predict_on_card(runner: Runner) -> Runner:
+    """Return what stands around a runner, if it records what its trials ask for."""
+    return PredictingOnCard(runner) if runner.facts.records else runner
 
 
 def open_predicting(runner: CommandRunner) -> Runner:

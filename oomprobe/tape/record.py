@@ -21,6 +21,7 @@ from oomprobe.tape.calls import (
     Event,
     LiveBlocks,
     RecordedCall,
+    ReplayedTrial,
     in_order,
 )
 from oomprobe.tape.reductions import Processors
@@ -81,6 +82,14 @@ class TapedTrial:
     live: LiveBlocks
     processors: Processors | None = None
     began: Beginning | None = None
+
+    def replay(
+        self, calls: Sequence[RecordedCall], cap_bytes: int | None, workspace_bytes: int
+    ) -> ReplayedTrial:
+        """Replay another trial that begins so. What convolutions want is in what was recorded."""
+        allocator = self.allocator.copy()
+        allocator.limit_bytes = cap_bytes
+        return ReplayedTrial.of(allocator, calls, self.live)
 
     def plain(self) -> list[Any]:
         """Return it for another process, as `read` takes it; of torch's history only."""

@@ -91,12 +91,13 @@ def replays_as_it_ran(build, sizes):
     for size in sizes:
         model.zero_grad(set_to_none=True)
         device.release()
-        with recorder.recording():
+        with recorder.recording(4):
             device.start_trial()
             for _ in range(4):
                 with device.session():
                     step(model, size)
-        usage, replay = device.usage(), recorder.replay(recorder.calls, None, 0)
+        usage, taped = device.usage(), recorder.taped_trial()
+        replay = taped.replay(taped.calls, None, 0)
         rows.append(
             [
                 (usage.peak_allocated_bytes, usage.peak_reserved_bytes, usage.alloc_retries),

@@ -47,7 +47,7 @@ def check(size, **options):
 def test_ranks_wait_for_an_optimizer_that_accumulates(tmp_path):
     result = on_ranks(tmp_path, probe, limit_s=60, EVERY="16", BACKEND="gloo")
     assert result.batch_size == 8
-    assert all(trial.steps >= 32 for trial in result.trials)
+    assert all(trial.steps >= 32 for trial in result.trials if not trial.replayed)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +64,22 @@ def test_the_answer_runs_in_a_fresh_group_and_little_more_does(tmp_path, variabl
     assert result.limited_by == "memory"
     assert result.world_size == result.environment["world_size"] == 2
     assert result.device == "2 x Stub GPU"
-    assert all(len(trial.ranks) == 2 for trial in result.trials)
+    assert all(len(trial.ranks) == 2 for trial in result.trials if not trial.replayed)
     assert [trial.phase for trial in result.trials][-2:] == ["confirm", "confirm"]
     growing = [trial.cap_bytes for trial in result.trials if trial.phase == "grow"]
     assert None not in growing  # at the driver's edge, what NCCL does is another matter
+
+
+@pytest.mark.parametrize("variables", [{"SHARD": "1"}, {}], ids=["FSDP2", "DDP"])
+def test_ranks_replay_most_sizes_on_all_of_them(tmp_path, variables):
+    options = {"max_batch": None, "patience": HASTY}
+    result = on_ranks(tmp_path, lambda: probe(**options), limit_s=120, **variables)
+    assert result.environment["predicted"] is True
+    ran = [trial for trial in result.trials if not trial.replayed]
+    assert len(ran) <= 10 < len(result.trials) - len(ran)
+    (failed,) = [trial for trial in ran if not trial.passed]
+    assert result.batch_size < failed.batch_size <= 1.01 * result.batch_size
+    assert "rank" in str(result.why())  # of the one that ran out of memory
 
 
 def test_as_many_ranks_as_cards(tmp_path):
@@ -118,7 +130,7 @@ def test_the_budget_is_final_after_the_first_trial(tmp_path):
     """Though it takes two rounds to learn that the optimizer steps at every second call; communicators are made in the first."""
     result = on_ranks(tmp_path, lambda: probe(max_batch=2), EVERY="2", SHARD="1", nccl="64MiB")
     assert len({trial.cap_bytes for trial in result.trials[1:]}) == 1
-    assert result.trials[0].steps == 4
+    assert result.trials[0].steps >= 4
 
 
 def test_communicators_are_outside_of_the_budget_and_a_budget_is_for_each_rank(tmp_path):
