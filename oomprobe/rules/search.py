@@ -391,9 +391,9 @@ class _Search:
         """
         if self.bad is None:
             return
-        if self.bad not in self.expected:
-            if self.bad not in self.failed or self.varies or self.transient:
-                return
+        has_run = self.bad not in self.expected
+        if has_run and (self.bad not in self.failed or self.varies or self.transient):
+            return
         deciding = self.bad
         reply = self.ask(deciding, Phase.RECHECK, capped=True)
         if reply.passed and not reply.varies:
