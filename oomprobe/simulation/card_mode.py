@@ -102,7 +102,8 @@ class CardMode(TorchDispatchMode):
         self.fakes = Fakes(self.fake_mode, views, memory)
         self._results = Results(self.fake_mode, views)
         self.facts = Facts(self.fakes.values, self.fakes.fake, self.notes)
-        self._formulas, self.device_thread = Formulas(), DeviceThread()
+        self._formulas = Formulas()
+        self.device_thread = DeviceThread(self._formulas)
         # Whether a size has depended on values; whether the last operator was on the card.
         self.counts_values = self._was_on_card = False
         self.is_building = self.whole_program = self.is_rank = False  # is_rank: one of several
@@ -116,7 +117,7 @@ class CardMode(TorchDispatchMode):
 
     def start_trial(self) -> None:
         """Begin as a fresh process does, with the values that real tensors have now."""
-        self.device_thread = DeviceThread()
+        self.device_thread = DeviceThread(self._formulas)
         self.fakes.values.start_trial()
 
     def start_call(self) -> None:

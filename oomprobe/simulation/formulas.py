@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +49,18 @@ class Formulas:
     def __init__(self) -> None:
         self._last_zeros: Callable[[], Any] = lambda: None
         self._recent: deque[Callable[[], Any]] = deque(maxlen=3)
+        self._is_wrapped = False
+
+    @contextmanager
+    def of_pass(self, outputs: Sequence[Any]) -> Iterator[None]:
+        """Compute a backward pass; in ``torch.func``, formulas write into none of its tensors."""
+        tensors = [output for output in outputs if isinstance(output, torch.Tensor)]
+        outside = self._is_wrapped
+        self._is_wrapped = any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+        try:
+            yield
+        finally:
+            self._is_wrapped = outside
 
     def ran(self, func: Any, result: Any) -> None:
         """Take note of an operator's result."""
@@ -58,6 +71,8 @@ class Formulas:
 
     def run_in_place(self, func: Any, args: Any) -> bool:
         """Whether autograd runs an operator in place on CUDA that it runs out of place here."""
+        if self._is_wrapped:
+            return False
         if func is _aten.add.Tensor:
             return _adds_in_place((*args,))
         if func in _INTO_ZEROS:
@@ -77,7 +92,8 @@ class DeviceThread:
     Sources: ATen/SequenceNumber.cpp, torch/csrc/autograd/engine.cpp (thread_init).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, formulas: Formulas) -> None:
+        self._formulas = formulas
         self._count = 0
         self._begun = _next_number()
 
@@ -86,7 +102,8 @@ class DeviceThread:
 
         def run_backward(outputs: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
             first = _next_number()
-            gradients = run(outputs, *args, **kwargs)
+            with self._formulas.of_pass(outputs):
+                gradients = run(outputs, *args, **kwargs)
             if _next_number() == first:
                 return gradients
             mine = (

@@ -9,6 +9,7 @@ import torch
 from bed import forked
 from operators import CASES, COUNTING, EVERY_VERSION, EXCEPTIONS
 from sequences import A100
+from torch.nn import functional as F
 
 from oomprobe.ground.torch_versions import VERSION
 from oomprobe.simulation import card_mode
@@ -94,6 +95,38 @@ def test_requests_of_operators_that_count_are_those_of_torch(name):
     wanted = forked(of_torch, asked, memory="40GiB", card=A100)
     assert REFUSED not in wanted.values()
     assert forked(of_a_simulated_card, asked) == wanted
+
+
+# In `torch.func`, formulas write into none of the tensors that it wraps.
+PER_SAMPLE = {
+    "cross entropy": F.cross_entropy,
+    "extremes": lambda out, _: out.clamp(min=0).maximum(out / 2),
+}
+
+
+@in_this_version
+@pytest.mark.parametrize("of", PER_SAMPLE.values(), ids=PER_SAMPLE)
+def test_gradients_per_sample_request_what_they_do_of_torch(of):
+    """In order, but for frees: the thread of the backward pass lets go of its graph when it gets to it."""
+
+    def run():
+        def loss(weight, x, label):
+            return of(F.linear(x[None], weight), label[None]).sum()
+
+        make = sequences.Tensors()
+        gradients = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
+        gradients(make(10, 384).detach(), make(64, 384, grad=False), make.indices(64))
+
+    def on_a_simulated_card():
+        device = sequences.simulated(A100, "1GiB")
+        device.start_trial()
+        return sequences.of_a_simulated_card(device, run)
+
+    def requested(events):
+        return [nbytes for _, nbytes in events if nbytes > 0]
+
+    wanted = requested(forked(sequences.of_torch, run, card=A100))
+    assert requested(forked(on_a_simulated_card)) == wanted
 
 
 def sizes(sequence):
