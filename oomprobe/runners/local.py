@@ -6,7 +6,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from oomprobe.errors import (
     step_failed,
 )
 from oomprobe.ground.frames import hide_frames, is_own_fault
+from oomprobe.ground.replaced import replaced
 from oomprobe.ground.units import format_bytes
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.breakdown import Breakdown
@@ -128,8 +129,8 @@ class Workload:
 class TrialCalls:
     """Makes the calls of one trial, and keeps a record of each.
 
-    As a context manager, it notices where Python's collector frees device memory: such a call is not like others, because the next
-    collection may come later.
+    As a context manager, it notices where Python's collector frees device memory, or autograd's
+    thread does: such a call is not like others, because the next may do so later.
 
     Attributes:
         records: Of the calls that were completed.
@@ -157,7 +158,7 @@ class TrialCalls:
         self._is_hidden = False  # whether it may count with what cannot be seen
         self._last_counted: list[object] | None = None  # what it counted with at the last check
         self._changes = 0  # how often that had changed
-        self._was_collected, self._before_collecting_bytes = False, 0
+        self._varies, self._before_collecting_bytes = False, 0  # in what the last call freed when
         self.records: list[CallRecord] = []
         self.call = request.calls[0]
         self.ended_early: str | None = None
@@ -165,11 +166,23 @@ class TrialCalls:
         self.breakdown: Breakdown | None = None
         self.watch, self._inputs = OutOfMemoryWatch(), InputWatch()
         self._loops = {name: LoopVariables(step) for name, step in work.steps.items()}
+        self._stack = ExitStack()
         self.held_bytes, self.unseen = dict[str, int](), set[str]()
 
     def __enter__(self) -> TrialCalls:
         if self._settles:
             gc.callbacks.append(self._watch_collector)
+            autograd: Any = torch.autograd
+            run_backward = autograd._engine_run_backward
+
+            def watched(*args: Any, **options: Any) -> Any:
+                # Autograd's thread lets go of a kept graph, and of results, at any time later.
+                keeps_graph, returns = args[2], not options["accumulate_grad"]
+                self._varies |= keeps_graph or returns
+                return run_backward(*args, **options)
+
+            patch = autograd, "_engine_run_backward", watched
+            self._stack.enter_context(replaced([patch]))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -177,6 +190,7 @@ class TrialCalls:
             self._measure_held()
         self.unseen = {loop.unseen for loop in self._loops.values()} - {""}
         self._loops.clear()
+        self._stack.close()
         if self._settles:
             gc.callbacks.remove(self._watch_collector)
 
@@ -192,7 +206,7 @@ class TrialCalls:
     def _watch_collector(self, phase: str, info: Mapping[str, Any]) -> None:
         now_bytes = self._device.live_bytes()
         if phase == "stop" and now_bytes < self._before_collecting_bytes:
-            self._was_collected = True
+            self._varies = True
         self._before_collecting_bytes = now_bytes
 
     def make(self) -> None:
@@ -288,11 +302,11 @@ class TrialCalls:
 
     def _mark(self) -> int | None:
         """Return a number for what the last call did to the device and where it left what stays there; None if that cannot be seen."""
-        was_collected, self._was_collected = self._was_collected, False
+        varies, self._varies = self._varies, False
         if self._is_hidden:
             return None
         fingerprint = self._device.fingerprint()
-        if fingerprint is None or was_collected:
+        if fingerprint is None or varies:
             return None
         places = [
             place for tensor in self._tracker.resident_tensors() for place in addresses_of(tensor)

@@ -96,6 +96,19 @@ def in_cycles():
     return model, lambda model, size: train(model, optimizer, size, keep)
 
 
+def through_gradients(keeps_graph=False):
+    """Ask for gradients, or keep a graph: the thread of the backward pass lets go of them at some time."""
+    model, optimizer = begun()
+
+    def ask(output):
+        if keeps_graph:
+            output.square().mean().backward(retain_graph=True)
+        else:
+            torch.autograd.grad(output.mean(), model[0].weight, retain_graph=True)
+
+    return model, lambda model, size: train(model, optimizer, size, ask)
+
+
 def on_a_side_stream(record=False):
     """Use each output on another stream: in a tensor that is made there, or recorded, so that its memory waits for that stream."""
     model, optimizer = begun()
@@ -166,6 +179,8 @@ SEEMING = {
     "growth on another card": (chained_elsewhere, {"memory": "1GiB,1GiB"}),
     "a quadratic event at every 23rd call": (partial(quadratic, 23), {}),
     "reference cycles": (in_cycles, {}),
+    "returned gradients": (through_gradients, {}),
+    "a kept graph": (partial(through_gradients, keeps_graph=True), {}),
     "side stream": (on_a_side_stream, {}),
     "record_stream": (partial(on_a_side_stream, record=True), {}),
     "1 MiB a call outside the allocator": (outside_the_allocator, {"memory": "8GiB"}),
