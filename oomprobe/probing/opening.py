@@ -347,6 +347,7 @@ def _here(
             if cached_bytes > CACHED_BYTES:
                 cached, emptying = format_bytes(cached_bytes), session.device.emptying
                 session.notes.add(remark(CACHED.format(cached=cached, emptying=emptying)))
+                session.as_built.needs_emptying = True
             with _state_restored(session, snapshot, device):
                 try:
                     yield session

@@ -84,11 +84,13 @@ def test_ranks_are_confirmed_as_built(tmp_path):
 
 
 def in_one_process(build):
-    return lambda: oomprobe.find_max_batch(*build(), max_batch=64, progress="off").notes
+    return lambda: oomprobe.find_max_batch(*build(), max_batch=64, progress="off")
 
 
 def test_memory_that_building_left_in_this_process_is_told():
-    (note,) = [note for note in forked(in_one_process(converted)) if "reserved and free" in note]
+    result = forked(in_one_process(converted))
+    assert f"a fresh process {EMPTYING}, and this one" in str(result)
+    (note,) = [note for note in result.notes if "reserved and free" in note]
     assert note.startswith(
         "48.00 MiB were reserved and free when the probe began, and trials start without them: "
     )
@@ -97,4 +99,6 @@ def test_memory_that_building_left_in_this_process_is_told():
 
 @pytest.mark.parametrize("build", [emptied, mlp])
 def test_little_memory_that_building_left_is_not_told(build):
-    assert not [note for note in forked(in_one_process(build)) if "reserved and free" in note]
+    result = forked(in_one_process(build))
+    assert not [note for note in result.notes if "reserved and free" in note]
+    assert EMPTYING not in str(result)
