@@ -67,7 +67,8 @@ class Explanation:
         held: What was live, largest first: by line of code, or of a log by what it tells apart.
         kinds: The same bytes by kind: parameters and buffers, forward, backward, optimizer, ...
         modules: Calls of equal modules: the line, how many hold memory, and the bytes of all.
-        least_bytes: The smallest memory for torch in which the recording runs, with the refused requests.
+        least_bytes: Memory for torch in which the recording runs, with the refused requests, and with
+            2 MiB less it does not. Where it is fragmented, still less can happen to run.
         least_bytes_expandable: The same with ``expandable_segments``.
         least_cap_bytes: The smallest cap on a larger device, as ``set_per_process_memory_fraction``
             sets one, in which the recording runs. With expandable segments it is not `least_bytes`:

@@ -114,6 +114,8 @@ def _same(history: History, settings: AllocatorSettings) -> int:
 def _least_bytes(history: History, settings: AllocatorSettings, *, is_cap: bool = False) -> int:
     """Return the capacity, or cap, with which the recording runs, and with 2 MiB less it does not.
 
+    Still less may run: smaller segments are refused earlier, and leave other pieces.
+
     It is a multiple of 2 MiB. An expandable segment may extend as far as it needs to, as on a card
     with memory to spare.
     """
