@@ -148,9 +148,7 @@ class CachingAllocator:
 
     def drop_pool(self, private: int) -> None:
         """~MemPool: let go of what `Pools.make` made."""
-        if private in self.pools.overflow:
-            self.pools.overflow.remove(private)
-        self.pools.release(private)
+        self.pools.drop(private)
         self.empty_cache(private)
 
     def malloc(self, nbytes: int) -> int:
@@ -312,6 +310,10 @@ class CachingAllocator:
         """Return the block behind a handle."""
         return self._live[handle]
 
+    def private_of(self, handle: int) -> int:
+        """Return the private pool of a block in use; 0: it is in none."""
+        return self.pools.private_of(self.segments.blocks.pool_of[self._live.get(handle, 0)])
+
     def address(self, handle: int) -> int:
         """Return where a block in use begins."""
         return self.segments.blocks.address(self._live[handle])
@@ -329,13 +331,11 @@ class CachingAllocator:
 
     def stats(self) -> dict[str, int]:
         """Return figures by their names in ``torch.cuda.memory_stats``, for all pools together."""
-        split = 0
-        for _, numbers in self.segments.blocks.free:
+        split, blocks = 0, self.segments.blocks
+        for _, numbers in blocks.free:
             for block in numbers[1:-1]:
-                if not self.segments.blocks.is_expandable(
-                    block
-                ) and not self.segments.blocks.is_whole_segment(block):
-                    split += self.segments.blocks.size[block] >> BYTE_BITS
+                if not (blocks.is_expandable(block) or blocks.is_whole_segment(block)):
+                    split += blocks.size[block] >> BYTE_BITS
         return {
             "allocation.all.allocated": self.served,
             "requested_bytes.all.allocated": self.served_bytes,

@@ -67,6 +67,14 @@ class Pools:
         if no_split:
             self.unsplit.add(private)
 
+    def drop(self, private: int) -> None:
+        """~MemPool: let go of what `make` made; what is free there stays for the time being."""
+        if private in self.overflow:
+            self.overflow.remove(private)
+        self.release(private)
+        if not self.users[private]:
+            self.unsplit.discard(private)
+
     def use(self, private: int, *, captures: bool = False) -> None:
         """beginAllocateToPool: serve later requests from a private pool, which gets a user more.
 
@@ -85,6 +93,11 @@ class Pools:
         self.active.remove(private)
         if self.captures == private:
             self.captures = 0
+        self.use_stream(self.stream)
+
+    def turn_to(self, *active: int) -> None:
+        """Serve later requests from the last of these private pools in use, or from none."""
+        self.active = [*active]
         self.use_stream(self.stream)
 
     def release(self, private: int) -> None:

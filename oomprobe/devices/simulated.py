@@ -258,7 +258,7 @@ class SimulatedDevice(Device):
 
     def release(self) -> None:
         self._memory.clear_workspaces()
-        self._memory.empty_cache()
+        self._memory.let_go()
 
     def healthy(self) -> bool:
         return True

@@ -17,6 +17,7 @@ from oomprobe.errors import SimulationError
 from oomprobe.ground.frames import is_in_users_code, user_line
 from oomprobe.records.trials import SIDE_STREAMS
 from oomprobe.simulation.fakes import SEEN, requested_device
+from oomprobe.simulation.graphs import pools_of
 from oomprobe.simulation.memory import CardMemory
 
 _WITHOUT_EFFECT = (
@@ -35,11 +36,10 @@ _MEASURED = (
 )
 _REFUSED = {
     "takes memory past the simulated allocator: make a tensor": (
-        "caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator", "CUDAPluggableAllocator", "MemPool", "MemPoolContext",
-        "use_mem_pool",
+        "caching_allocator_alloc", "caching_allocator_delete", "change_current_allocator", "CUDAPluggableAllocator", "MemPoolContext",
     ),
-    "captures kernels, and none run: leave CUDA graphs out of the step": (
-        "CUDAGraph", "Graph", "graph", "graph_pool_handle", "make_graphed_callables",
+    "captures kernels, and none run: use torch.cuda.graph, or leave CUDA graphs out of the step": (
+        "Graph", "make_graphed_callables",
     ),
     "is for C code, which a simulated card cannot run: leave it out, or probe on a real device": (
         "current_blas_handle", "current_solver_handle", "get_stream_from_external", "ExternalStream", "GreenContext", "cudart",
@@ -91,9 +91,7 @@ class Stream:
     def __init__(
         self, device: Any = None, priority: int = 0, *, stream_id: int | None = None, **_: Any
     ) -> None:
-        self.stream_id = (
-            self.memory.stream_numbers.next(priority) if stream_id is None else stream_id
-        )
+        self.stream_id = self.memory.numbers.next(priority) if stream_id is None else stream_id
         self.cuda_stream, self.priority = self.stream_id, priority
         self._before: list[int] = []
 
@@ -128,7 +126,7 @@ class Stream:
         return True
 
     def is_capturing(self) -> bool:
-        return False
+        return self.memory.allocator.pools.captures > 0
 
 
 class OneDevice:
@@ -260,6 +258,7 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
 
     return {
         **_refused_names(),
+        **pools_of(memory, leave_out),
         **{name: _legacy(name, dtype) for name, dtype in LEGACY_TYPES.items()},
         **constants(_WITHOUT_EFFECT, None),
         **constants(_MEASURED, 0),
@@ -291,7 +290,6 @@ def replacements(memory: CardMemory, leave_out: Callable[[str], object]) -> dict
         "device": OneDevice,
         "device_of": OneDeviceOf,
         "current_accelerator": constant(torch.device("cuda")),
-        "is_current_stream_capturing": constant(False),
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),  # torchrun's
         "get_device_name": constant(card.full_name),
         "get_device_capability": constant((major, minor)),

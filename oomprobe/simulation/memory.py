@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from oomprobe.allocator.caching import CachingAllocator
+from oomprobe.allocator.pools import Pools
 from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.ground.torch_versions import LT_BYTES, LtWorkspace, workspaces
 from oomprobe.simulation.cards import Card
@@ -44,8 +45,12 @@ def no_workspace() -> None:
     """Stand for the workspace of an operator that takes none."""
 
 
-class StreamNumbers:
-    """Numbers for new streams, as torch gives them out: 32 in turn for each priority. Each trial begins after those of building."""
+_POOL, _CAPTURE = 1, 2  # where streams have their priority
+_HANDLES = 2**20
+
+
+class Numbers:
+    """Numbers for new streams and private pools. Each trial begins after those of building."""
 
     def __init__(self) -> None:
         self._made = Counter[int]()  # by priority
@@ -57,8 +62,22 @@ class StreamNumbers:
             self._built = self._made
         self._made = Counter(self._built)
 
+    def next_pool(self) -> int:
+        """Return a number for a pool that nobody uses yet, above those of all that are made."""
+        self._made[_POOL] += 1
+        return _HANDLES + self._made[_POOL]
+
+    def of_captures(self) -> int:
+        """Return the number of the stream in which graphs are captured by default."""
+        if not self._made[_CAPTURE]:
+            self._made[_CAPTURE] = self.next(0)
+        return self._made[_CAPTURE]
+
     def next(self, priority: int) -> int:
-        """Return the number of a new stream; priorities are 0 or less."""
+        """Return the number of a new stream, as torch gives them out: 32 in turn for each priority.
+
+        Priorities are 0 or less.
+        """
         made = self._made[priority]
         self._made[priority] += 1
         return 1 - 32 * priority + made % 32
@@ -94,11 +113,14 @@ class CardMemory:
         self._allocations: dict[int, _Allocation] = {}
         self._policy = workspaces()
         self._cublas_bytes = card.cublas_workspace_bytes
-        # Those kept, of cuBLASLt or cuBLAS, for each stream and handle (-1: the backward thread's).
-        self._workspaces: dict[tuple[bool, int, int], int] = {}
+        # Those kept, of cuBLASLt or cuBLAS, for each handle (-1: the backward thread's) and stream,
+        # with their names on the tape.
+        self._workspaces: dict[tuple[bool, int, int], tuple[int, tuple[int, int]]] = {}
         self.threads = Threads()
         self.host = HostMemory(settings, self.threads.lock)
-        self.stream_numbers = StreamNumbers()
+        self.numbers = Numbers()
+        self.captured = Counter[int]()  # how many graphs keep a private pool
+        self.retained: list[int] | None = None  # pools that the graph keeps that is captured now
 
     def start_trial(self) -> None:
         """Reset peaks, counters and the names of existing blocks."""
@@ -108,7 +130,7 @@ class CardMemory:
         self.largest_workspace_bytes = 0
         self.tuned.clear()
         self.uncompared.start_trial()
-        self.stream_numbers.start_trial()
+        self.numbers.start_trial()
         self.host.start_trial()
         names = self.tape.start_trial(len(self._allocations))
         for allocation, name in zip(self._allocations.values(), names, strict=True):
@@ -239,8 +261,7 @@ class CardMemory:
         nbytes = self._workspace_bytes(is_lt)
         key = is_lt, handle, self.allocator.stream
         if nbytes and key not in self._workspaces:
-            self._workspaces[key] = self.allocator.malloc(nbytes)
-            self.tape.allocated(nbytes)
+            self._workspaces[key] = self.allocator.malloc(nbytes), self.tape.allocated(nbytes)
 
     def _workspace_bytes(self, is_lt: bool) -> int:
         return LT_BYTES if is_lt else self._cublas_bytes
@@ -249,10 +270,13 @@ class CardMemory:
         with self.running(Launch(Kernel(afterwards, (nbytes,), 0), (), None)):
             pass
 
-    def clear_workspaces(self) -> None:
-        for block in self._workspaces.values():
-            self.allocator.free(block)
-        self._workspaces.clear()
+    def clear_workspaces(self, stream: int | None = None) -> None:
+        """Give back those of a stream; None: of all."""
+        for key in [*self._workspaces]:
+            if stream in (None, key[-1]):
+                block, name = self._workspaces.pop(key)
+                self.allocator.free(block)
+                self.tape.freed(name)
 
     @contextmanager
     def running(
@@ -290,6 +314,37 @@ class CardMemory:
             self.allocator.use_stream(stream)
             self.tape.switched(stream)
 
+    def turn(self, act: Callable[..., None], *args: int, **options: bool) -> None:
+        """Call a method of `Pools`."""
+        act(self.allocator.pools, *args, **options)
+        self.tape.pooled(act, args, **options)
+
+    def new_pool(self) -> int:
+        """Return the lowest number of no pool that is used or has blocks in use: calls can repeat."""
+        allocator = self.allocator
+        taken: set[int] = {*map(allocator.private_of, allocator.requested())}
+        taken |= (+allocator.pools.users).keys()
+        return next(number for number in count(1) if number not in taken)
+
+    def drop_pool(self, private: int) -> None:
+        """~MemPool: give back what is free in it, if it has no other user."""
+        self.turn(Pools.drop, private)
+        self.allocator.empty_cache(private)
+        self.tape.cache_released(private)
+
+    @contextmanager
+    def outside_pools(self) -> Iterator[None]:
+        """Serve another thread: a ``use_mem_pool`` of this one is not for it, but a capture is."""
+        pools = self.allocator.pools
+        inside, outside = [*pools.active], [pools.captures][: pools.captures > 0]
+        if inside != outside:
+            self.turn(Pools.turn_to, *outside)
+        try:
+            yield
+        finally:
+            if inside != outside:
+                self.turn(Pools.turn_to, *inside)
+
     def record_stream(self, storage: _Storage, stream: int) -> bool:
         """Answer ``record_stream``; return whether the block will now wait, once it is free, until the call ends."""
         allocation = self._allocations.get(storage._cdata)
@@ -308,6 +363,16 @@ class CardMemory:
         if by_step:
             self.tape.cache_released()
 
+    def let_go(self) -> None:
+        """Give back what is free, in private pools too: their users may come from an earlier trial.
+
+        Not what graphs need that have been captured.
+        """
+        pools = self.allocator.pools
+        users, pools.users = pools.users, +self.captured
+        self.empty_cache()
+        pools.users = users
+
     def tune(self, problem: tuple[object, ...]) -> None:
         """Empty the cache, as torch does once cuDNN has tried its kernels on a new convolution.
 
@@ -319,16 +384,24 @@ class CardMemory:
 
     def defragment(self) -> None:
         """Move everything into fresh segments, so that no segment is reserved for one small block."""
-        current = self.allocator.stream
-        self.allocator = self.allocator.empty_copy()
-        for key in self._workspaces:
-            is_lt, _, stream = key
+        before, self.allocator = self.allocator, self.allocator.empty_copy()
+        pools = self.allocator.pools
+        pools.users, pools.overflow = before.pools.users, before.pools.overflow
+        pools.unsplit = before.pools.unsplit
+
+        def again(handle: int, nbytes: int, stream: int) -> int:
+            private = before.private_of(handle)
+            pools.turn_to(*[private][: private > 0])
             self.allocator.use_stream(stream)
-            self._workspaces[key] = self.allocator.malloc(self._workspace_bytes(is_lt))
+            return self.allocator.malloc(nbytes)
+
+        for key, (handle, name) in self._workspaces.items():
+            is_lt, _, stream = key
+            self._workspaces[key] = again(handle, self._workspace_bytes(is_lt), stream), name
         for allocation in self._allocations.values():
-            self.allocator.use_stream(allocation.stream)
-            allocation.block = self.allocator.malloc(allocation.nbytes)
-        self.allocator.use_stream(current)
+            allocation.block = again(allocation.block, allocation.nbytes, allocation.stream)
+        pools.turn_to()
+        self.allocator.use_stream(before.stream)
 
     # --- replay ---
 

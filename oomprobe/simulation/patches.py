@@ -115,7 +115,13 @@ def _on_cuda(card_mode: CardMode, device_mode: DeviceMode) -> Iterator[None]:
 def _patches(card_mode: CardMode, device_mode: DeviceMode, kernels: CudaKernels) -> Iterator[Patch]:
     """Yield replacements for torch's attributes, each with its owner and name."""
     for name, function in card_mode.cuda_api.items():
-        for owner in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator):
+        for owner in (
+            torch.cuda,
+            torch.cuda.graphs,
+            torch.cuda.memory,
+            torch.cuda.random,
+            torch.accelerator,
+        ):
             if hasattr(owner, name):
                 yield owner, name, function
     for name, function in called_by_torch(card_mode.memory).items():
@@ -157,7 +163,7 @@ def _patches(card_mode: CardMode, device_mode: DeviceMode, kernels: CudaKernels)
         yield torch, name, card_mode.cuda_api[name]
     autograd: Any = torch.autograd
     # Functions that lead here turn the mode off; the user's code in backward and in hooks needs it.
-    run_backward = device_mode(autograd._engine_run_backward)
+    run_backward = card_mode.memory.outside_pools()(device_mode(autograd._engine_run_backward))
     yield autograd, "_engine_run_backward", card_mode.device_thread.wrap(run_backward)
     yield torch, "set_default_tensor_type", set_default_tensor_type
     for name in ("range_push", "range_pop", "mark"):

@@ -67,12 +67,13 @@ def parts_of(kernel: Kernel, numbers: tuple[int, ...]) -> tuple[tuple[int, ...],
     return tuple(map(tuple, parts))
 
 
-# Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, 0, 0) for the cache, and
+# Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, pool, 0) for a cache, and
 # (KERNEL, index, (kernel, part)) before each result of a kernel with scratch memory and after the last.
 # An index points into the list of sizes; a kernel's sizes are the numbers from which its rule computes
 # its scratch memory. (SWITCHED, stream, 0) makes a stream the current one, and
 # (SHARED, calls ago, (index, stream)) lets another stream use a block. (SET, 0, settings) changes the allocator's.
-ALLOCATED, FREED, RELEASED, KERNEL, SWITCHED, SHARED, SET = range(7)
+# (POOLED, 0, (method, arguments, options)) is what `Pools` does.
+ALLOCATED, FREED, RELEASED, KERNEL, SWITCHED, SHARED, SET, POOLED = range(8)
 Event = tuple[int, int, Any]
 _END: Event = (-1, 0, 0)
 Name = tuple[int, int]  # of a block: calls ago, index in that call
@@ -207,8 +208,12 @@ class Tape:
         """Record that a kernel has made the requests of a part."""
         self._events.append((KERNEL, index, (kernel, part)))
 
-    def cache_released(self) -> None:
-        self._events.append((RELEASED, 0, 0))
+    def cache_released(self, private: int = 0) -> None:
+        self._events.append((RELEASED, private, 0))
+
+    def pooled(self, act: Callable[..., None], args: tuple[int, ...], **options: bool) -> None:
+        """Record a call of a method of `Pools`."""
+        self._events.append((POOLED, 0, (act, args, (*options.items(),))))
 
     def switched(self, stream: int) -> None:
         self._events.append((SWITCHED, stream, 0))
@@ -315,13 +320,16 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
     for requests, (kind, index, detail) in program.sized(allocator):
         allocator.run(requests, blocks)
         if kind == RELEASED:
-            allocator.empty_cache()
+            allocator.empty_cache(index)
         elif kind == SWITCHED:
             allocator.use_stream(index)
         elif kind == SHARED and index >= 0:
             allocator.share(blocks[index], detail)
         elif kind == SET:
             allocator.set(detail)
+        elif kind == POOLED:
+            act, args, options = detail
+            act(allocator.pools, *args, **dict(options))
     allocator.synchronize()
     numbers = program.left.values()
     handles = allocator.named(

@@ -12,11 +12,12 @@ from oomprobe.tape.snapshot import NO_POOL, Event, Frames, Segment, Snapshot
 MOST_EVENTS = 500_000  # that are kept, the last ones
 
 
-def mapped_by(allocator: CachingAllocator) -> dict[int, tuple[int, int]]:
-    """Return size and stream of each stretch of the driver's memory, by its address."""
-    stretches = allocator.segments.blocks.stretches()
-    stream_of = allocator.pools.stream_of
-    return {address: (nbytes, stream_of(pool)) for address, nbytes, pool in stretches}
+def mapped_by(allocator: CachingAllocator) -> dict[int, tuple[int, int, tuple[int, int]]]:
+    """Return size, stream and private pool of each stretch of the driver's memory, by its address."""
+    pools, mapped = allocator.pools, {}
+    for address, nbytes, pool in allocator.segments.blocks.stretches():
+        mapped[address] = nbytes, pools.stream_of(pool), (0, pools.private_of(pool))
+    return mapped
 
 
 class Recording:
@@ -43,16 +44,17 @@ class Recording:
         self._record_driver()
         if not handle:
             free_bytes = allocator.capacity_bytes - allocator.reserved_bytes
-            self._add("oom", free_bytes, nbytes, allocator.stream, self._stack())
+            self._add("oom", free_bytes, nbytes, *self._serving(), self._stack())
             return
         address, pools = allocator.address(handle), allocator.segments.blocks.pool_of
         stream = allocator.pools.stream_of(pools[allocator.block(handle)])
+        private = 0, allocator.private_of(handle)
         if nbytes < 0:
             self._stacks.pop(address, None)
-            self._add("free_completed", address, -nbytes, stream)
+            self._add("free_completed", address, -nbytes, stream, private)
         else:
             frames = self._stacks[address] = self._stack()
-            self._add("alloc", address, nbytes, stream, frames)
+            self._add("alloc", address, nbytes, stream, private, frames)
 
     def end(self) -> Snapshot:
         """Record no more, and return what was recorded, with the segments as they are now."""
@@ -64,13 +66,13 @@ class Recording:
         )
         is_expandable = allocator.settings.expandable_segments
         segments = []
-        for start, (size, stream) in mapped_by(allocator).items():
+        for start, (size, stream, private) in mapped_by(allocator).items():
             blocks = [
                 (address, nbytes, self._stacks.get(address, ()))
                 for address, nbytes in in_use
                 if start <= address < start + size
             ]
-            segments.append(Segment(start, size, stream, NO_POOL, is_expandable, tuple(blocks)))
+            segments.append(Segment(start, size, stream, private, is_expandable, tuple(blocks)))
         settings = allocator.settings.to_snapshot()
         return Snapshot(0, tuple(self._events), tuple(segments), settings)
 
@@ -83,21 +85,33 @@ class Recording:
         if allocator.settings.expandable_segments:
             grown = self._reserved_bytes - before_bytes
             if grown:
-                self._add("segment_map" if grown > 0 else "segment_unmap", 0, abs(grown), 0)
+                self._add(
+                    "segment_map" if grown > 0 else "segment_unmap", 0, abs(grown), 0, NO_POOL
+                )
             return
         if before_bytes + new_bytes > self._reserved_bytes:
             now = mapped_by(allocator)
             for address in self._mapped.keys() - now.keys():
                 self._add("segment_free", address, *self._mapped.pop(address))
         if new_bytes:
-            address, stream = self._next_address, allocator.stream
-            self._mapped[address] = new_bytes, stream
-            self._add("segment_alloc", address, new_bytes, stream)
+            self._mapped[self._next_address] = new_bytes, *self._serving()
+            self._add("segment_alloc", self._next_address, new_bytes, *self._serving())
+
+    def _serving(self) -> tuple[int, tuple[int, int]]:
+        """Return the stream and the private pool that serve requests now."""
+        pools = self._allocator.pools
+        return pools.stream, (0, pools.private_of(pools.serving[0]))
 
     def _add(
-        self, action: str, address: int, nbytes: int, stream: int, frames: Frames = ()
+        self,
+        action: str,
+        address: int,
+        nbytes: int,
+        stream: int,
+        private: tuple[int, int],
+        frames: Frames = (),
     ) -> None:
-        self._events.append(Event(action, address, nbytes, stream, NO_POOL, frames))
+        self._events.append(Event(action, address, nbytes, stream, private, frames))
 
     def _stack(self) -> Frames:
         """Return the running stack, innermost first."""

@@ -190,12 +190,12 @@ def test_every_public_name_is_answered_refused_or_needs_no_cuda():
     assert names - replaced - UNCHANGED == set()
 
 
-@pytest.mark.parametrize("name", ["CUDAGraph", "memory_snapshot", "ExternalStream"])
+@pytest.mark.parametrize("name", ["make_graphed_callables", "memory_snapshot", "ExternalStream"])
 def test_what_a_simulated_card_cannot_do_is_refused_in_a_sentence(name):
     refused = getattr(torch.cuda, name)
 
     def step(model, batch_size):
-        assert not isinstance(model, torch.cuda.CUDAGraph)
+        assert not isinstance(model, torch.cuda.ExternalStream)
         getattr(torch.cuda, name)(64)
 
     with pytest.raises(
@@ -203,6 +203,35 @@ def test_what_a_simulated_card_cannot_do_is_refused_in_a_sentence(name):
     ):
         oomprobe.check(nn.Linear(8, 8), step, 4, device="sim:1GiB", progress="off")
     assert getattr(torch.cuda, name) is refused
+
+
+def test_a_pool_with_an_allocator_of_its_own_is_refused():
+    def step(model, batch_size):
+        torch.cuda.MemPool(object())
+
+    with pytest.raises(SimulationError, match=r"MemPool at test_cuda_api\.py:\d+ has an allocator"):
+        oomprobe.check(nn.Linear(8, 8), step, 4, device="sim:1GiB", progress="off")
+
+
+def test_pools_are_moved_where_a_cap_is_below_what_is_reserved():
+    """They keep their users: what is free in them stays, and their blocks come from them."""
+    device = SimulatedDevice("1GiB")
+    with device.building():
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            kept, dropped = (nn.Linear(1024, 1024).cuda() for _ in range(2))
+        torch.zeros(64 * MIB, device="cuda")
+        del dropped
+    device.place(kept.parameters())
+    with device.cap(64 * MIB):
+        device.start_trial()
+        with device.session(), torch.cuda.use_mem_pool(pool):
+            assert pool.use_count() == 2
+            more = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+            assert torch.cuda.memory_reserved() == 22 * MIB
+            del more
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() == 22 * MIB
 
 
 @pytest.mark.skipif(VERSION < (2, 10), reason="some of these functions are newer")
