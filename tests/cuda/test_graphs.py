@@ -95,24 +95,27 @@ def a_captured_step():
 
 
 def graphs_that_share_a_pool():
+    """And keep another, which was used while they were captured."""
     model, _ = built()
-    other = torch.cuda.MemPool()
 
     def step(note):
-        handle, graphs = torch.cuda.graph_pool_handle(), []
+        handle, graphs, other = torch.cuda.graph_pool_handle(), [], torch.cuda.MemPool()
         for count in (ROWS, ROWS // 2):
             x, graph = rows(count), torch.cuda.CUDAGraph()
             with torch.no_grad(), torch.cuda.graph(graph, pool=handle):
                 assert torch.cuda.is_current_stream_capturing()
                 y = model(x)
                 with torch.cuda.use_mem_pool(other):
-                    z = y * 2
-            graphs.append((graph, x, y, z))
+                    y.mul(2)
+            graphs.append((graph, x, y))
             note()
+        del other
+        torch.cuda.empty_cache()
+        note()
         graphs[0][0].reset()
         torch.cuda.empty_cache()
         note()
-        del graph, graphs, x, y, z
+        del graph, graphs, x, y
         torch.cuda.empty_cache()
         note()
 
