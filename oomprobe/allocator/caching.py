@@ -128,11 +128,11 @@ class CachingAllocator:
         self._odd = self.segments.max_split
         if self.segments.blocks.expandable and not settings.expandable_segments:
             self._odd = 0
-        # should_split: what must remain of a large and of a small block. Sizes are whole blocks.
+        # should_split: what must remain of a large and of a small block, and in a pool that splits
+        # none. Sizes are whole blocks.
         smallest = SMALLEST_BLOCK << BYTE_BITS
-        self._least = _SMALL_SIZE + smallest, smallest
-        if settings.expandable_segments:
-            self._least = smallest, smallest
+        large = smallest + _SMALL_SIZE * (not settings.expandable_segments)
+        self._least = (large, smallest), (NEVER, NEVER)
         self._rounds_up = any(settings.roundup_power2_divisions)
         self._orders_blocks = settings.block_order is BlockOrder.BLOCK
         self._collects = settings.garbage_collection_threshold > 0
@@ -384,9 +384,7 @@ class CachingAllocator:
 
     def least(self, pool: int) -> int:
         """should_split: return what must remain of a block of a pool."""
-        if self.pools.private_of(pool) in self.pools.unsplit:
-            return NEVER
-        return self._least[pool & 1]
+        return self._least[self.pools.private_of(pool) in self.pools.unsplit][pool & 1]
 
     def _from_driver(self, pool: int, wanted: int) -> tuple[int, int]:
         """Reserve a segment, releasing more and more of the cache until it fits.
@@ -431,7 +429,7 @@ def _make_requests(  # noqa: PLR0915
     after, is_free, mapped = all_blocks.after, all_blocks.is_free, all_blocks.mapped
     pool_of, pools, spare = all_blocks.pool_of, all_blocks.free, all_blocks.spare
     large, small = allocator.pools.serving
-    least_large, least_small = allocator.least(large), allocator.least(small)
+    least_large, least_small = allocator._least[allocator.pools.is_unsplit]
     allocated, peak = allocator._allocated, allocator._peak
     shared, odd, push = allocator._shared, allocator._odd, blocks.append
     expands = allocator.settings.expandable_segments

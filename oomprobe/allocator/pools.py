@@ -22,6 +22,7 @@ class Pools:
     Attributes:
         stream: The current one; 0: the default one.
         serving: The pools for large and for small blocks that serve requests now.
+        is_unsplit: Whether these do not split blocks.
         active: Private pools in use, of which the last one serves requests.
         captures: The one into which a CUDA graph is captured; 0: none.
         users: How many use a private pool; without any, its free memory can go back to the driver.
@@ -51,7 +52,8 @@ class Pools:
     def use_stream(self, stream: int) -> None:
         """Serve later requests from the blocks of a stream."""
         self.stream = stream
-        self.serving = self._of(self.active[-1] if self.active else 0)
+        private = self.active[-1] if self.active else 0
+        self.serving, self.is_unsplit = self._of(private), private in self.unsplit
 
     def make(self, private: int, *, use_on_oom: bool = False, no_split: bool = False) -> None:
         """Make a private pool, as ``torch.cuda.MemPool``, which is its first user.
