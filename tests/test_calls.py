@@ -61,7 +61,8 @@ def run(session, size, phase):
 
 def settles_after(request):
     """Return the calls after which a trial may end once they repeat; None if it makes all its calls."""
-    return None if request.until is None else len(request.calls) + request.until.period
+    settles = request.settles
+    return None if settles is None else len(request.calls) + settles.period
 
 
 GROUPS = {"confirmations": 2, "grows_capped": True}
@@ -139,7 +140,7 @@ def test_trials_that_make_many_calls_may_settle_by_the_period_of_the_look(
     run(session, 16, phase)
     request = runner.requests[-1]
     assert settles_after(request) == (max(wanted, 1 + period) if wanted and period else None)
-    assert request.until is None or request.until.period == period
+    assert request.settles is None or request.settles.period == period
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ def test_a_trial_is_made_as_long_as_the_shortest_data():
     request = program(call_s=0.1, period=1).confirming(8)
     assert len(made_as_long(request, 9).calls) == 9 > len(request.calls)
     assert made_as_long(request, 2).calls == request.calls[:2]
-    assert made_as_long(request, 9).until is None
+    assert made_as_long(request, 9).settles is None
     assert further(made_as_long(request, 9), [], 0.0) == []
 
 
@@ -214,7 +214,7 @@ def trial(request, loop, seconds=None):
         for call in calls:
             record = CallRecord(step=call.step, seconds=seconds, **loop(len(shown) + 1, call.step))
             shown.append(replace(record, counted=None))
-        if request.until.period and calls_since(marks_of(shown), request.until.period):
+        if request.settles and calls_since(marks_of(shown), request.settles.period):
             shown[-1] = record  # as the runner, which checks what the user counts with only then
         calls = further(request, shown, time.monotonic())
     assert calls == []
@@ -274,7 +274,7 @@ def test_a_plan_does_not_tell_how_many_calls_a_full_step_takes():
     )
     shown = tuple(CallRecord(step="step", stepped=1) for _ in range(3))
     assert [*made.learn(made.accumulating(8, 2), Outcome(trial=planned, records=shown))] == []
-    assert made.growing(8).until is not None
+    assert made.growing(8).learns is not None
 
 
 def repeating(after, length):

@@ -21,7 +21,7 @@ from oomprobe.records.trials import (
     Phase,
     RankTrial,
     Request,
-    Until,
+    Settling,
     Verdict,
     last_of,
 )
@@ -154,7 +154,7 @@ CALL = Call(step="step", batch_size=4)
         (a_trial(), {"batch_size": 1, "verdict": "fits", "phase": "grow", "accumulation_steps": 1}),
         (CALL, {"step": "step", "batch_size": 4}),
         (CallRecord(step="step"), {"step": "step"}),
-        (Until(), {}),
+        (Settling(period=1, most_calls=9), {"period": 1, "most_calls": 9}),
         (ModuleMemory(name="a", kind="b", count=1, activation_bytes=2), {"name": "a", "kind": "b", "count": 1, "activation_bytes": 2}),
     ],
     ids=lambda value: type(value).__name__,

@@ -296,21 +296,33 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Until:
-    """When a trial ends that goes on after the calls of its request (`oomprobe.rules.program.further`).
+class Learning:
+    """A trial learns how many calls a full step takes: it goes on until each step has made its full steps.
 
-    It learns how many calls a full step takes, or, with a `period`, it ends once its calls repeat.
+    Attributes:
+        turns: The steps in turn.
+        full_steps: That each makes in its turn.
+        most_calls: To confirm: of each step, while there is time; 0: no more than it takes to learn.
+        within_s: The time for such further calls.
     """
 
-    turns: tuple[
-        str, ...
-    ] = ()  # to learn: the steps in turn, each of which goes on until it has made `full_steps`
-    full_steps: int = 0
-    period: int = 0  # calls that must repeat together
-    most_calls: int = (
-        0  # of each step, after which it ends in any case; 0, to learn: no more than that takes
-    )
-    within_s: float = 0.0  # to learn: the time for such further calls
+    turns: tuple[str, ...]
+    full_steps: int
+    most_calls: int = 0
+    within_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settling:
+    """A trial goes on until its calls repeat.
+
+    Attributes:
+        period: Calls that must repeat together.
+        most_calls: After which it ends in any case.
+    """
+
+    period: int
+    most_calls: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +331,9 @@ class Request:
 
     phase: Phase  # copied into the `Trial`
     calls: tuple[Call, ...]
-    until: Until | None = None  # None: the trial ends after its calls
+    # How it goes on after its calls (`oomprobe.rules.program.further`), if it does.
+    learns: Learning | None = None
+    settles: Settling | None = None
     cap_bytes: int | None = None  # limit of the allocator; None: no limit
     looks: bool = False  # whether to find out how many calls a trial needs
     watches_inputs: bool = False  # whether to count what reaches the model

@@ -17,7 +17,16 @@ from oomprobe.ground.words import count
 from oomprobe.records.notes import Note, remark
 from oomprobe.records.options import MAX_CALLS, Options
 from oomprobe.records.patience import SEEN_STEPS, UNSEEN_STEPS, Clock
-from oomprobe.records.trials import Call, Outcome, Phase, Request, RunnerInfo, Trial, Until
+from oomprobe.records.trials import (
+    Call,
+    Learning,
+    Outcome,
+    Phase,
+    Request,
+    RunnerInfo,
+    Settling,
+    Trial,
+)
 from oomprobe.rules import look
 from oomprobe.rules.look import Records
 
@@ -158,13 +167,13 @@ class Program:
         """Return a trial that makes these calls, and goes on to `at_most` unless they repeat before."""
         if not self._full:
             return self._to_learn(phase, size)
-        total, until = max(calls, at_most), None
+        total, settles = max(calls, at_most), None
         if total > calls and self._period:
             # Its list ends a period before it may end, if need be after one call: `further` adds the calls that would repeat others.
-            until = Until(period=self._period, most_calls=total)
+            settles = Settling(period=self._period, most_calls=total)
             total = max(1, calls - self._period)
         listed = self._in_turns(size, total, extra_from=extra_from)
-        return Request(phase=phase, calls=listed, until=until)
+        return Request(phase=phase, calls=listed, settles=settles)
 
     def _in_turns(self, size: int, calls: int, *, extra_from: int | None) -> tuple[Call, ...]:
         """Return this many calls of each step, half of them in each of its turns if there are several steps.
@@ -190,11 +199,11 @@ class Program:
         """Return a trial that goes on until it has made its full steps, since nobody knows yet how many calls these take."""
         confirms = phase is Phase.CONFIRM
         full_steps = 1 + (self._confirm_steps if confirms else self._options.steps)
-        until = Until(turns=self._names * self._turns, full_steps=full_steps)
+        learns = Learning(turns=self._names * self._turns, full_steps=full_steps)
         if confirms and not self._facts.starts_anew:
-            until = replace(until, most_calls=self._patience.look_calls, within_s=self._look_s)
+            learns = replace(learns, most_calls=self._patience.look_calls, within_s=self._look_s)
         first = Call(step=self._names[0], batch_size=size, row=self._row)
-        return Request(phase=phase, calls=(first,) * full_steps, until=until)
+        return Request(phase=phase, calls=(first,) * full_steps, learns=learns)
 
     # --- how many calls ---
 
@@ -363,15 +372,14 @@ def _expected_s(call_s: Mapping[int, float], size: int, *, grows: bool) -> float
 
 def most_calls(request: Request) -> int:
     """Return the calls that a trial makes at most, of all steps together."""
-    if request.until is None:
-        return len(request.calls)
-    return max(len(request.calls), request.until.most_calls)
+    goes_on = request.settles or request.learns
+    return max(len(request.calls), goes_on.most_calls if goes_on else 0)
 
 
 def made_as_long(request: Request, calls: int) -> Request:
     """Return the trial with exactly this many calls, of all steps together, such as before a rank's data ended."""
     longest = request.calls + request.calls[-1:] * max(0, calls - len(request.calls))
-    return replace(request, calls=longest[:calls], until=None)
+    return replace(request, calls=longest[:calls], learns=None, settles=None)
 
 
 # --- calls that follow from what the trial itself has shown ---
@@ -385,51 +393,53 @@ def further(request: Request, records: Records, now_s: float) -> list[Call]:
         records: What its calls so far showed; of several ranks, `merged`.
         now_s: The time now, on the clock of the request's deadline.
     """
-    if request.until is None:
-        return []
-    if request.until.period:
-        return _until_settled(request, request.until, records)
-    return _until_stepped(request, request.until, records, now_s)
+    if request.settles is not None:
+        return _until_settled(request, request.settles, records)
+    if request.learns is not None:
+        return _until_stepped(request, request.learns, records, now_s)
+    return []
 
 
-def _until_settled(request: Request, until: Until, records: Records) -> list[Call]:
+def _until_settled(request: Request, settles: Settling, records: Records) -> list[Call]:
     """Go on call by call until one repeats an earlier one, and then until what lies between them has repeated.
 
     The runner checks what the user's code counts with whenever such calls end, which may take 0.2 s. Code that counts on and on is
     checked more and more rarely: after once, once, twice, three times ... the calls that seem to repeat.
     """
-    left = until.most_calls - len(records)
-    if look.have_settled(records, until.period):
+    left = settles.most_calls - len(records)
+    if look.have_settled(records, settles.period):
         return []
-    length = look.calls_since(look.marks_of(records), until.period)
+    length = look.calls_since(look.marks_of(records), settles.period)
     checks = len(look.checks_of(records))
     calls = max(1, length * max(1, checks - 1))
     return [replace(request.calls[-1], is_extra=request.confirms)] * min(left, calls)
 
 
-def _until_stepped(request: Request, until: Until, records: Records, now_s: float) -> list[Call]:
+def _until_stepped(
+    request: Request, learns: Learning, records: Records, now_s: float
+) -> list[Call]:
     """Go on call by call until each step in turn has made its full steps, and then, to confirm, while there is time."""
     turns = look.turns_of(records)
     call = request.calls[0]
-    if len(turns) > len(until.turns):
+    if len(turns) > len(learns.turns):
         return []  # the extra calls of all steps were made
     last = turns[-1]
-    if look.full_steps(last) < until.full_steps:
+    if look.full_steps(last) < learns.full_steps:
         return [replace(call, step=last[-1].step)]
-    if len(turns) < len(until.turns):
-        return [replace(call, step=until.turns[len(turns)])] * until.full_steps
+    if len(turns) < len(learns.turns):
+        return [replace(call, step=learns.turns[len(turns)])] * learns.full_steps
     longest_s = max(look.seconds_of(records), default=0.0)
-    spent_s = sum(_extra_seconds(last, until.full_steps))
-    left_s = until.within_s - spent_s
+    spent_s = sum(_extra_seconds(last, learns.full_steps))
+    left_s = learns.within_s - spent_s
     if request.deadline_s is not None:
         left_s = min(left_s, (request.deadline_s - now_s) / 2)
     made = max(map(len, look.by_step(records).values()))
-    extra = until.most_calls - made
+    extra = learns.most_calls - made
     if longest_s:
         extra = min(extra, math.floor(left_s / longest_s))
-    each_turn = -(-extra // (len(until.turns) // len({*until.turns})))
+    each_turn = -(-extra // (len(learns.turns) // len({*learns.turns})))
     return [
-        replace(call, step=name, is_extra=True) for name in until.turns for _ in range(each_turn)
+        replace(call, step=name, is_extra=True) for name in learns.turns for _ in range(each_turn)
     ]
 
 

@@ -152,7 +152,7 @@ class TrialCalls:
     ) -> None:
         self._work, self._device, self._tracker = work, work.device, work.tracker
         self._request, self._stepping, self._counted = request, stepping, counted
-        self._settles = request.until is not None and request.until.period > 0
+        self._settles = request.settles is not None
         self._before = self._device.counters()
         self._values: object = None  # what the user's code counted after the last call
         self._is_hidden = False  # whether it may count with what cannot be seen
@@ -253,8 +253,7 @@ class TrialCalls:
         if self.records:
             self._stepping.end_turn()
         self._tracker.restore_modes()
-        until = self._request.until
-        learns = until is not None and until.full_steps > 0
+        learns = self._request.learns is not None
         self._stepping.start_turn(
             call.step, self._work.steps[call.step], self._request.batch_size, learns=learns
         )
@@ -315,12 +314,8 @@ class TrialCalls:
 
     def _check_counters(self) -> None:
         """Note what the user's code counts with, if the device's calls seem to repeat: that takes up to 0.2 s."""
-        until = self._request.until
-        if (
-            until is None
-            or not self._settles
-            or not look.calls_since(look.marks_of(self.records), until.period)
-        ):
+        settles = self._request.settles
+        if settles is None or not look.calls_since(look.marks_of(self.records), settles.period):
             return
         counted = self._counted()
         if counted is None:
@@ -357,7 +352,7 @@ class TrialCalls:
 
     def trial(self, verdict: Verdict, failure: Failure | None, usage: Usage) -> Trial:
         """Return the record of the trial; of several steps it names the one that failed, or had the highest peak."""
-        request, records, until = self._request, self.records, self._request.until
+        request, records, settles = self._request, self.records, self._request.settles
         error, step_s, step_name, settled_after = None, None, None, None
         if failure is not None:
             error = failure.text
@@ -367,10 +362,9 @@ class TrialCalls:
             step_s = look.later_step_s(records)
         if len(self._work.steps) > 1:
             step_name = look.limiting_step(records) if verdict is Verdict.FITS else self.call.step
-        if verdict is Verdict.FITS and self._settles and self.ended_early is None:
-            settled_after = (
-                len(records) if until is not None and len(records) < until.most_calls else None
-            )
+        has_ended = verdict is Verdict.FITS and self.ended_early is None
+        if has_ended and settles is not None and len(records) < settles.most_calls:
+            settled_after = len(records)
         is_timed = self._work.steps[self.call.step].is_timed
         return Trial.of(
             request,

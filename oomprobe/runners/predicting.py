@@ -220,14 +220,15 @@ class PredictingOnCard:
 
     def _lengthen(self, request: Request) -> Request:
         """Return a trial with more calls, whose failures would not count, where it may teach something."""
-        until, predictors = request.until, [one.predictor for one in self._replays]
+        learns, predictors = request.learns, [one.predictor for one in self._replays]
         hopes = all(
             one.lines is not None or len(one.workspace_bytes) < HOPEFUL_SIZES for one in predictors
         )
         if request.phase not in (Phase.GROW, Phase.RECHECK) or not hopes:
             return request
-        if until is not None:  # nobody knows yet how many calls a full step takes
-            return replace(request, until=replace(until, full_steps=until.full_steps + ADDED_CALLS))
+        if learns is not None:  # nobody knows yet how many calls a full step takes
+            learns = replace(learns, full_steps=learns.full_steps + ADDED_CALLS)
+            return replace(request, learns=learns)
         more = replace(request.calls[-1], is_extra=True)
         added = max(ADDED_CALLS, len(request.calls) // 2)  # a full step more, if that takes several
         return replace(request, calls=(*request.calls, *(more,) * added))
@@ -347,10 +348,8 @@ class Predicting:
                 kept += islice(turn, CALLS_A_TURN)
             return replace(request, calls=tuple(kept))
         self._left = [*request.calls[FEW_CALLS:]]
-        until = request.until
-        if until is not None and until.period:
-            until = None  # `further` ends the trial
-        return replace(request, calls=request.calls[:FEW_CALLS], until=until)
+        # `further` ends it once its calls repeat.
+        return replace(request, calls=request.calls[:FEW_CALLS], settles=None)
 
     def further(self, request: Request, records: Sequence[CallRecord]) -> Sequence[Call]:
         """Return the next call of the trial that runs; none once its calls repeat."""

@@ -15,7 +15,7 @@ import pytest
 from processes import is_gone, open_files, start
 
 from oomprobe.records.patience import PATIENCE, Patience
-from oomprobe.records.trials import Call, CallRecord, Phase, Request, Until
+from oomprobe.records.trials import Call, CallRecord, Learning, Phase, Request
 from oomprobe.rules.look import merged
 from oomprobe.rules.program import further
 from oomprobe.runners.workers.crew import Crew
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(
 LEARNS = Request(
     phase=Phase.GROW,
     calls=(Call(step="step", batch_size=1),),
-    until=Until(turns=("step",), full_steps=1),
+    learns=Learning(turns=("step",), full_steps=1),
 )
 PROMPT_S = 5  # enough for a busy machine, and much less than LONG_S
 LONG_S = 20  # until a sleeping process would end by itself

@@ -109,7 +109,7 @@ class FurtherOfAll:
 
     def __call__(self, request: Request, records: Sequence[CallRecord]) -> Sequence[Call]:
         """Send the records that are new, and return the calls that the parent answers."""
-        if request.until is None:
+        if request.settles is None and request.learns is None:
             return ()
         if records is not self._records:
             self._records, self._sent = records, 0
