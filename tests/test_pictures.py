@@ -4,6 +4,7 @@ import html
 import re
 import sys
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 from example_results import EXAMPLES, gpu
@@ -14,6 +15,8 @@ from test_probe_table import a_table
 import oomprobe
 from oomprobe import cli
 from oomprobe.records.breakdown import ACTIVATIONS, FRAGMENTATION, KINDS, Breakdown, ModuleMemory
+from oomprobe.records.savings import Comparison
+from oomprobe.records.trials import Verdict
 from oomprobe.results.blocks import block_lines
 from oomprobe.results.compare import comparison
 from oomprobe.results.facts import breakdown_blocks
@@ -85,6 +88,23 @@ def test_a_plot_has_a_second_part_if_throughput_was_measured():
     assert axes.get_xlim() == (0.5, 1.5)  # whole trials
 
 
+def test_a_plot_marks_replayed_sizes():
+    trials = [
+        a_trial(8),
+        a_trial(16, peak_allocated_bytes=GIB, replayed=True),
+        a_trial(32, Verdict.OOM, replayed=True),
+    ]
+    axes = bracket_figure(trials, 8).axes[0]
+    points = {line.get_label(): [*line.get_ydata()] for line in axes.lines}
+    ends = {"ran": [8], "passed a replay": [16], "failed a replay": [32]}
+    assert points.items() >= ends.items()
+    assert "failed" not in points
+    memory = replace(gpu(), trials=tuple(trials)).plot().axes[0]
+    (replayed,) = (line for line in memory.lines if line.get_label() == "the same, replayed")
+    assert replayed.get_xdata().tolist() == [16]
+    assert replayed.get_markerfacecolor() == "none"
+
+
 @pytest.mark.parametrize("model", [{"model": "GPT"}, {"model": "GPT", "command": "GPT"}])
 def test_a_plot_says_model_card_and_answer(model):
     result = replace(gpu(), environment=model)
@@ -132,6 +152,75 @@ def test_a_page_has_everything_and_loads_nothing():
     assert all(
         address.startswith("http://www.w3.org/") for address in addresses
     )  # XML namespaces, not links
+
+
+def test_a_dark_page_changes_every_colour_that_would_be_lost():
+    text = page_of(gpu())
+    dark = text.split("prefers-color-scheme: dark")[1].split("</style>")[0]
+    drawn = set(re.findall(r"var\(--c([0-9a-f]{6}), #\1\)", text))
+    assert {"000000", "737373", "1b4f8a"} <= drawn <= {"e08a2e", *re.findall(r"--c(\w{6}):", dark)}
+    for picture in re.findall(r"<svg .*?</svg>", text, re.DOTALL):
+        shown = ElementTree.fromstring(picture)
+        assert not re.search(r"(?<!, )#[0-9a-f]{6}\b", picture)
+        assert len([*shown.iter("{http://www.w3.org/2000/svg}text")]) > 10  # the page's own font
+        assert "font-family" not in picture
+
+
+@pytest.mark.parametrize(
+    ("environment", "lines"),
+    [
+        ({}, ["batch_size = 98"]),
+        (
+            {"command": "python train.py --batch-size '{batch}' --out 'a={batch}'"},
+            ["python train.py --batch-size 98 --out 'a=98'"],
+        ),
+        (
+            {"allocator_settings": {"PYTORCH_ALLOC_CONF": "a:True,b:[<c>]"}},
+            ["export PYTORCH_ALLOC_CONF='a:True,b:[<c>]'", "batch_size = 98"],
+        ),
+    ],
+)
+def test_a_page_begins_with_what_to_paste(environment, lines):
+    text = page_of(replace(gpu(), environment=environment))
+    pasted = [html.unescape(line) for line in re.findall("<pre>(.*?)</pre>", text)]
+    assert pasted == lines
+    assert text.index("<h1>") < text.index("<svg") < text.index("<pre>") < text.index("<table>")
+    assert "user-select: all" in text
+
+
+def test_a_page_of_cards_has_the_smallest_first_and_one_picture():
+    sizes = {"sim:large": (80, 200), "sim:small": (8, 20), "sim:enough": (24, 64), "sim:none": None}
+    rows = dict.fromkeys(sizes)
+    for name, (gib, size) in list(sizes.items())[:3]:
+        answer = a_trial(size, peak_reserved_bytes=GIB)
+        rows[name] = replace(
+            gpu(), batch_size=size, trials=(answer,), available_bytes=gib * GIB,
+            environment={"target": "train.py:build"},
+        )  # fmt: skip
+    table = oomprobe.ProbeTable(axis="device", rows=rows, required=64)
+    text = page_of(table)
+    shown = re.findall(r'<td class="text">(?:\* )?sim:(\w+)', text)
+    assert shown == ["none", "small", "enough", "large"]
+    assert re.findall("<pre>(.*?)</pre>", text) == [
+        "oomprobe run train.py:build --device sim:enough"
+    ]
+    assert text.count("<svg") == 1  # none for each row
+    (axes,) = table.plot().axes
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert names == ["none", "small", "* enough", "large"]
+    runs = [bar.get_facecolor() == axes.patches[-1].get_facecolor() for bar in axes.patches]
+    assert runs == [False, False, True, True]
+
+
+def test_a_page_of_savings_has_what_to_paste_for_the_cheapest():
+    typed = {"bf16_autocast": "with torch.autocast():", "checkpoint": "checkpoint(block, x)"}
+    compared = Comparison(batch_size=98, required=True, typed=typed)
+    failed = replace(gpu(), batch_size=64, trials=(a_trial(64), a_trial(98, Verdict.OOM)))
+    rows = {"as is": failed, "checkpoint": gpu()}
+    text = page_of(oomprobe.ProbeTable(axis="saving", rows=rows, savings=compared))
+    assert re.findall("<pre>(.*?)</pre>", text) == ["checkpoint(block, x)"]
+    lengths = page_of(a_table())
+    assert re.findall("<pre>(.*?)</pre>", lengths) == ["batch_sizes = {512: 98, 1024: 32}"]
 
 
 def test_text_from_outside_is_escaped():

@@ -69,6 +69,7 @@ class Report:
     subject: str = ""  # what was probed
     verdict: str  # in one line
     warning: str = ""
+    to_paste: Sequence[str] = ()  # of a page: what to copy from it
     blocks: Sequence[Block]  # those without content are left out
     parts: Mapping[str, Report] = field(default_factory=dict)  # further reports, by name
     pictures: Mapping[str, Callable[[], Figure]] = field(

@@ -29,6 +29,13 @@ TITLE_WIDTH = 62  # characters of that size in a line
 MOST_TITLE, MOST_NAME = 310, 40  # characters of a title, and of the name of an axis or a value
 FEW = 8  # bars whose names fit beside each other
 MILLION = 1e6  # numbers from here on are too long for a bar
+# Of a trial: whether it passed, whether it was replayed, its marker and colour, and what they mean.
+ENDS = (
+    (True, False, "o", DARK, "ran"),
+    (True, True, "o", DARK, "passed a replay"),
+    (False, False, "x", "black", "failed"),
+    (False, True, "x", GREY, "failed a replay"),
+)
 NO_FORMAT = "the plot {name}: let the name end in .png, .svg or .pdf"
 
 
@@ -123,14 +130,12 @@ def bracket_figure(trials: Iterable[Trial], answer: int) -> Figure:
 
     axes = figure.subplots()
     single = _without_accumulation(trials)
-    passed, failed = [], []
-    for number, trial in enumerate(single, 1):
-        if trial.passed:
-            passed.append((number, trial.batch_size))
-        else:
-            failed.append((number, trial.batch_size))
-    _scatter(axes, passed, "o", DARK, "ran")
-    _scatter(axes, failed, "x", "black", "failed")
+    for passed, replayed, marker, colour, name in ENDS:
+        points = []
+        for number, trial in enumerate(single, 1):
+            if (trial.passed, trial.replayed) == (passed, replayed):
+                points.append((number, trial.batch_size))
+        _scatter(axes, points, marker, colour, name, markerfacecolor="none" if replayed else colour)
     axes.axhline(answer, color=GREY, linewidth=0.8, linestyle="--")
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:.0f}")
@@ -166,27 +171,29 @@ def values_figure(
 def bars_figure(
     sizes: Mapping[str, int | None], *, required: int | None, marked: str | None
 ) -> Figure:
-    """Plot the batch size on each simulated card or with each saving, below one another; the smallest or cheapest is dark."""
-    names = [_drawn(name.removeprefix("sim:")) for name in sizes]
+    """Plot the batch size on each simulated card or with each saving, below one another.
+
+    Those that run the required size are dark; a star is at the smallest or cheapest of them.
+    """
     known = [size or 0 for size in sizes.values()]
-    colours = dict.fromkeys(sizes, LIGHT)
-    if marked is None:
-        colours = dict.fromkeys(sizes, DARK)
-    else:
-        colours[marked] = DARK
+    colours = [DARK if size >= (required or 0) else LIGHT for size in known]
+    names = {name: _drawn(name.removeprefix("sim:")) for name in sizes}
+    if marked is not None:
+        names[marked] = f"* {names[marked]}"
     figure = new_figure(0.8 + 0.16 * len(sizes))
     axes = figure.subplots()
-    axes.bar_label(
-        axes.barh(names, known, color=[*colours.values()]), fontsize=SMALL - 1, padding=2
-    )
+    bars = axes.barh([*names.values()], known, color=colours)
     label = "batch size"
     if required is not None:
-        label += f"; dotted: {required}"
+        label += f" (light: less than {required})"
         axes.axvline(required, color="black", linewidth=0.8, linestyle=":")
+    for text in axes.bar_label(bars, fontsize=SMALL - 1, padding=2):
+        # Above the dotted line, so that both can be read.
+        text.set(zorder=3, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6})
     axes.set_xlim(0, 1.15 * max(1, *known))
     axes.set_ylim(len(sizes) - 0.5, -0.5)
-    axes.tick_params(labelsize=SMALL)
     axes.set_xlabel(label, fontsize=SMALL)
+    _label(axes, "")
     return figure
 
 
@@ -195,7 +202,8 @@ def _without_accumulation(trials: Iterable[Trial]) -> list[Trial]:
 
 
 def _draw_peaks(axes: Any, trials: Iterable[Trial], capacity_bytes: int, factor: int) -> None:
-    reserved, allocated, failed = [], [], []
+    reserved, failed = [], []
+    allocated: dict[bool, list[tuple[int, float]]] = {False: [], True: []}  # by `replayed`
     for trial in trials:
         size = trial.batch_size
         if not trial.passed:
@@ -205,9 +213,11 @@ def _draw_peaks(axes: Any, trials: Iterable[Trial], capacity_bytes: int, factor:
         if trial.peak_reserved_bytes is not None:
             reserved.append((size, trial.peak_reserved_bytes / factor))
         if trial.peak_allocated_bytes is not None:
-            allocated.append((size, trial.peak_allocated_bytes / factor))
+            allocated[trial.replayed].append((size, trial.peak_allocated_bytes / factor))
     _scatter(axes, sorted(reserved), "s", LIGHT, "peak reserved", markerfacecolor="none")
-    _scatter(axes, sorted(allocated), "o", DARK, "peak allocated")
+    ran, replayed = map(sorted, allocated.values())
+    _scatter(axes, ran, "o", DARK, "peak allocated")
+    _scatter(axes, replayed, "o", DARK, "the same, replayed", markerfacecolor="none")
     _scatter(axes, failed, "x", "black", "failed, at its limit")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -30,6 +31,7 @@ from oomprobe.results.why import Explanation
 
 SCHEMA_VERSION = 1
 MOST_TRIALS = 10_000  # of a file
+BATCH = "{batch}"  # stands for the size in a command
 # Of a trial, for a summary.
 MEASURED = (
     *("peak_allocated_bytes", "peak_reserved_bytes", "step_s", "samples_per_s"),
@@ -310,6 +312,7 @@ class ProbeResult(Reported):
             subject=subject(self),
             verdict=_verdict_of_result(self),
             warning=WARNING if self.contaminated else "",
+            to_paste=_to_paste(self),
             blocks=blocks,
             parts=parts,
             pictures={
@@ -391,6 +394,19 @@ def within(result: ProbeResult, what: str) -> str:
     share = f"{100 * fraction:.3g} % of {format_bytes(result.available_bytes)} on "
     verdict = f"{what} in {format_bytes(result.budget_bytes)} ({share}"
     return f"{verdict}{clip(clean(result.device), max(8, VERDICT_WIDTH - 1 - len(verdict)))})"
+
+
+def _to_paste(result: ProbeResult) -> list[str]:
+    """Return what trains with the answer: the allocator's settings, and the command or the numbers."""
+    lines = []
+    for name, value in result.environment.get("allocator_settings", {}).items():
+        lines.append(f"export {name}={shlex.quote(str(value))}")
+    if _is_of_command(result):
+        command, size = str(result.environment["command"]), str(result.batch_size)
+        lines.append(command.replace(f"'{BATCH}'", size).replace(BATCH, size))
+    else:
+        lines.append(f"batch_size = {result.batch_size}")
+    return lines
 
 
 def _is_of_command(result: ProbeResult) -> bool:

@@ -18,7 +18,7 @@ from oomprobe.records.files import read_json
 from oomprobe.records.kinds import Plain, Samples
 from oomprobe.records.notes import Note, remark
 from oomprobe.records.plain import from_plain, reading, require_at_most
-from oomprobe.records.savings import Comparison
+from oomprobe.records.savings import AS_IS, Comparison, names_in
 from oomprobe.records.trials import Trial, last_of
 from oomprobe.results.base import Reported
 from oomprobe.results.blocks import (
@@ -260,11 +260,13 @@ class ProbeTable(Reported):
         for value, result in self.fitting():
             results.append(result)
             if has_rows:
-                parts[f"{self.axis}={text_of_value(value)}"] = result.report(
-                    verbose=verbose, all_trials=all_trials
+                part = result.report(verbose=verbose, all_trials=all_trials)
+                # The picture of all rows, and what to paste for them, say enough.
+                parts[f"{self.axis}={text_of_value(value)}"] = replace(
+                    part, pictures={}, to_paste=()
                 )
         is_contaminated = any(result.contaminated for result in results)
-        verdict, shown, figure = _parts_of_report(self)
+        verdict, shown, figure, to_paste = _parts_of_report(self)
         blocks = [
             *shown,
             Block("", _facts(self)),
@@ -279,6 +281,7 @@ class ProbeTable(Reported):
             subject=about,
             verdict=clip(verdict, VERDICT_WIDTH),
             warning=WARNING if is_contaminated else "",
+            to_paste=to_paste,
             blocks=blocks,
             parts=parts,
             pictures={f"batch size for each {self.axis}": figure},
@@ -323,18 +326,38 @@ def _value(value: Any) -> Hashable:
 # --- the report ---
 
 
-def _parts_of_report(table: ProbeTable) -> tuple[str, Iterable[Block], Callable[[], Figure]]:
-    """Return the verdict, the rows and what draws the figure of a table of savings, of cards or of values."""
+def _parts_of_report(
+    table: ProbeTable,
+) -> tuple[str, Iterable[Block], Callable[[], Figure], Sequence[str]]:
+    """Return the verdict, the rows, what draws the figure and what to paste of a table of any kind."""
     sizes = dict.fromkeys(table.rows) | table.batch_sizes()
     if table.savings is not None:
         size, blocks = table.savings.batch_size, blocks_of_savings(table.rows, table.savings)
-        draw = partial(bars_figure, sizes, required=size, marked=table.cheapest(size))
-        return verdict_of_savings(table.rows, table.savings), blocks, draw
+        chosen = table.cheapest(size)
+        draw = partial(bars_figure, sizes, required=size, marked=chosen)
+        named = names_in(chosen or AS_IS)
+        typed = [line for name, line in table.savings.typed.items() if name in named]
+        return verdict_of_savings(table.rows, table.savings), blocks, draw, typed
     if table.axis == CARDS:
-        draw = partial(bars_figure, sizes, required=table.required, marked=table.smallest())
-        return _verdict_of_cards(table), [Block("", _rows_of_cards(table))], draw
+        sizes = {name: sizes[name] for name in _by_memory(table)}
+        smallest, typed = table.smallest(), []
+        draw = partial(bars_figure, sizes, required=table.required, marked=smallest)
+        card = table.rows.get(smallest)
+        if card is not None:
+            target = card.environment.get("target") or "train.py:build"
+            typed.append(f"oomprobe run {target} --device {smallest}")
+        return _verdict_of_cards(table), [Block("", _rows_of_cards(table))], draw, typed
     draw = partial(values_figure, table.axis, sizes, [*map(table.product, table.rows)])
-    return _verdict_of_values(table), [Block("", _rows_of_values(table))], draw
+    typed = [f"batch_sizes = {table.batch_sizes()}"]
+    return _verdict_of_values(table), [Block("", _rows_of_values(table))], draw, typed
+
+
+def _by_memory(table: ProbeTable) -> dict[Any, ProbeResult | None]:
+    """Return the rows of cards by their memory; first those on which nothing fits."""
+    known = {name: card.available_bytes for name, card in table.fitting()}
+    return {
+        name: table.rows[name] for name in sorted(table.rows, key=lambda name: known.get(name, 0))
+    }
 
 
 def _verdict_of_values(table: ProbeTable) -> str:
@@ -448,7 +471,7 @@ def _rows_of_cards(table: ProbeTable) -> Table:
     heads = ["card", "batch", "memory", "reserved", "of memory", "answer"]
     smallest, required = table.smallest(), table.required
     rows, has_replays = [], False
-    for name, result in table.rows.items():
+    for name, result in _by_memory(table).items():
         if result is None:
             cells, runs = [name, *[UNKNOWN] * 5], "no"
         else:

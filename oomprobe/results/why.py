@@ -170,7 +170,7 @@ class Explanation:
             warning = CAUGHT
             if self.ended_with:
                 warning += f" It ended with {self.ended_with}"
-        return Report(verdict=self._title(), warning=warning, blocks=blocks)
+        return Report(verdict=self._title(), warning=warning, to_paste=self.advice, blocks=blocks)
 
     def in_short(self) -> str:
         """Return the cause, and what held the most."""
