@@ -4,9 +4,10 @@ import dataclasses
 
 from hypothesis import strategies as st
 
-from oomprobe.records.epoch import EpochRecord
+from oomprobe.records.epoch import Curve, EpochRecord
 from oomprobe.records.fit import LinearFit
 from oomprobe.records.notes import NoteKind
+from oomprobe.records.timeline import Timeline
 from oomprobe.records.trials import Phase, RankTrial, Trial, Verdict
 from oomprobe.results.result import SCHEMA_VERSION, ProbeResult
 from oomprobe.results.why import TITLES, Explanation
@@ -52,12 +53,19 @@ def built(kind, **chosen):
 BY_TYPE["tuple[int | None, ...]"] = st.lists(maybe(sizes), max_size=3).map(tuple)
 BY_TYPE["tuple[int, int]"] = st.tuples(counts, counts)
 BY_TYPE["Mapping[str, int]"] = st.dictionaries(words, counts, max_size=3)
+BY_TYPE["tuple[Curve, ...]"] = st.lists(
+    st.tuples(counts, nbytes).map(lambda point: Curve(calls=point[:1], reserved_bytes=point[1:])),
+    max_size=3,
+).map(tuple)
 BY_TYPE["EpochRecord"] = built(EpochRecord)
 BY_TYPE |= {
     "Mapping[str, str]": st.dictionaries(words, words, max_size=3),
     "Mapping[str, Bytes]": st.dictionaries(words, nbytes, max_size=3),
 }
 BY_TYPE["tuple[Modules, ...]"] = st.lists(built(Modules), max_size=3).map(tuple)
+BY_TYPE["Timeline"] = st.tuples(counts, nbytes, words).map(
+    lambda given: Timeline(events=given[:1], live_bytes={given[2]: given[1:2]})
+)
 BY_TYPE["Explanation"] = built(Explanation, cause=st.sampled_from([*TITLES]))
 BY_TYPE["tuple[RankTrial, ...]"] = st.lists(built(RankTrial), max_size=3).map(tuple)
 trials = built(Trial, accumulation_steps=st.integers(1, 64))

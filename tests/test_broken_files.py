@@ -16,7 +16,9 @@ from oomprobe.cli import main
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.explaining import PeakMonitor
 from oomprobe.records.breakdown import KINDS, Breakdown, ModuleMemory
+from oomprobe.records.epoch import Curve, EpochRecord
 from oomprobe.records.savings import Comparison
+from oomprobe.records.timeline import Timeline
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable, read_result
 
@@ -36,10 +38,15 @@ def results():
     held = Breakdown(
         batch_size=98, peak_allocated_bytes=2**22, peak_reserved_bytes=2**23, parts=parts,
         peak_in="backward", step_name="train", modules=modules,
+        timeline=Timeline(events=(0, 9), live_bytes={"a": (1, 2), "b": (0, 2**20)}),
     )  # fmt: skip
-    full = gpu().to_dict() | {
-        "breakdown": json.loads(a_result(breakdown=held).to_json())["breakdown"]
-    }
+    curves = Curve(calls=(1, 4), reserved_bytes=(2**20, 2**21)), Curve.of([2**22])
+    epoch = EpochRecord(
+        batch_size=98, ends=(None, None), deaths=0, reserved=curves, longest_only_batch_size=104,
+        longest_only_ends=(None, 2), longest_only_reserved=curves,
+    )  # fmt: skip
+    written = json.loads(a_result(breakdown=held, epoch=epoch).to_json())
+    full = gpu().to_dict() | {name: written[name] for name in ("breakdown", "epoch")}
     full["trials"] = full["trials"][7:]
     full["environment"] = {"command": "train", "program": "train.py", "torch": "2.14", "model": "Gpt", "after": "it",
                            "allocator_settings": {"expandable_segments": "True"}, "isolated": True, "world_size": 2}  # fmt: skip

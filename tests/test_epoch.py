@@ -16,6 +16,7 @@ from oomprobe.probing.epochs import EpochSearch, hardest_of
 from oomprobe.records.axis import Axis
 from oomprobe.records.epoch import (
     NO_EPOCH,
+    Curve,
     TokenBudget,
     read_numbers,
     shuffle,
@@ -371,12 +372,33 @@ def test_what_was_there_before_the_trial_is_not_freed_by_a_later_call():
     assert replay_order(start, None, [small, frees_two_calls_ago, small]).died == 2
 
 
+def test_the_curve_of_an_order_keeps_what_each_call_reserves():
+    start = TapedTrial(calls=(), allocator=CachingAllocator(64 * 2**20), live={})
+    sizes = [2**20, 30 * 2**20, 2**20, 30 * 2**20, 80 * 2**20]
+    calls = [RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0)), (size,)) for size in sizes]
+    end = replay_order(start, None, calls)
+    assert (end.died, end.hardest, end.peak_reserved_bytes) == (5, 2, 32 * 2**20)
+    assert end.curve == Curve(calls=(1, 2, 5), reserved_bytes=(2 * 2**20, 32 * 2**20, 32 * 2**20))
+
+
+@pytest.mark.parametrize("calls", [1, 2, 199, 200, 201, 1000])
+def test_a_curve_is_short_and_keeps_the_most(calls):
+    peaks = [abs(random.Random(call).gauss(50, 20)) for call in range(calls)]
+    curve = Curve.of(peaks)
+    assert len(curve.calls) == len(curve.reserved_bytes) <= 201
+    assert max(curve.reserved_bytes) == max(peaks)
+    assert (curve.calls[0], curve.calls[-1]) == (1, calls)
+    for call, most in zip(curve.calls, curve.reserved_bytes, strict=True):
+        assert most >= peaks[call - 1] or call == calls
+
+
 def an_end(died=None, peak=0, hardest=1):
     return OrderEnd(
         died=died,
         peak_allocated_bytes=0,
         peak_reserved_bytes=peak,
         hardest=hardest,
+        curve=Curve.of([peak]),
     )
 
 

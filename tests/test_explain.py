@@ -17,6 +17,7 @@ from recordings import NAMES, Recording, segment_of, snapshot_of
 import oomprobe
 from oomprobe.cli import main
 from oomprobe.explaining import explanation, log
+from oomprobe.results.html import page
 from oomprobe.tape import replay, snapshot
 from oomprobe.verdicts.texts import ERROR_TEXTS
 
@@ -95,6 +96,60 @@ def test_an_error_that_a_card_recorded(name, cause, requested_bytes, advice):
     assert replace(explanation_of(name, protocol=2), source=explanation.source) == explanation
 
 
+def test_memory_over_time_shows_why_a_request_was_refused():
+    explanation = explanation_of("h100-ragged")
+    timeline = explanation.timeline
+    at = timeline.events.index(timeline.refused)
+    assert sum(sizes[at] for sizes in timeline.live_bytes.values()) == explanation.live_bytes
+    assert timeline.reserved_bytes[at] == explanation.reserved_bytes
+    gaps = [nbytes for segment in timeline.segments for nbytes in segment.gap_bytes]
+    assert max(gaps) < explanation.requested_bytes < sum(gaps)
+    for segment in timeline.segments:
+        ends = [*map(sum, zip(segment.starts, segment.gap_bytes, strict=True))]
+        assert all(end < start for end, start in zip(ends, segment.starts[1:], strict=False))
+        assert all(end <= segment.size_bytes for end in ends)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_over_time_has_the_peak_of_every_recording(name):
+    explanation, recording = explanation_of(name), Recording.named(name)
+    timeline = explanation.timeline
+    totals = [sum(sizes) for sizes in zip(*timeline.live_bytes.values(), strict=True)]
+    assert len(totals) == len(timeline.reserved_bytes) == len(timeline.events) <= 201
+    assert all(live <= most for live, most in zip(totals, timeline.reserved_bytes, strict=True))
+    assert (timeline.refused is not None) is bool(recording.refused)
+    assert bool(timeline.segments) is not recording.expandable_segments
+    if not recording.refused:
+        assert max(totals) == explanation.live_bytes
+    json.dumps(explanation.to_dict())
+
+
+def test_a_page_of_a_snapshot_needs_matplotlib_and_that_of_a_log_does_not(
+    explained, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(oomprobe.InvalidArgumentError, match=r"pip install 'oomprobe\[plot\]'"):
+        explanation_of("h100-ragged").to_html(tmp_path / "page.html")
+    log = "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 23.65 GiB total capacity)"
+    explained(log).to_html(tmp_path / "log.html")
+    assert "<svg" not in (tmp_path / "log.html").read_text()
+
+
+def test_a_plot_of_a_snapshot_shows_what_held_memory_and_the_refusal():
+    explanation = explanation_of("h100-ragged")
+    over_time, segments = (draw() for draw in explanation.report().pictures.values())
+    (axes,) = over_time.axes
+    labels = axes.get_legend_handles_labels()[1]
+    assert labels == ["without a recorded stack", "reserved", "refused"]
+    (refused,) = (line for line in axes.lines if line.get_label() == "refused")
+    assert [*refused.get_xdata()] == [explanation.timeline.refused] * 2
+    assert segments.axes[0].get_legend_handles_labels()[1] == ["live", "gaps"]
+    text = page(explanation.report())
+    assert text.count("<svg") == 2
+    assert text.index("<pre>export PYTORCH_CUDA_ALLOC_CONF") < text.index("<h2>Memory</h2>")
+    assert "What to type" not in text  # once, to paste
+
+
 def test_the_page_shows_what_the_cards_recorded():
     page = Path(__file__).parent.parent / "docs" / "explain.md"
     assert f"```console\n{explanation_of('h100-ragged')}```\n" in page.read_text()
@@ -116,7 +171,8 @@ def test_a_request_that_was_refused_and_then_done_without(explained):
     snapshot["device_traces"][0].insert(3, first)
     explanation = explained(snapshot)
     assert explanation.notes[1] == "2 requests were refused; this is about the last."
-    assert replace(explanation, notes=alone.notes, source=alone.source) == alone
+    same = {name: getattr(alone, name) for name in ("notes", "source", "timeline")}
+    assert replace(explanation, **same) == alone
 
 
 @pytest.mark.parametrize(

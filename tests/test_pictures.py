@@ -15,7 +15,9 @@ from test_probe_table import a_table
 import oomprobe
 from oomprobe import cli
 from oomprobe.records.breakdown import ACTIVATIONS, FRAGMENTATION, KINDS, Breakdown, ModuleMemory
+from oomprobe.records.epoch import Curve, EpochRecord
 from oomprobe.records.savings import Comparison
+from oomprobe.records.timeline import Timeline
 from oomprobe.records.trials import Verdict
 from oomprobe.results.blocks import block_lines
 from oomprobe.results.compare import comparison
@@ -116,6 +118,42 @@ def test_a_plot_says_model_card_and_answer(model):
         f"GPT: 2 of 2 values of length {card.replace('fits', 'fit')}",
     ]
     assert replace(gpu(), environment={}).plot().get_suptitle().startswith("batch 98")
+
+
+def a_trained(**changes):
+    """Return a result that orders have lowered from 104 to 98."""
+    calm = Curve(calls=(1, 50), reserved_bytes=(10 * GIB, 10 * GIB))
+    hard = Curve(calls=(1, 9, 50), reserved_bytes=(10 * GIB, 20 * GIB, 20 * GIB))
+    dies = Curve(calls=(1, 7), reserved_bytes=(21 * GIB, 21 * GIB))
+    record = EpochRecord(
+        batch_size=98, ends=(None,) * 3, deaths=0, reserved=(calm, hard, calm),
+        longest_only_batch_size=104, longest_only_ends=(None, 7, 3),
+        longest_only_reserved=(hard, dies, replace(dies, calls=(1, 3))),
+    )  # fmt: skip
+    return replace(gpu(), epoch=replace(record, **changes))
+
+
+def test_a_plot_of_an_epoch_shows_each_order_the_cap_and_deaths(tmp_path):
+    result = a_trained()
+    above, answer = result.plot(tmp_path / "epoch.svg").axes
+    titles = [axes.get_title() for axes in (above, answer)]
+    assert titles == [
+        "batch 104: 2 of 3 orders run out of memory",
+        "batch 98: 0 of 3 orders run out of memory",
+    ]
+    for axes, hardest, deaths in ((above, 3, [[7, 21], [3, 21]]), (answer, 50, [])):
+        orders = [line for line in axes.lines if line.get_drawstyle() == "steps-post"]
+        (thick,) = (line for line in orders if line.get_linewidth() > 1)
+        assert (len(orders), thick, thick.get_xdata()[-1]) == (3, orders[-1], hardest)
+        marked = [line for line in axes.lines if line.get_marker() == "x"]
+        crosses = [point for line in marked for point in line.get_xydata().tolist()]
+        assert crosses == deaths
+        (cap,) = (line for line in axes.lines if line.get_label() == "cap 21.60 GiB")
+        assert cap.get_ydata()[0] == pytest.approx(result.budget_bytes / GIB)
+    assert page_of(result).count("<svg") == 3
+    assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
+    assert len(a_trained(longest_only_reserved=()).plot().axes) == 1
+    assert len(a_trained(ends=(None,), reserved=()).plot().axes) == 2  # memory and throughput
 
 
 def test_without_matplotlib_the_error_says_what_to_type(monkeypatch, tmp_path):
@@ -293,6 +331,19 @@ def test_a_breakdown_equals_its_golden_file_and_survives_json():
         + "\n",
         "breakdown.txt",
     )
+
+
+def test_a_plot_of_a_breakdown_shows_each_kind_over_the_step():
+    live_bytes = {ACTIVATIONS: (0, 6 * GIB, GIB), "parameters": (GIB, GIB, GIB)}
+    timeline = Timeline(events=(0, 40, 90), live_bytes=live_bytes)
+    result = replace(gpu(), breakdown=a_breakdown(timeline=timeline))
+    (axes,) = result.report().pictures["memory over a step, by kind"]().axes
+    peak = "peak reserved 6.88 GiB"
+    assert axes.get_legend_handles_labels()[1] == [ACTIVATIONS, "parameters", peak]
+    top = max(place for path in axes.collections[1].get_paths() for _, place in path.vertices)
+    assert top == 7
+    assert oomprobe.ProbeResult.from_dict(result.to_dict()) == result
+    assert page_of(result).count("<svg") == 3
 
 
 # --- two results ---

@@ -31,6 +31,7 @@ from oomprobe.records.breakdown import (
     Breakdown,
     ModuleMemory,
 )
+from oomprobe.records.timeline import Timeline, highest_moments, live_over_time
 from oomprobe.state import state_tensors
 
 OUTSIDE = "(outside the model)"
@@ -127,10 +128,11 @@ class Recorder:
         peak_reserved_bytes: int,
     ) -> Breakdown:
         """Return the breakdown, after the step and the recording have ended."""
-        blocks, kind_at_peak = held_at_peak(self._history, self._marks, self._kinds_before)
-        parts, by_module = Counter[str](), Counter[str]()
+        blocks, kind_at_peak, timeline = held_at_peak(
+            self._history, self._marks, self._kinds_before
+        )
+        parts, by_module = bytes_by_kind(blocks), Counter[str]()
         for nbytes, kind, module in blocks:
-            parts[kind] += nbytes
             if kind == ACTIVATIONS:
                 by_module[module] += nbytes
         parts[FRAGMENTATION] = max(0, peak_reserved_bytes - parts.total())
@@ -142,6 +144,7 @@ class Recorder:
             step_name=step_name,
             peak_in={BACKWARD: "backward", STEPPING: "optimizer"}.get(kind_at_peak, "forward"),
             modules=self._largest(by_module),
+            timeline=timeline,
         )
 
     def _largest(self, by_module: Counter[str]) -> tuple[ModuleMemory, ...]:
@@ -205,8 +208,8 @@ def held_at_peak(
     history: History,
     marks: Sequence[tuple[int, tuple[str, str] | int]],
     kinds_before: Mapping[int, str],
-) -> tuple[list[list[Any]], str]:
-    """Return [bytes, kind, module] of each block in use at the recorded peak, and the kind being allocated then.
+) -> tuple[list[list[Any]], str, Timeline]:
+    """Return [bytes, kind, module] of each block in use at the recorded peak, the kind being allocated then, and the memory over time.
 
     Each of `marks` pairs a number of allocations with either the (kind, module) that allocates from then on, or the address
     of a block that became a gradient. `kinds_before` maps the addresses of earlier blocks to their kinds.
@@ -221,6 +224,8 @@ def held_at_peak(
     )
     peak = totals.index(max(totals))  # the number of events up to the peak
     at_peak, kind_at_peak = list(in_use.values()), ACTIVATIONS
+    moments = dict.fromkeys(highest_moments(totals))
+    over_time = []
     pending, allocations = deque(marks), marks[0][0]
     for number, (address, nbytes) in enumerate([*history.events, (0, 0)], start=1):
         while pending and pending[0][0] <= allocations:
@@ -229,6 +234,8 @@ def held_at_peak(
                 kind, module = mark
             elif mark in latest:
                 latest[mark][1:] = GRADIENTS, ""
+        if number - 1 in moments:
+            over_time.append(bytes_by_kind(in_use.values()))
         if nbytes <= 0:
             in_use.pop(address, None)
             continue
@@ -236,4 +243,16 @@ def held_at_peak(
         allocations += 1
         if number == peak:
             at_peak, kind_at_peak = list(in_use.values()), kind
-    return at_peak, kind_at_peak
+    return (
+        at_peak,
+        kind_at_peak,
+        Timeline(events=tuple(moments), live_bytes=live_over_time(over_time)),
+    )
+
+
+def bytes_by_kind(blocks: Iterable[Sequence[Any]]) -> Counter[str]:
+    """Return the bytes of blocks of [bytes, kind, module] by kind."""
+    totals = Counter[str]()
+    for nbytes, kind, _ in blocks:
+        totals[kind] += nbytes
+    return totals

@@ -28,6 +28,7 @@ from oomprobe.tape.history import Contradiction, History, Moment
 from oomprobe.tape.replay import NotSimulated, Replay, replayed
 from oomprobe.tape.snapshot import MOST_FILE_BYTES, Event, Snapshot, is_pickle, read_snapshot
 from oomprobe.tape.stacks import UNKNOWN, Stacks, total_by
+from oomprobe.tape.timeline import timeline_of
 
 MOST_LOG_BYTES = 2**28
 RECORD_LESS = "record less, with _record_memory_history(max_entries=1_000_000)"
@@ -253,6 +254,7 @@ def of_snapshot(
         held=total_by(stacks.line_of, moment.live),
         kinds=kinds,
         modules=stacks.equal_modules(moment.live),
+        timeline=timeline_of(history, moment, stacks.line_of),
         notes=tuple(notes),
         **known,
     )

@@ -251,6 +251,7 @@ class EpochSearch:
             settings=settings,
             peak_allocated_bytes=max((end.peak_allocated_bytes for end in running), default=None),
             peak_reserved_bytes=max((end.peak_reserved_bytes for end in running), default=None),
+            reserved=tuple(end.curve for end in ends.values()),
             hardest=hardest_of(ends),
             matched_fraction=self.matched_fraction,
             drawn=self.orders.describe(),
@@ -317,7 +318,10 @@ def _look_at_bound(session: Session, search: EpochSearch, bound: int, ends: Ends
     """Keep how the orders end at the largest size that runs alone, and note what would help there."""
     assert session.epoch is not None
     died = tuple(end.died for end in ends.values())
-    session.epoch = replace(session.epoch, longest_only_ends=died)
+    reserved = tuple(end.curve for end in ends.values())
+    if bound == session.epoch.batch_size:
+        reserved = ()  # the same
+    session.epoch = replace(session.epoch, longest_only_ends=died, longest_only_reserved=reserved)
     setting = to_expand(allocator_settings(), torch.__version__)
     expanded = search.with_expandable_segments(bound) if any(died) and setting else None
     if expanded is not None and deaths_of(expanded) < deaths_of(ends):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oomprobe.records.kinds import Bytes, Samples
+from oomprobe.records.timeline import Timeline
 
 PARAMETERS, GRADIENTS, STATE, ACTIVATIONS = (
     "parameters",
@@ -52,6 +53,7 @@ class Breakdown:
         peak_in: The phase at the peak: "forward", "backward" or "optimizer".
         step_name: Which of several named steps; None for a single one.
         modules: At most a hundred places in the model, the one with the most activation memory first.
+        timeline: Memory over the step, by the same kinds.
     """
 
     batch_size: Samples
@@ -61,6 +63,7 @@ class Breakdown:
     peak_in: str
     step_name: str | None = None
     modules: tuple[ModuleMemory, ...] = ()
+    timeline: Timeline | None = None
 
     @property
     def live_bytes(self) -> int:

@@ -35,6 +35,7 @@ HALVES = (
     2,
 )  # at which shapes are recorded, in no order: a step may do something each other call
 PARTS = (1, 1, 2)  # of a batch whose shapes are recorded
+MOST_STRETCHES = 200  # of the calls of an order, of which a record keeps what was reserved
 SHORT_PARTS = (1, 1, 1, 2, 8)  # where few examples make a short batch
 
 
@@ -424,6 +425,42 @@ def token_options(epoch: Any, given: Mapping[str, Any]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Memory that the allocator reserves over the calls of an order.
+
+    Of a long order, stretches of calls stand for their most; only changes are kept.
+
+    Attributes:
+        calls: The first call of a stretch, from 1; at last the last call.
+        reserved_bytes: The most in the stretch, and until the next.
+
+    Examples:
+        >>> Curve.of([2, 2, 6, 6, 4, 4, 4], stretches=4)
+        Curve(calls=(1, 3, 5, 7), reserved_bytes=(2, 6, 4, 4))
+    """
+
+    calls: tuple[int, ...]
+    reserved_bytes: tuple[Bytes, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.calls) == len(self.reserved_bytes):
+            raise TypeError("it needs as many reserved_bytes as calls, and at least one")
+
+    @classmethod
+    def of(cls, peaks: Sequence[int], stretches: int = MOST_STRETCHES) -> Curve:
+        """Return the curve of the peaks of all calls."""
+        length = -(-len(peaks) // stretches)
+        calls, reserved_bytes = list[int](), list[int]()
+        for first in range(0, len(peaks), length):
+            most = max(peaks[first : first + length])
+            if most not in reserved_bytes[-1:]:
+                calls.append(first + 1)
+                reserved_bytes.append(most)
+        calls.append(len(peaks))
+        return cls(calls=tuple(calls), reserved_bytes=(*reserved_bytes, reserved_bytes[-1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpochRecord:
     """How many orders of an epoch run out of memory under the cap, as replayed on the allocator.
 
@@ -438,6 +475,8 @@ class EpochRecord:
         longest_only_ends: `ends` at that size.
         peak_allocated_bytes: The most in live tensors in any order that runs.
         peak_reserved_bytes: The most that the allocator reserves in any order that runs.
+        reserved: For each order, what is reserved in its calls.
+        longest_only_reserved: `reserved` at the size that `longest_only_ends` is about.
         hardest: The order, from 0, and the number of its call, from 1, in which it does.
         matched_fraction: Of the requests of calls that ran, those that came as predicted.
         reason: Why no epoch could be replayed; "" if one was.
@@ -459,6 +498,8 @@ class EpochRecord:
     longest_only_ends: tuple[int | None, ...] = ()
     peak_allocated_bytes: Bytes | None = None
     peak_reserved_bytes: Bytes | None = None
+    reserved: tuple[Curve, ...] = ()
+    longest_only_reserved: tuple[Curve, ...] = ()
     hardest: tuple[int, int] | None = None
     matched_fraction: float | None = None
     reason: str = ""

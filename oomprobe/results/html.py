@@ -118,8 +118,8 @@ def _body(report: Report) -> list[str]:
             others.append(_render_block(block))
     first, *more = [_svg(title, draw) for title, draw in report.pictures.items()] or [""]
     beside = "".join([*(f"<pre>{_escape(line)}</pre>" for line in report.to_paste), *facts])
-    lines = [*_warning(report), _side_by_side(first, f"<div>{beside}</div>"), *others]
-    lines.append(_side_by_side(*more))
+    lines = [*_warning(report), _side_by_side(first, f"<div>{beside}</div>")]
+    lines += [_side_by_side(*more), *others]
     if report.parts:
         lines.append("<h2>In detail</h2>")
     for name, part in report.parts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,8 +13,10 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import byte_unit, format_bytes
 from oomprobe.ground.words import clean, clip
 from oomprobe.records.axis import text_of_value
+from oomprobe.records.epoch import EpochRecord
 from oomprobe.records.files import write_file
 from oomprobe.records.fit import LinearFit
+from oomprobe.records.timeline import SegmentGaps, Timeline
 from oomprobe.records.trials import Trial
 from oomprobe.results.blocks import cell
 
@@ -22,6 +25,11 @@ if TYPE_CHECKING:
 
 COLUMN_INCHES = 3.5  # one column of a paper, or a phone
 DARK, LIGHT, GREY = "#1b4f8a", "#e08a2e", "0.45"  # distinct in greyscale too
+# What holds memory: colours for a light page and for a dark one.
+HOLDERS = (
+    "#3f6fb0", "#d07f2f", "#4b9a68", "#b6557c",
+    "#8672c2", "#3b9fa6", "#bfa23c", "#8a8a8a",
+)  # fmt: skip
 KNEE_SHARE = 0.95  # the knee is the smallest batch with this share of the best rate
 SMALL = 7  # font size in points
 PADDING = 1.08
@@ -118,9 +126,105 @@ def memory_figure(
     if timed:
         _draw_throughput(throughput, timed)
     lowest.set_xlabel("batch size", fontsize=SMALL)
-    known = memory.get_legend_handles_labels()
-    figure.legend(*known, loc="outside lower center", ncols=2, fontsize=SMALL - 1, frameon=False)
+    _legend_below(figure, memory, columns=2)
     return figure
+
+
+def epoch_figure(record: EpochRecord, cap_bytes: int) -> Figure:
+    """Plot what all orders reserve over their calls: at the size of the largest batch, and at the answer.
+
+    The order that dies first, or reserves the most, is thick; a cross is where an order dies.
+    """
+    sizes = {record.batch_size: (record.reserved, record.ends)}
+    if record.longest_only_reserved:
+        alone = record.longest_only_reserved, record.longest_only_ends
+        sizes = {record.lowered_from: alone, **sizes}
+    unit, factor = byte_unit(cap_bytes)
+    figure = new_figure(0.7 + 1.7 * len(sizes))
+    panels = [*figure.subplots(len(sizes), sharex=True, squeeze=False).flat]
+    for axes, (size, (curves, ends)) in zip(panels, sizes.items(), strict=True):
+        orders = sorted(
+            zip(curves, ends, strict=False),
+            key=lambda order: (-(order[1] or math.inf), max(order[0].reserved_bytes, default=0)),
+        )
+        style: dict[str, Any] = {"color": LIGHT, "linewidth": 0.4, "drawstyle": "steps-post"}
+        deaths = []
+        for number, (curve, end) in enumerate(orders, start=1):
+            if number == len(orders):  # the hardest is the last, above all others
+                style |= {"color": DARK, "linewidth": 1.2, "label": "the hardest order"}
+            reserved = _divided(curve.reserved_bytes, factor)
+            axes.plot(curve.calls, reserved, **style)
+            if end is not None:
+                deaths.append((end, reserved[-1]))
+        _scatter(axes, deaths, "x", "black", "out of memory")
+        _draw_limit(axes, cap_bytes, factor, "cap", "-")
+        of_all = f"{len(deaths)} of {len(ends)} orders run out of memory"
+        axes.set_title(f"batch {size}: {of_all}", fontsize=SMALL)
+        axes.set_ylim(0, cap_bytes / factor * PADDING)
+        _label(axes, f"reserved ({unit})")
+    axes.set_xlabel("call", fontsize=SMALL)
+    _legend_below(figure, panels[0], columns=2)
+    return figure
+
+
+def timeline_figure(timeline: Timeline, peak_bytes: int = 0) -> Figure:
+    """Plot live memory over time, stacked by what held it, with reserved memory and the refusal."""
+    live_bytes = map(sum, zip(*timeline.live_bytes.values(), strict=True))
+    unit, factor = byte_unit(max([1, peak_bytes, *live_bytes, *timeline.reserved_bytes]))
+    figure = new_figure(2.6 + 0.12 * len(timeline.live_bytes))
+    axes = figure.subplots()
+    events = _divided(timeline.events, 1)
+    stacked = [_divided(sizes, factor) for sizes in timeline.live_bytes.values()]
+    names = [_drawn(name[::-1])[::-1] for name in timeline.live_bytes]
+    axes.stackplot(events, *stacked, labels=names, colors=HOLDERS)
+    if timeline.reserved_bytes:
+        reserved = _divided(timeline.reserved_bytes, factor)
+        axes.plot(events, reserved, color="black", linewidth=0.8, label="reserved")
+    if peak_bytes:
+        _draw_limit(axes, peak_bytes, factor, "peak reserved", ":")
+    if timeline.refused is not None:
+        axes.axvline(
+            timeline.refused, color="black", linewidth=0.8, linestyle="--", label="refused"
+        )
+    axes.set_xlabel("requests and frees", fontsize=SMALL)
+    axes.margins(x=0)
+    _label(axes, f"memory ({unit})")
+    _legend_below(figure, axes, columns=1)
+    return figure
+
+
+def segments_figure(segments: Sequence[SegmentGaps]) -> Figure:
+    """Plot segments as bars, and the gaps between their live blocks light."""
+    sizes = [segment.size_bytes for segment in segments]
+    unit, factor = byte_unit(max(sizes))
+    figure = new_figure(0.8 + 0.12 * len(segments))
+    axes = figure.subplots()
+    axes.barh(range(len(sizes)), _divided(sizes, factor), color=DARK, label="live")
+    rows, starts, widths = list[int](), list[float](), list[float]()
+    for place, segment in enumerate(segments):
+        for start, nbytes in zip(segment.starts, segment.gap_bytes, strict=False):
+            rows.append(place)
+            starts.append(start / factor)
+            widths.append(nbytes / factor)
+    axes.barh(rows, widths, left=starts, color=LIGHT, label="gaps")
+    axes.set_yticks([])
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.set_xlabel(f"segment ({unit})", fontsize=SMALL)
+    _label(axes, "")
+    _legend_below(figure, axes, columns=2)
+    return figure
+
+
+def _divided(numbers: Iterable[int], unit: int) -> list[float]:
+    return [number / unit for number in numbers]
+
+
+def _legend_below(figure: Figure, axes: Any, columns: int) -> None:
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside lower center", ncols=columns, fontsize=SMALL - 1, frameon=False,
+    )  # fmt: skip
 
 
 def bracket_figure(trials: Iterable[Trial], answer: int) -> Figure:

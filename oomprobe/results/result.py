@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes, format_seconds
@@ -25,9 +25,12 @@ from oomprobe.records.trials import SIMULATED, Phase, Trial, Verdict
 from oomprobe.results import facts
 from oomprobe.results.base import Reported
 from oomprobe.results.blocks import NOTES, VERDICT_WIDTH, Block, Fact, Facts, Report
-from oomprobe.results.plot import bracket_figure, memory_figure
+from oomprobe.results.plot import bracket_figure, epoch_figure, memory_figure, timeline_figure
 from oomprobe.results.trials import trials_block
 from oomprobe.results.why import Explanation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCHEMA_VERSION = 1
 MOST_TRIALS = 10_000  # of a file
@@ -290,17 +293,12 @@ class ProbeResult(Reported):
         mentioned = None
         if not verbose and not all_trials:
             mentioned = _mentioned(sentences) | {*self.noted_sizes}
-        blocks = [
-            trials_block(self.trials, self.batch_size, mentioned=mentioned),
-            Block("", sentences),
-        ]
-        if self.breakdown is not None:
-            blocks += facts.breakdown_blocks(self.breakdown)
-        blocks += [Block(NOTES, self.notes), not_covered_block(self)]
-        parts = {}
-        if self.explanation is not None and (verbose or all_trials):
-            parts[f"why memory ran out: {self.explanation.source}"] = self.explanation.report()
-        draw_memory = partial(
+        pictures: dict[str, Callable[[], Figure]] = {}
+        if self.epoch is not None and self.epoch.reserved:
+            pictures["reserved memory over the calls of each order"] = partial(
+                epoch_figure, self.epoch, self.budget_bytes
+            )
+        pictures["peak memory and throughput against batch size"] = partial(
             memory_figure,
             self.trials,
             self.batch_size,
@@ -308,6 +306,23 @@ class ProbeResult(Reported):
             self.budget_bytes,
             self.available_bytes,
         )
+        pictures["each trial in order, closing in on the answer"] = partial(
+            bracket_figure, self.trials, self.batch_size
+        )
+        blocks = [
+            trials_block(self.trials, self.batch_size, mentioned=mentioned),
+            Block("", sentences),
+        ]
+        if self.breakdown is not None:
+            blocks += facts.breakdown_blocks(self.breakdown)
+            if self.breakdown.timeline is not None:
+                pictures["memory over a step, by kind"] = partial(
+                    timeline_figure, self.breakdown.timeline, self.breakdown.peak_reserved_bytes
+                )
+        blocks += [Block(NOTES, self.notes), not_covered_block(self)]
+        parts = {}
+        if self.explanation is not None and (verbose or all_trials):
+            parts[f"why memory ran out: {self.explanation.source}"] = self.explanation.report()
         return Report(
             subject=subject(self),
             verdict=_verdict_of_result(self),
@@ -315,12 +330,7 @@ class ProbeResult(Reported):
             to_paste=_to_paste(self),
             blocks=blocks,
             parts=parts,
-            pictures={
-                "peak memory and throughput against batch size": draw_memory,
-                "each trial in order, closing in on the answer": partial(
-                    bracket_figure, self.trials, self.batch_size
-                ),
-            },
+            pictures=pictures,
             appendix=appendix(self),
         )
 

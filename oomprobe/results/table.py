@@ -330,16 +330,19 @@ def _parts_of_report(
     table: ProbeTable,
 ) -> tuple[str, Iterable[Block], Callable[[], Figure], Sequence[str]]:
     """Return the verdict, the rows, what draws the figure and what to paste of a table of any kind."""
+    if table.axis == CARDS:  # by their memory; first those on which nothing fits
+        by_memory = sorted(
+            table.rows.items(), key=lambda row: getattr(row[1], "available_bytes", 0)
+        )
+        table = replace(table, rows=dict(by_memory))
     sizes = dict.fromkeys(table.rows) | table.batch_sizes()
     if table.savings is not None:
         size, blocks = table.savings.batch_size, blocks_of_savings(table.rows, table.savings)
         chosen = table.cheapest(size)
         draw = partial(bars_figure, sizes, required=size, marked=chosen)
-        named = names_in(chosen or AS_IS)
-        typed = [line for name, line in table.savings.typed.items() if name in named]
+        typed = [*filter(None, map(table.savings.typed.get, names_in(chosen or AS_IS)))]
         return verdict_of_savings(table.rows, table.savings), blocks, draw, typed
     if table.axis == CARDS:
-        sizes = {name: sizes[name] for name in _by_memory(table)}
         smallest, typed = table.smallest(), []
         draw = partial(bars_figure, sizes, required=table.required, marked=smallest)
         card = table.rows.get(smallest)
@@ -350,14 +353,6 @@ def _parts_of_report(
     draw = partial(values_figure, table.axis, sizes, [*map(table.product, table.rows)])
     typed = [f"batch_sizes = {table.batch_sizes()}"]
     return _verdict_of_values(table), [Block("", _rows_of_values(table))], draw, typed
-
-
-def _by_memory(table: ProbeTable) -> dict[Any, ProbeResult | None]:
-    """Return the rows of cards by their memory; first those on which nothing fits."""
-    known = {name: card.available_bytes for name, card in table.fitting()}
-    return {
-        name: table.rows[name] for name in sorted(table.rows, key=lambda name: known.get(name, 0))
-    }
 
 
 def _verdict_of_values(table: ProbeTable) -> str:
@@ -471,7 +466,7 @@ def _rows_of_cards(table: ProbeTable) -> Table:
     heads = ["card", "batch", "memory", "reserved", "of memory", "answer"]
     smallest, required = table.smallest(), table.required
     rows, has_replays = [], False
-    for name, result in _by_memory(table).items():
+    for name, result in table.rows.items():
         if result is None:
             cells, runs = [name, *[UNKNOWN] * 5], "no"
         else:

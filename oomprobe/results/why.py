@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oomprobe.allocator.segments import segment_size
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import clean, clip
 from oomprobe.records.files import write_file
 from oomprobe.records.kinds import Bytes
+from oomprobe.records.timeline import Timeline
 from oomprobe.results.blocks import Block, Fact, Report, Row, Table, as_text
 from oomprobe.results.html import page
+from oomprobe.results.plot import segments_figure, timeline_figure
 from oomprobe.tape.stacks import UNKNOWN, Modules
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MOST_ROWS = 12
 NAME_WIDTH = 70  # columns of a table
@@ -74,6 +81,7 @@ class Explanation:
             sets one, in which the recording runs. With expandable segments it is not `least_bytes`:
             torch counts a whole request, also where some of its pages are mapped, and not what the
             last page has beyond the request.
+        timeline: Of a snapshot with history: memory over time.
         advice: What to type.
         notes: How certain this is, and what the file does not say.
 
@@ -115,23 +123,20 @@ class Explanation:
     least_bytes: Bytes | None = None
     least_bytes_expandable: int | None = None
     least_cap_bytes: Bytes | None = None
+    timeline: Timeline | None = None
     advice: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain data, as JSON has it."""
-        lists = {
-            "modules": [*map(asdict, self.modules)],
-            "advice": [*self.advice],
-            "notes": [*self.notes],
-        }
-        return asdict(self) | lists
+        return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
     def to_html(self, path: str | Path) -> None:
         """Write the report as one self-contained HTML file, whole or not at all.
 
         Raises:
-            InvalidArgumentError: the file cannot be written.
+            InvalidArgumentError: a snapshot is shown, and matplotlib is not installed
+                (``pip install 'oomprobe[plot]'``), or the file cannot be written.
         """
         write_file(path, page(self.report()).encode())
 
@@ -170,7 +175,19 @@ class Explanation:
             warning = CAUGHT
             if self.ended_with:
                 warning += f" It ended with {self.ended_with}"
-        return Report(verdict=self._title(), warning=warning, to_paste=self.advice, blocks=blocks)
+        pictures: dict[str, Callable[[], Figure]] = {}
+        if self.timeline is not None:
+            pictures["memory over time, by what held it"] = partial(timeline_figure, self.timeline)
+            if self.timeline.segments:
+                draw = partial(segments_figure, self.timeline.segments)
+                pictures["the largest segments at that moment, and their gaps"] = draw
+        return Report(
+            verdict=self._title(),
+            warning=warning,
+            to_paste=self.advice,
+            blocks=blocks,
+            pictures=pictures,
+        )
 
     def in_short(self) -> str:
         """Return the cause, and what held the most."""

@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 
 from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
+from oomprobe.records.epoch import Curve
 from oomprobe.tape.calls import RecordedCall, replay_call
 from oomprobe.tape.record import TapedTrial
 
@@ -22,14 +23,15 @@ _OLD = 1 << 40  # calls ago, of what was there before the trial: only its first 
 class OrderEnd:
     """How an order ended: `died` in the call of this number, from 1; None: it ran.
 
-    `hardest` is the number of the call in which the most was reserved for the first time. `rank` is
-    the one of several to which that happened.
+    `hardest` is the number of the call in which the most was reserved for the first time, and `curve`
+    what was reserved in all. `rank` is the one of several to which that happened.
     """
 
     died: int | None
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     hardest: int
+    curve: Curve
     rank: int = 0
 
 
@@ -53,24 +55,25 @@ def replay_order(
     """Replay one call after the other from where a trial began, until one runs out of memory."""
     allocator, live = start.allocator.copy(), start.live
     allocator.limit_bytes = cap_bytes
-    died, hardest = None, 1
+    died = None
+    peaks = []  # of each call
     for number, call in enumerate(calls, start=1):
-        before_bytes = allocator.peak_reserved_bytes
+        allocator.peak_reserved_bytes = allocator.reserved_bytes
         try:
             live = replay_call(allocator, call, live)
         except AllocatorOutOfMemory:
             died = number
         if number == 1:
             live = {(ago + _OLD * (ago > 1), index): block for (ago, index), block in live.items()}
-        if allocator.peak_reserved_bytes > before_bytes:
-            hardest = number
+        peaks.append(allocator.peak_reserved_bytes)
         if died:
             break
     return OrderEnd(
         died=died,
         peak_allocated_bytes=allocator.peak_allocated_bytes,
-        peak_reserved_bytes=allocator.peak_reserved_bytes,
-        hardest=hardest,
+        peak_reserved_bytes=max(peaks),
+        hardest=peaks.index(max(peaks)) + 1,
+        curve=Curve.of(peaks),
     )
 
 

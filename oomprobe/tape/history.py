@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from oomprobe.allocator.blocks import SMALLEST_BLOCK
 from oomprobe.allocator.segments import LARGE_SEGMENT
@@ -44,11 +45,13 @@ class Moment:
         refused: The request; None if nothing was refused.
         live: Blocks in use.
         reserved_bytes: What the allocator held.
+        number: How many events came before it.
     """
 
     refused: Event | None
     live: tuple[Live, ...]
     reserved_bytes: int
+    number: int
 
     @property
     def live_bytes(self) -> int:
@@ -133,13 +136,14 @@ class History:
         reserved = [*self.reserved()]
         refused = self.last_refused()
         if refused is None:
-            return Moment(
-                None,
-                tuple(self._live_before(self._peak())),
-                max(reserved, default=self.reserved_at_end),
-            )
-        number = len(self.events) - 1 - self.events[::-1].index(refused)  # of equal ones the last
-        return Moment(refused, tuple(self._live_before(number)), reserved[number])
+            totals = [*self.live_totals()]
+            number = totals.index(max(totals))
+            held_bytes = max(reserved, default=self.reserved_at_end)
+        else:  # of equal ones the last
+            number = len(self.events) - 1 - self.events[::-1].index(refused)
+            held_bytes = reserved[number]
+        live, _ = next(islice(self.states(), number, None))
+        return Moment(refused, tuple(live.values()), held_bytes, number)
 
     def last_refused(self) -> Event | None:
         """Return the last request that was refused: a program, or cuDNN, may have done with less after those before it."""
@@ -152,17 +156,13 @@ class History:
 
     def live_peak_bytes(self) -> int:
         """Return the most that was live at once, with the last refused request."""
-        return max(self._live_bytes(), default=0)
+        return max(self.live_totals())
 
-    def _peak(self) -> int:
-        """Return the number of events before the highest peak."""
-        live = [sum(block.size for block in self.begins.values()), *self._live_bytes()]
-        return live.index(max(live))
-
-    def _live_bytes(self) -> Iterator[int]:
-        """Yield the live bytes, with what is asked for, after each event."""
+    def live_totals(self) -> Iterator[int]:
+        """Yield the live bytes at the beginning, and after each event with what it asks for."""
         sizes = {address: block.size for address, block in self.begins.items()}
         live = sum(sizes.values())
+        yield live
         refused = self.last_refused()
         for event in self.events:
             asked = 0
@@ -176,13 +176,22 @@ class History:
                     asked = Live(event.size, 0, ()).size
             yield live + asked
 
-    def _live_before(self, number: int) -> Iterator[Live]:
-        """Yield the blocks in use before an event, in the order in which they were allocated."""
+    def states(self) -> Iterator[tuple[dict[int, Live], dict[int, int]]]:
+        """Yield the live blocks, oldest first, and the bytes of segments, by address: before each event, and at the end.
+
+        Those that stand for expandable segments do not change.
+        """
         live = dict(self.begins)
-        for event in self.events[:number]:
+        segments = {address: size for address, (size, _, _) in self.segments.items()}
+        for event in self.events:
+            yield live, segments
             match event.action:
                 case "alloc":
                     live[event.address] = Live(event.size, event.stream, event.frames)
                 case "free_completed":
                     del live[event.address]
-        yield from live.values()
+                case "segment_alloc":
+                    segments[event.address] = event.size
+                case "segment_free":
+                    del segments[event.address]
+        yield live, segments
