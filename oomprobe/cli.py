@@ -362,7 +362,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     if arguments.json == STDOUT:
         write(sys.stdout, text)
         return 0
-    print(explanation, end="", flush=True)
+    write(sys.stdout, as_text(explanation.report(), columns(sys.stdout)))
     if arguments.json is not None:
         write_file(arguments.json, text.encode())
         _tell_written(arguments.json)

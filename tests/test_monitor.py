@@ -246,10 +246,26 @@ def test_one_percent_more_is_still_the_same(card, capsys, share, ok):
     assert lines(capsys) == []  # without warnings nothing is written
 
 
-def test_reserved_memory_above_the_cap_is_told_as_such(card, capsys):
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ("", "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before training, or train with"),
+        ("expandable_segments:True", "may end the run: train with a smaller batch"),
+    ],
+)
+def test_reserved_memory_above_the_cap_is_told_with_what_to_do(
+    card, capsys, monkeypatch, setting, advice
+):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
     monitor = PeakMonitor(replace(PROBE, budget_bytes=20 * GIB))
     train(card, monitor, 50)
-    assert lines(capsys)[0].endswith("(+0.0 %), reserved 144.00 MiB above the cap")
+    said = lines(capsys)[0]
+    assert "(+0.0 %), reserved 144.00 MiB above the cap: the margin above it is in use" in said
+    assert advice in said
+    assert advice in str(monitor.to_dict()["notes"])
+    below = PeakMonitor(PROBE)
+    train(card, below, 50)
+    assert "smaller batch" not in str([lines(capsys), below.to_dict()["notes"]])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from oomprobe.records.epoch import Curve, EpochRecord
 from oomprobe.records.savings import Comparison
 from oomprobe.records.timeline import Timeline
 from oomprobe.records.trials import Verdict
-from oomprobe.results.blocks import block_lines
+from oomprobe.results.blocks import Table, as_text, block_lines
 from oomprobe.results.compare import comparison
 from oomprobe.results.facts import breakdown_blocks
 from oomprobe.results.plot import bracket_figure
@@ -272,6 +272,25 @@ def test_text_from_outside_is_escaped():
         assert "<script" not in text
         assert "a &amp; b &lt;b&gt;" in text
         assert text.count("&lt;script&gt;alert(1)") == text.count("90 % of 100 B")  # the verdict
+
+
+# --- a narrow terminal ---
+
+
+@pytest.mark.parametrize("width", [48, 80])
+@pytest.mark.parametrize("record", [*EXAMPLES.values(), a_table])
+def test_a_report_fits_a_narrow_terminal_with_all_its_cells(record, width):
+    report = record().report(verbose=True)
+    text = as_text(report, width)
+    assert max(map(len, text.splitlines())) <= width
+    tables = [block.content for block in report.blocks if isinstance(block.content, Table)]
+    heads, numbers = set(), set()
+    for table in tables:
+        heads.update(table.heads)
+        for row in table.rows:
+            numbers.update(row.cells[place] for place in {*range(len(row.cells))} - table.texts)
+    assert len(numbers) > 3
+    assert [cell for cell in {*heads, *numbers} if cell not in text] == []
 
 
 # --- notebooks ---

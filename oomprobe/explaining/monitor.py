@@ -15,6 +15,7 @@ import torch
 from oomprobe.devices import current_accelerator
 from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import InvalidArgumentError, check_size
+from oomprobe.ground.allocator_settings import allocator_settings, to_expand
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.words import clean
 from oomprobe.records.trials import Trial
@@ -37,6 +38,10 @@ RESET = "resets of the allocator's peaks that were noticed: {resets}; a peak bet
 BEYOND = "a batch with {name} {number} came, and the epoch that was probed has at most {most}"
 OTHER_DEVICE = "the probe was of {probed}, and this run is on {here}"
 OTHER_TORCH = "the probe ran with torch {probed}, and this run has {here}"
+ABOVE_CAP = (
+    "the margin above it is in use, and fragmentation may end the run: {setting}train with a "
+    "smaller batch"
+)
 REPEAT = {  # by phase
     TRAINING: "oomprobe.check(model, step_fn, {size}), on the largest batches of your data (oomprobe.worst_case_batches)",
     EVALUATION: "oomprobe.check(model, {{'train': step_fn, 'eval': eval_fn}}, {size})",
@@ -307,8 +312,19 @@ class PeakMonitor:
             return f"{line}; {self._unknown()}"
         left_bytes = self._result.budget_bytes - self._peak_reserved_bytes
         side = "above" if left_bytes < 0 else "below"
-        left = f"reserved {format_bytes(abs(left_bytes))} {side} the cap"
+        left = ": ".join(
+            [f"reserved {format_bytes(abs(left_bytes))} {side} the cap", *self._advice()]
+        )
         return f"{line}, probed {self._probed} ({self._difference_percent:+.1f} %), {left}"
+
+    def _advice(self) -> Iterator[str]:
+        """Yield what to do where reserved memory is above the cap."""
+        if not 0 < self._result.budget_bytes < self._peak_reserved_bytes:
+            return
+        setting = to_expand(allocator_settings(), torch.__version__)
+        if setting:
+            setting = f"set {setting} before training, or "
+        yield ABOVE_CAP.format(setting=setting)
 
     def _line_above(self, phase: str) -> str:
         where = f"step {self.steps}"
@@ -343,6 +359,7 @@ class PeakMonitor:
         for name, number in self._longest.items():
             if number > longest.get(name, number):
                 yield BEYOND.format(name=name, number=number, most=longest[name])
+        yield from self._advice()
         if self._resets:
             yield RESET.format(resets=self._resets)
         if self._device is not None and not self._result.device.endswith(self._device):

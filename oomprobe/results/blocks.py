@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from oomprobe.ground.words import WIDTH, clean, clip, visible, wrap
+from oomprobe.ground.words import WIDTH, clean, clip, wrap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -101,7 +101,8 @@ def measured_columns(
 def as_text(report: Report, width: int = WIDTH) -> str:
     """Render a report; only its first line begins with ``verdict:``, and so does that of each part.
 
-    On a terminal of fewer columns, `width`, sentences are wrapped; rows of tables keep their cells.
+    On a terminal of fewer columns, `width`, sentences are wrapped, and the last columns of wide
+    tables follow below.
     """
     verdict = wrap(report.verdict, first=VERDICT, rest="  ", width=width)
     paragraphs = [[*verdict, *wrap(report.warning, first="!! ", rest="!! ", width=width)]]
@@ -156,13 +157,28 @@ def _table_lines(table: Table, width: int) -> list[str]:
         columns.append([justify(text, width_of_column) for text in cells])
     indent = "".ljust(len(columns[0][0]) + 4)
     lines = []
-    for row, cells in zip(rows, zip(*columns, strict=True), strict=True):
-        mark = "*" if table.is_marked(row) else " "
-        lines.append(clip(f"{mark} {'  '.join(cells)}".rstrip(), WIDTH))
-        if row.remark and table.clips:
-            lines.append(clip(f"{indent}^ {clean(row.remark)}", width))
-        elif row.remark:
-            lines += wrap(row.remark, first=f"{indent}^ ", rest=f"{indent}  ", width=width)
+    for part in _parts_that_fit(columns, width):
+        for row, cells in zip(rows, zip(*part, strict=True), strict=True):
+            mark = "*" if table.is_marked(row) else " "
+            lines.append(clip(f"{mark} {'  '.join(cells)}".rstrip(), width))
+            if part[-1] is not columns[-1]:  # the last part has the remarks
+                continue
+            if row.remark and table.clips:
+                lines.append(clip(f"{indent}^ {clean(row.remark)}", width))
+            elif row.remark:
+                lines += wrap(row.remark, first=f"{indent}^ ", rest=f"{indent}  ", width=width)
     for line in table.foot:
-        lines.append(clip(visible(line), WIDTH))
+        margin = line.removesuffix(line.lstrip())
+        lines += wrap(line, first=margin, rest=f"{margin}  ", width=width)
     return lines
+
+
+def _parts_that_fit(columns: Sequence[Sequence[str]], width: int) -> Iterator[Sequence[Any]]:
+    """Yield the columns in parts that fit a terminal; the first names the rows of each."""
+    part = [columns[0]]
+    for column in columns[1:]:
+        if sum(len(cells[0]) + 2 for cells in (*part, column)) > width < WIDTH:
+            yield part
+            part = [columns[0]]
+        part.append(column)
+    yield part
