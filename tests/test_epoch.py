@@ -381,6 +381,15 @@ def test_the_curve_of_an_order_keeps_what_each_call_reserves():
     assert end.curve == Curve(calls=(1, 2, 5), reserved_bytes=(2 * 2**20, 32 * 2**20, 32 * 2**20))
 
 
+def test_a_curve_falls_where_the_cache_went_back_to_the_driver():
+    start = TapedTrial(calls=(), allocator=CachingAllocator(64 * 2**20), live={})
+    halves = ((ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (FREED, 0, 0), (FREED, 0, 1))
+    whole = RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0)), (40 * 2**20,))
+    calls = [RecordedCall(halves, (30 * 2**20,) * 2), whole, whole]
+    curve = replay_order(start, None, calls).curve
+    assert curve == Curve(calls=(1, 3, 3), reserved_bytes=(60 * 2**20, 40 * 2**20, 40 * 2**20))
+
+
 @pytest.mark.parametrize("calls", [1, 2, 199, 200, 201, 1000])
 def test_a_curve_is_short_and_keeps_the_most(calls):
     peaks = [abs(random.Random(call).gauss(50, 20)) for call in range(calls)]

@@ -17,6 +17,7 @@ from recordings import NAMES, Recording, segment_of, snapshot_of
 import oomprobe
 from oomprobe.cli import main
 from oomprobe.explaining import explanation, log
+from oomprobe.records.timeline import highest_moments
 from oomprobe.results.html import page
 from oomprobe.tape import replay, snapshot
 from oomprobe.verdicts.texts import ERROR_TEXTS
@@ -103,11 +104,18 @@ def test_memory_over_time_shows_why_a_request_was_refused():
     assert sum(sizes[at] for sizes in timeline.live_bytes.values()) == explanation.live_bytes
     assert timeline.reserved_bytes[at] == explanation.reserved_bytes
     gaps = [nbytes for segment in timeline.segments for nbytes in segment.gap_bytes]
-    assert max(gaps) < explanation.requested_bytes < sum(gaps)
+    assert 2**18 <= min(gaps) <= max(gaps) < explanation.requested_bytes < sum(gaps)
     for segment in timeline.segments:
         ends = [*map(sum, zip(segment.starts, segment.gap_bytes, strict=True))]
         assert all(end < start for end, start in zip(ends, segment.starts[1:], strict=False))
         assert all(end <= segment.size_bytes for end in ends)
+
+
+@pytest.mark.parametrize("at", [0, 777, 999])
+def test_each_stretch_is_shown_where_it_is_highest(at):
+    moments = highest_moments([*[1] * at, 5, *[1] * (999 - at)])
+    assert at in moments
+    assert len(moments) == 200
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,7 +19,7 @@ from oomprobe.records.epoch import Curve, EpochRecord
 from oomprobe.records.savings import Comparison
 from oomprobe.records.timeline import Timeline
 from oomprobe.records.trials import Verdict
-from oomprobe.results.blocks import Table, as_text, block_lines
+from oomprobe.results.blocks import Block, Row, Table, as_text, block_lines
 from oomprobe.results.compare import comparison
 from oomprobe.results.facts import breakdown_blocks
 from oomprobe.results.plot import bracket_figure
@@ -291,6 +291,15 @@ def test_a_report_fits_a_narrow_terminal_with_all_its_cells(record, width):
             numbers.update(row.cells[place] for place in {*range(len(row.cells))} - table.texts)
     assert len(numbers) > 3
     assert [cell for cell in {*heads, *numbers} if cell not in text] == []
+
+
+def test_each_part_of_a_wide_table_names_its_rows():
+    rows = [Row(cells=["a", "1", "22"], remark="why"), Row(cells=["b", "3", "4"], kind="answer")]
+    table = Table(heads=["x", "one", "two"], rows=rows, texts={0}, marks=True)
+    assert block_lines(Block("", table), 10) == [
+        *("  x  one", "  a    1", "* b    3"),
+        *("  x  two", "  a   22", "     ^ why", "* b    4"),
+    ]
 
 
 # --- notebooks ---
