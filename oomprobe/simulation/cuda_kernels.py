@@ -13,9 +13,9 @@ here).
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -51,31 +51,39 @@ class CudaKernels:
 
     def __enter__(self) -> CudaKernels:
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        kernels: dict[Any, Callable[..., Any]] = {
+            _aten.dropout.default: _dropout,
+            _aten.scaled_dot_product_attention.default: partial(_attend, self._capability),
+            _aten.linear.default: _linear,
+            _aten.batch_norm.default: _batch_norm,
+            _aten.one_hot.default: _one_hot,
+            _aten.softmax.int: partial(_softmax, "softmax"),
+            _aten.log_softmax.int: partial(_softmax, "log_softmax"),
+        }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns once about overriding a kernel
-            for key in ("AutogradCPU", "CPU"):
-                library.impl("dropout", self._dropout, key)
-                library.impl("scaled_dot_product_attention", self._attention, key)
-                library.impl("linear", self._linear, key)
-                library.impl("batch_norm", self._batch_norm, key)
-                library.impl("one_hot", self._one_hot, key)
-                for name in ("softmax", "log_softmax"):
-                    library.impl(f"{name}.int", functools.partial(self._softmax, name), key)
-            if hasattr(
-                _aten, "_fused_rms_norm_backward"
-            ):  # one kernel on CUDA since torch 2.9, several on the CPU
-                library.impl(
-                    "_fused_rms_norm",
-                    functools.partial(_composite, _aten._fused_rms_norm.default),
-                    "CPU",
-                )
-                library.impl(
-                    "_fused_rms_norm_backward", decompositions._fused_rms_norm_backward, "CPU"
-                )
+            for op, kernel in kernels.items():
+                for key in ("AutogradCPU", "CPU"):
+                    library.impl(op, self._where_active(op, kernel), key)
+            if hasattr(_aten, "_fused_rms_norm_backward"):
+                # One kernel on CUDA since torch 2.9, several on the CPU.
+                norm = _aten._fused_rms_norm.default
+                library.impl(norm, partial(_composite, norm), "CPU")
+                backward = decompositions._fused_rms_norm_backward
+                library.impl(backward.__name__, backward, "CPU")
         self._library = library
-        if torch.is_autocast_enabled("cpu"):
-            self.set_autocast_enabled("cpu", True)
+        self.set_autocast_enabled("cpu", torch.is_autocast_enabled("cpu"))
         return self
+
+    def _where_active(self, op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a kernel that takes CUDA's path in the threads that are simulated, and the operator's own in others."""
+
+        def choose(*args: Any, **kwargs: Any) -> Any:
+            if self._active():
+                return kernel(*args, **kwargs)
+            return _composite(op, *args, **kwargs)
+
+        return choose
 
     def set_autocast_enabled(self, *args: Any, **kwargs: Any) -> None:
         """Do what torch's function does, and register the autocast lists before they are needed: 180 kernels, where all others are 16."""
@@ -91,58 +99,52 @@ class CudaKernels:
     def __exit__(self, *_: object) -> None:
         self._library._destroy()
 
-    def _dropout(self, tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        if not self._active():
-            return _composite(_aten.dropout.default, tensor, p, train)  # type: ignore[no-any-return]
-        if p == 0 or not train or tensor.numel() == 0:
-            return tensor
-        return torch.native_dropout(tensor, p, train)[0]
 
-    def _linear(
-        self, tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Add the bias in place if the input is not contiguous; torch itself does not do so for fakes."""
-        is_gapped = tensor.dim() >= 3 and not tensor.is_contiguous()
-        if is_gapped and bias is not None and self._active():
-            return torch.matmul(tensor, weight.t()).add_(bias)
-        return _composite(_aten.linear.default, tensor, weight, bias)  # type: ignore[no-any-return]
+def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    if p == 0 or not train or tensor.numel() == 0:
+        return tensor
+    return torch.native_dropout(tensor, p, train)[0]
 
-    def _batch_norm(
-        self, tensor: torch.Tensor, weight: torch.Tensor | None, *args: Any
-    ) -> torch.Tensor:
-        """Make the input contiguous for cuDNN, which keeps the copy for the backward pass."""
-        uses_cudnn = (
-            weight is not None
-            and weight.dtype is torch.float32
-            and tensor.dtype is not torch.bfloat16
-        )
-        if self._active() and uses_cudnn and tensor.dim() > 2:
-            tensor = tensor.contiguous(memory_format=image_format(tensor))
-        return _composite(_aten.batch_norm.default, tensor, weight, *args)  # type: ignore[no-any-return]
 
-    def _one_hot(self, index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-        """Scatter ones into zeros; for fakes, torch compares each index with each class."""
-        if not self._active() or num_classes < 0:
-            return _composite(_aten.one_hot.default, index, num_classes)  # type: ignore[no-any-return]
-        zeros = torch.zeros((*index.shape, num_classes), dtype=torch.int64, device=index.device)
-        return zeros.scatter_(-1, index.unsqueeze(-1), 1)
+def _linear(
+    tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Add the bias in place if the input is not contiguous; torch itself does not do so for fakes."""
+    is_gapped = tensor.dim() >= 3 and not tensor.is_contiguous()
+    if is_gapped and bias is not None:
+        return torch.matmul(tensor, weight.t()).add_(bias)
+    return _composite(_aten.linear.default, tensor, weight, bias)  # type: ignore[no-any-return]
 
-    def _softmax(
-        self, name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """Convert 16 to 32 bits inside the kernel; the CPU makes a copy first."""
-        if self._active() and tensor.dtype is torch.float16 and dtype is torch.float32:
-            return getattr(_aten, f"_{name}")(tensor, dim, True)  # type: ignore[no-any-return]
-        return _composite(getattr(_aten, name).int, tensor, dim, dtype)  # type: ignore[no-any-return]
 
-    def _attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        if not self._active():
-            return _composite(
-                _aten.scaled_dot_product_attention.default, query, key, value, *args, **kwargs
-            )
-        return _attend(self._capability, query, key, value, *args, **kwargs)
+def _batch_norm(tensor: torch.Tensor, weight: torch.Tensor | None, *args: Any) -> torch.Tensor:
+    """Make the input contiguous for cuDNN, which keeps the copy for the backward pass."""
+    if uses_cudnn_norm(tensor, weight):
+        tensor = tensor.contiguous(memory_format=image_format(tensor))
+    return _composite(_aten.batch_norm.default, tensor, weight, *args)  # type: ignore[no-any-return]
+
+
+def uses_cudnn_norm(given: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Return whether cuDNN computes a batch norm in training."""
+    if given.dim() == 2 or weight is None:
+        return False
+    return weight.dtype is torch.float32 and given.dtype is not torch.bfloat16
+
+
+def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """Scatter ones into zeros; for fakes, torch compares each index with each class."""
+    if num_classes < 0:
+        return _composite(_aten.one_hot.default, index, num_classes)  # type: ignore[no-any-return]
+    zeros = torch.zeros((*index.shape, num_classes), dtype=torch.int64, device=index.device)
+    return zeros.scatter_(-1, index.unsqueeze(-1), 1)
+
+
+def _softmax(
+    name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Convert 16 to 32 bits inside the kernel; the CPU makes a copy first."""
+    if tensor.dtype is torch.float16 and dtype is torch.float32:
+        return getattr(_aten, f"_{name}")(tensor, dim, True)  # type: ignore[no-any-return]
+    return _composite(getattr(_aten, name).int, tensor, dim, dtype)  # type: ignore[no-any-return]
 
 
 def _composite(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -295,6 +297,9 @@ def _additive(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 # --- results ---
 
+_Conversion = Callable[[Any, Any], Any]  # of an operator's arguments and result
+_AS_ON_CUDA: dict[Any, _Conversion] = {}
+
 
 def as_on_cuda(func: Any, args: Any, result: Any) -> Any:
     """Return an operator's result in the dtype and the memory format that CUDA's kernel returns."""
@@ -302,10 +307,22 @@ def as_on_cuda(func: Any, args: Any, result: Any) -> Any:
     return result if convert is None else convert(args, result)
 
 
+def _results_of(*operators: Any) -> Callable[[_Conversion], _Conversion]:
+    """Let the function below convert the results of these operators."""
+
+    def register(convert: _Conversion) -> _Conversion:
+        _AS_ON_CUDA.update(dict.fromkeys(operators, convert))
+        return convert
+
+    return register
+
+
+@_results_of(_aten.native_layer_norm.default)
 def _statistics(args: Any, result: Any) -> Any:
     return result[0], *_cast(result[1:], _HALF, torch.float32)
 
 
+@_results_of(_aten.native_batch_norm.default)
 def _batch_norm_results(args: Any, result: Any) -> Any:
     """Keep statistics in float32; without cuDNN, they are kept in evaluation too."""
     given, is_training = args[0], args[5]
@@ -316,6 +333,7 @@ def _batch_norm_results(args: Any, result: Any) -> Any:
     return result[0], mean, deviation
 
 
+@_results_of(_aten.convolution_backward.default)
 def _convolution_gradients(args: Any, result: Any) -> Any:
     *gradients, bias = result
     chosen = convolution_format(args[1:3])
@@ -325,6 +343,7 @@ def _convolution_gradients(args: Any, result: Any) -> Any:
     return *gradients, bias
 
 
+@_results_of(_aten._scaled_dot_product_efficient_attention.default)
 def _efficient_attention(args: Any, result: Any) -> Any:
     """Leave the seed of its dropout in host memory, which newer versions of torch do if nothing is dropped."""
     dropout_p = args[5] if len(args) > 5 else 0.0
@@ -333,6 +352,7 @@ def _efficient_attention(args: Any, result: Any) -> Any:
     return *result[:2], *(seed.new_empty(0) for seed in result[2:])
 
 
+@_results_of(_aten.native_batch_norm_backward.default)
 def _first_like_input(args: Any, result: Any) -> Any:
     """Lay out the input's gradient as the input, not as the gradient of the result."""
     gradient, *others = result
@@ -341,12 +361,13 @@ def _first_like_input(args: Any, result: Any) -> Any:
     return gradient.contiguous(memory_format=image_format(args[1])), *others
 
 
+@_results_of(_aten.native_layer_norm_backward.default, _aten.native_group_norm_backward.default)
 def _contiguous_first(_: Any, result: Any) -> Any:
     gradient, *others = result
     return gradient if gradient is None else gradient.contiguous(), *others
 
 
-_AS_ON_CUDA: dict[Any, Callable[[Any, Any], Any]] = {
+_AS_ON_CUDA |= {
     **dict.fromkeys(
         (
             *(
@@ -360,18 +381,11 @@ _AS_ON_CUDA: dict[Any, Callable[[Any, Any], Any]] = {
         ),
         lambda _, result: result.contiguous(),
     ),
-    **dict.fromkeys(
-        (_aten.native_layer_norm_backward.default, _aten.native_group_norm_backward.default),
-        _contiguous_first,
-    ),
-    _aten.native_batch_norm_backward.default: _first_like_input,
     _aten.log_sigmoid_forward.default: lambda _, result: (result[0], result[1].new_empty(0)),
     _aten._weight_norm_interface.default: lambda _, result: (
         result[0],
         *_cast(result[1:], (torch.float16,), torch.float32),
     ),
-    _aten.native_layer_norm.default: _statistics,
-    _aten.native_batch_norm.default: _batch_norm_results,
     # Copied again, if it has gaps or overlaps: a fake that is moved keeps them.
     _aten._to_copy.default: lambda _, result: (
         result if _aten.is_non_overlapping_and_dense.default(result) else result.clone()
@@ -379,8 +393,6 @@ _AS_ON_CUDA: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.convolution.default: lambda args, result: result.contiguous(
         memory_format=convolution_format(args[:2])
     ),
-    _aten.convolution_backward.default: _convolution_gradients,
-    _aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     # Without the log-sum-exp of each row, unless it is asked for.
     _aten._scaled_dot_product_cudnn_attention.default: lambda args, result: (
         result if args[4] else (result[0], result[1].new_empty(0), *result[2:])
@@ -452,7 +464,7 @@ _IN_LOW_PRECISION = [
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
-@functools.cache
+@cache
 def _autocast_kernels() -> dict[str, Any]:
     """Return a kernel for each operator that does what CUDA's autocast does."""
     kernels: dict[str, Any] = dict.fromkeys(_cpu_extras(), torch.library.fallthrough_kernel)
@@ -465,7 +477,7 @@ def _autocast_kernels() -> dict[str, Any]:
         for name in names:
             if _has_kernel(name, "AutocastCUDA"):  # rms_norm has none before torch 2.12
                 base, _, overload = name.partition(".")
-                kernels[name] = functools.partial(
+                kernels[name] = partial(
                     kernel, getattr(getattr(_aten, base), overload or "default")
                 )
     return kernels

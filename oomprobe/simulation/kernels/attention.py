@@ -5,7 +5,14 @@ from __future__ import annotations
 from math import ceil, prod
 
 from oomprobe.ground import torch_versions
-from oomprobe.simulation.kernels.steps import FLOAT_BYTES, Launch, Operator, afterwards, launch
+from oomprobe.simulation.kernels.steps import (
+    FLOAT_BYTES,
+    Launch,
+    Operator,
+    afterwards,
+    launch,
+    throughout,
+)
 from oomprobe.tape.calls import RESULT, Steps
 from oomprobe.tape.reductions import Processors
 
@@ -16,15 +23,11 @@ def flash(op: Operator) -> Launch | None:
     """Few and long heads are divided among blocks, whose results are then combined. Source: flash_api.cpp (set_params_splitkv)."""
     query, key = op.args[:2]
     if op.argument("dropout_p"):
-        return launch(_flash_with_dropout, (), ())
+        return launch(throughout, (RESULT, RESULT, 16), ())
     fixed = (op.processors, query.shape[3])
     return launch(
         _flash_steps, fixed, (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     )
-
-
-def _flash_with_dropout() -> Steps:
-    return RESULT, RESULT, 16, RESULT
 
 
 def _flash_steps(

@@ -6,9 +6,8 @@ For fakes, torch computes only the shapes of their results. Sources: aten/src/AT
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from math import inf, prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,8 +17,26 @@ _aten = torch.ops.aten
 _Tensor = torch.Tensor
 _MEAN = 1
 _LARGEST = 2  # mode of embedding_bag
+_COMPOSITES: dict[str, Callable[..., Any]] = {}  # by the operator's name
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
+def composite_of(func: Any) -> Callable[..., Any] | None:
+    """Return what an operator's host code does, if that is to call other operators."""
+    return _COMPOSITES.get(func.name())
+
+
+def _in_place_of(*names: str) -> Callable[[_Function], _Function]:
+    """Let the function below be what these operators' host code does."""
+
+    def register(function: _Function) -> _Function:
+        _COMPOSITES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+@_in_place_of("aten::logsumexp")
 def _logsumexp(tensor: _Tensor, dims: list[int], keepdim: bool = False) -> Any:
     """ReduceOps.cpp (logsumexp_out_impl)."""
     largest = _aten.amax.default(tensor, dims, True)
@@ -32,6 +49,7 @@ def _logsumexp(tensor: _Tensor, dims: list[int], keepdim: bool = False) -> Any:
     return _aten.add_.Tensor(_aten.log_.default(result), kept)
 
 
+@_in_place_of("aten::binary_cross_entropy_with_logits")
 def _binary_cross_entropy_with_logits(
     logits: _Tensor, target: _Tensor, weight: _Tensor | None = None, pos_weight: _Tensor | None = None, reduction: int = _MEAN
 ) -> Any:  # fmt: skip
@@ -47,6 +65,7 @@ def _binary_cross_entropy_with_logits(
     return _reduce(loss, reduction)
 
 
+@_in_place_of("aten::huber_loss")
 def _huber_loss(
     predicted: _Tensor, target: _Tensor, reduction: int = _MEAN, delta: float = 1.0
 ) -> Any:
@@ -60,6 +79,7 @@ def _reduce(loss: _Tensor, reduction: int) -> Any:
     return (_aten.mean if reduction == _MEAN else _aten.sum).default(loss)
 
 
+@_in_place_of("aten::_safe_softmax")
 def _safe_softmax(tensor: _Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     """SoftMax.cpp: rows that are masked altogether become zeros."""
     result = _aten._softmax.default(tensor, dim, False)
@@ -69,6 +89,7 @@ def _safe_softmax(tensor: _Tensor, dim: int, dtype: torch.dtype | None = None) -
     return result
 
 
+@_in_place_of("aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 def _embedding_bag(
     weight: _Tensor,
     indices: _Tensor,
@@ -87,6 +108,7 @@ def _embedding_bag(
     return result, bag_of_index, sizes, largest
 
 
+@_in_place_of("aten::_euclidean_dist")
 def _euclidean_distances(first: _Tensor, second: _Tensor) -> Any:
     """Distance.cpp (_euclidean_dist): one product of matrices that contain the squares."""
     norms, ones = _squares(first)
@@ -105,11 +127,13 @@ def _squares(tensor: _Tensor) -> tuple[_Tensor, _Tensor]:
     return norms, _aten.ones_like.default(norms)
 
 
-def _count_nonzero(tensor: _Tensor, dims: list[int]) -> Any:
+@_in_place_of("aten::count_nonzero", "aten::count_nonzero.dim_IntList")
+def _count_nonzero(tensor: _Tensor, dims: int | list[int] | None = None) -> Any:
     """TensorAdvancedIndexing.cpp."""
     return _aten.sum.dim_IntList(_aten.ne.Scalar(tensor, 0), dims)
 
 
+@_in_place_of("aten::masked_scatter_backward")
 def _masked_scatter_backward(grad: _Tensor, mask: _Tensor, shape: list[int]) -> Any:
     """TensorAdvancedIndexing.cpp: what was taken, and zeros for the rest; of unknown values, no rest."""
     count = prod(shape)
@@ -121,6 +145,7 @@ def _masked_scatter_backward(grad: _Tensor, mask: _Tensor, shape: list[int]) -> 
     return _aten.view.default(taken[:count], shape)
 
 
+@_in_place_of("aten::multinomial")
 def _multinomial(
     probabilities: _Tensor, count: int, replacement: bool = False, *, generator: Any = None
 ) -> Any:
@@ -147,6 +172,7 @@ def _multinomial(
     return _aten.topk.default(divided, count)[1]
 
 
+@_in_place_of("aten::normal.float_Tensor", "aten::normal.Tensor_Tensor")
 def _normal(mean: _Tensor | float, deviations: _Tensor, *, generator: Any = None) -> Any:
     """DistributionTemplates.h: deviations are checked twice."""
     _check_positive(deviations)
@@ -165,6 +191,7 @@ def _check_positive(deviations: _Tensor) -> None:
     _aten.ge.Scalar(least, 0)
 
 
+@_in_place_of("fsdp::split_with_sizes_copy")
 def _split_gathered(
     gathered: _Tensor, sizes: list[int], dim: int = 0, *, out: list[_Tensor]
 ) -> None:
@@ -172,44 +199,20 @@ def _split_gathered(
     _aten.split_with_sizes_copy.out(gathered, sizes, dim, out=out)
 
 
+@_in_place_of("fsdp::chunk_cat")
 def _join_chunks(tensors: list[_Tensor], dim: int, num_chunks: int, *, out: _Tensor) -> None:
     """torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""
     _aten._chunk_cat.out(tensors, dim, num_chunks, out=out)
 
 
+@_in_place_of("_c10d_functional::all_to_all_single")
 def _all_to_all(tensor: _Tensor, output_sizes: list[int], input_sizes: list[int], _: str) -> Any:
     """torch/csrc/distributed/c10d/Functional.cpp."""
     check_split(tensor, input_sizes)
     return _aten.new_empty.default(tensor, [sum(output_sizes), *tensor.shape[1:]])
 
 
-# By operator: what its host code does.
-_COMPOSITES: dict[Any, Callable[..., Any]] = {
-    _aten.logsumexp.default: _logsumexp,
-    _aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
-    _aten.huber_loss.default: _huber_loss,
-    _aten._safe_softmax.default: _safe_softmax,
-    _aten._embedding_bag.default: _embedding_bag,
-    _aten._embedding_bag_forward_only.default: _embedding_bag,
-    _aten.multinomial.default: _multinomial,
-    **dict.fromkeys((_aten.normal.float_Tensor, _aten.normal.Tensor_Tensor), _normal),
-    _aten.masked_scatter_backward.default: _masked_scatter_backward,
-    _aten._euclidean_dist.default: _euclidean_distances,
-    _aten.count_nonzero.dim_IntList: _count_nonzero,
-    _aten.count_nonzero.default: lambda tensor, dim=None: _count_nonzero(
-        tensor, [] if dim is None else [dim]
-    ),
-}
-# By name: of operators that exist once torch.distributed has been imported.
-_DISTRIBUTED: dict[str, Callable[..., Any]] = {
-    "_c10d_functional::all_to_all_single": _all_to_all,
-    "_c10d_functional::wait_tensor": lambda tensor: tensor,
-    "fsdp::split_with_sizes_copy": _split_gathered,
-    "fsdp::chunk_cat": _join_chunks,
-}
-
-
-@cache
-def composite_of(func: Any) -> Callable[..., Any] | None:
-    """Return what an operator's host code does, if that is to call other operators."""
-    return _COMPOSITES.get(func) or _DISTRIBUTED.get(func._schema.name)
+@_in_place_of("_c10d_functional::wait_tensor")
+def _wait(tensor: _Tensor) -> _Tensor:
+    """torch/csrc/distributed/c10d/Functional.cpp."""
+    return tensor

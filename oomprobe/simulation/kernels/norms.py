@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from oomprobe.simulation.cuda_kernels import image_format
+from oomprobe.simulation.cuda_kernels import image_format, uses_cudnn_norm
 from oomprobe.simulation.kernels.steps import (
     FLOAT_BYTES,
     Launch,
@@ -95,7 +95,7 @@ def group_norm_backward(op: Operator) -> Launch:
 def batch_norm(op: Operator) -> Launch | None:
     """Without cuDNN, rows of channels are summed in parts. Source: native/cuda/Normalization.cuh."""
     given, is_training = op.args[0], op.args[5]
-    if not is_training or _uses_cudnn_norm(given, op.args[1]) or not _has_rows_of_channels(given):
+    if not is_training or uses_cudnn_norm(given, op.args[1]) or not _has_rows_of_channels(given):
         return None
     return launch(_channels_summed, (4, given.shape[1]), (given.numel(),))
 
@@ -139,13 +139,7 @@ def batch_norm_gradients(args: Any, results: Any) -> Any:
 
 def _sums_channels(args: Any) -> bool:
     given, weight, is_training = args[1], args[2], args[7]
-    return _has_rows_of_channels(given) and not (is_training and _uses_cudnn_norm(given, weight))
-
-
-def _uses_cudnn_norm(given: torch.Tensor, weight: torch.Tensor | None) -> bool:
-    if given.dim() == 2 or weight is None:
-        return False
-    return weight.dtype is torch.float32 and given.dtype is not torch.bfloat16
+    return _has_rows_of_channels(given) and not (is_training and uses_cudnn_norm(given, weight))
 
 
 def _has_rows_of_channels(given: torch.Tensor) -> bool:

@@ -29,6 +29,17 @@ from oomprobe.simulation.kernels.steps import (
 from oomprobe.tape.reductions import Processors
 
 _aten = torch.ops.aten
+_RULES: dict[Any, Rule] = {}
+
+
+def _rule_of(*operators: Any) -> Callable[[Rule], Rule]:
+    """Let the function below be the rule of these operators."""
+
+    def register(rule: Rule) -> Rule:
+        _RULES.update(dict.fromkeys(operators, rule))
+        return rule
+
+    return register
 
 
 def find_launch(
@@ -72,6 +83,7 @@ def _copy(value: Any, keeps_last: bool) -> tuple[int, ...]:
     return copied(value)
 
 
+@_rule_of(_aten.mm, _aten.bmm, _aten.mv, _aten.dot)
 def _matrix_product(op: Operator) -> Launch | None:
     """Copy matrices that cuBLAS cannot read as they are, such as expanded ones. Source: native/cuda/Blas.cpp."""
     copies: list[int] = []
@@ -94,18 +106,16 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 # --- others ---
 
 
+@_rule_of(_aten.where)
 def _where(op: Operator) -> Launch | None:
     """Copy a number, or a tensor of one number in host memory, to the card. Source: native/TensorCompare.cpp."""
     numbers = [
         tensor for tensor in op.args[1:3] if tensor.dim() == 0 and not _is_on_card(tensor.device)
     ]
-    return (
-        launch(throughout, tuple(tensor.element_size() for tensor in numbers), ())
-        if numbers
-        else None
-    )
+    return launch(throughout, tuple(n.element_size() for n in numbers), ()) if numbers else None
 
 
+@_rule_of(_aten._to_copy)
 def _to_other_device(op: Operator) -> Launch | None:
     """Copy what is on the card into a layout that one transfer can read or write. Source: native/cuda/Copy.cu."""
     source, device = op.args[0], op.kwargs.get("device")
@@ -121,6 +131,7 @@ def _to_other_device(op: Operator) -> Launch | None:
     return _transferred(op, source, keeps_layout, result_is_contiguous)
 
 
+@_rule_of(_aten.copy_)
 def _copy_in_place(op: Operator) -> Launch | None:
     target, source = op.args[:2]
     if _is_on_card(target.device) is _is_on_card(source.device):
@@ -158,6 +169,7 @@ def _is_on_card(device: torch.device) -> bool:
     return device.index is not None  # of a fake; those in host memory have no index
 
 
+@_rule_of(_aten._softmax_backward_data)
 def _softmax_backward(op: Operator) -> Launch:
     """The product of gradient and output, which must be contiguous. Source: native/cuda/SoftMax.cu."""
     grad, output = op.args[:2]
@@ -166,6 +178,7 @@ def _softmax_backward(op: Operator) -> Launch:
     return launch(afterwards, (), (product, product) if has_other_layout else (product,))
 
 
+@_rule_of(_aten.scatter_reduce)
 def _scatter_mean(op: Operator) -> Launch | None:
     """Count what is added to each element. Source: native/TensorAdvancedIndexing.cpp (scatter_reduce_two)."""
     target, source, how = op.args[0], op.args[3], op.args[4]
@@ -175,6 +188,7 @@ def _scatter_mean(op: Operator) -> Launch | None:
     return launch(afterwards, (), (source.numel() * source.element_size(), counts, target.numel()))
 
 
+@_rule_of(_aten.normal)
 def _normal_of_mean(op: Operator) -> Launch | None:
     mean = op.args[0]
     if not isinstance(mean, torch.Tensor):
@@ -182,6 +196,7 @@ def _normal_of_mean(op: Operator) -> Launch | None:
     return launch(afterwards, (), (mean.numel() * mean.element_size(),))
 
 
+@_rule_of(_aten.pow)
 def _power(op: Operator) -> Launch | None:
     """A number raised to a tensor is copied to the card, in 64 bits. Source: native/Pow.cpp."""
     if isinstance(op.args[0], torch.Tensor):
@@ -189,6 +204,7 @@ def _power(op: Operator) -> Launch | None:
     return launch(afterwards, (INT64_BYTES,), ())
 
 
+@_rule_of(_aten.bernoulli)
 def _bernoulli(op: Operator) -> Launch | None:
     """Probabilities of 16 bits are widened. Source: native/cuda/DistributionBernoulli.cu."""
     tensor = op.args[0]
@@ -197,6 +213,7 @@ def _bernoulli(op: Operator) -> Launch | None:
     return launch(afterwards, (), (tensor.numel() * FLOAT_BYTES,))
 
 
+@_rule_of(_aten._cdist_backward)
 def _cdist_backward(op: Operator) -> Launch:
     """Distances of each pair in each dimension, before they are summed. Source: native/cuda/DistanceKernel.cu."""
     first, second = op.args[1:3]
@@ -205,6 +222,7 @@ def _cdist_backward(op: Operator) -> Launch:
     return launch(around, (len(copies),), (*copies, count * first.element_size()))
 
 
+@_rule_of(_aten.reflection_pad1d, _aten.reflection_pad2d)
 def _reflection(op: Operator) -> Launch | None:
     """Refuse what 32 bits do not count. Source: native/cuda/ReflectionPad.cu (canUse32BitIndexMath)."""
     if op.args[0].numel() >= 2**31 - 1:
@@ -215,9 +233,7 @@ def _reflection(op: Operator) -> Launch | None:
 _COPIES_FIRST = _copying(after=(0,))
 _COPIES_FIRST_BEFORE = _copying(before=(0,))
 _COPIES_UNLESS_LAST = _copying(after=(0,), keeps_last=True)
-_RULES: dict[Any, Rule] = {
-    # matrix products
-    **dict.fromkeys((_aten.mm, _aten.bmm, _aten.mv, _aten.dot), _matrix_product),
+_RULES |= {
     # reductions
     **dict.fromkeys(
         (_aten.sum, _aten.mean, _aten.nansum), sums.reduction(sums.accumulated, casts=True)
@@ -277,7 +293,6 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         (_aten.upsample_bicubic2d_backward, _aten._upsample_bilinear2d_aa_backward), _COPIES_FIRST
     ),
-    **dict.fromkeys((_aten.reflection_pad1d, _aten.reflection_pad2d), _reflection),
     **dict.fromkeys(
         (_aten.reflection_pad1d_backward, _aten.reflection_pad2d_backward), _COPIES_FIRST
     ),
@@ -298,7 +313,6 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys(
         (_aten._softmax, _aten._log_softmax, _aten._log_softmax_backward_data), _COPIES_FIRST
     ),
-    _aten._softmax_backward_data: _softmax_backward,
     **dict.fromkeys((_aten.cummax, _aten.cummin, _aten.cumprod, _aten.logcumsumexp), _COPIES_FIRST),
     _aten.cumsum: sorting.cumulative,
     **dict.fromkeys(
@@ -316,7 +330,6 @@ _RULES: dict[Any, Rule] = {
     _aten.index: sorting.index,
     _aten.nonzero: sorting.nonzero,
     **dict.fromkeys((_aten.masked_scatter, _aten.masked_scatter_), sorting.masked_scatter),
-    _aten.scatter_reduce: _scatter_mean,
     **dict.fromkeys((_aten.index_put, _aten.index_put_), sorting.index_put),
     # attention
     _aten._scaled_dot_product_flash_attention: attention.flash,
@@ -331,14 +344,7 @@ _RULES: dict[Any, Rule] = {
     _aten.split_with_sizes_copy: lists.split_copy,
     _aten._chunk_cat: lists.chunk_cat,
     # others
-    _aten._to_copy: _to_other_device,
-    _aten.copy_: _copy_in_place,
-    _aten.where: _where,
-    _aten.pow: _power,
-    _aten.normal: _normal_of_mean,
-    _aten.bernoulli: _bernoulli,
     _aten._cdist_forward: _copying(before=(0, 1)),
-    _aten._cdist_backward: _cdist_backward,
 }
 if hasattr(_aten, "_fused_rms_norm_backward"):
     _RULES |= {
