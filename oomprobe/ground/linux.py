@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from oomprobe.ground.units import known
+
 ROOT = Path("/")  # below which /proc and /sys are
 
 
@@ -21,7 +23,7 @@ def process_bytes(name: str) -> int:
 def free_bytes(root: Path = ROOT) -> int | None:
     """Return the least free memory of the machine and this process's cgroups; None if unknown (not Linux)."""
     figures = [machine_bytes("MemAvailable", root), *map(_cgroup_free, _cgroup_folders(root))]
-    return min((f for f in figures if f is not None), default=None)
+    return min(known(figures), default=None)
 
 
 def _cgroup_folders(root: Path) -> list[Path]:
@@ -68,7 +70,7 @@ def oom_kills(root: Path = ROOT) -> int | None:
     files = [root / "proc/vmstat"]
     for folder in _cgroup_folders(root):
         files += [folder / "memory.events", folder / "memory.oom_control"]
-    counts = [count for file in files if (count := _read_count(file, "oom_kill")) is not None]
+    counts = known(_read_count(file, "oom_kill") for file in files)
     return sum(counts) if counts else None
 
 

@@ -76,16 +76,13 @@ def _started(leader: int, mark: str) -> Iterator[int]:
         if stat[0] == "Z":  # a zombie, which has ended
             continue
         # The leader is listed by its pid because it may not have started its session yet.
-        is_in_session = pid == leader or stat[3] == str(leader)
-        if is_in_session or (mark and _is_marked(pid, mark)):
+        is_started = pid == leader or stat[3] == str(leader)
+        if mark and not is_started:
+            with suppress(OSError):  # proc_pid_environ(5)
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                is_started = f"{MARK}={mark}".encode() in variables
+        if is_started:
             yield pid
-
-
-def _is_marked(pid: int, mark: str) -> bool:
-    """Return whether a process was started with the mark in its environment (proc_pid_environ(5))."""
-    with suppress(OSError):
-        return f"{MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:

@@ -1,10 +1,12 @@
-"""Bytes and seconds, formatted for people."""
+"""Bytes and seconds, formatted for people; and figures without those that are unknown."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from fractions import Fraction
+from typing import TypeVar
 
 from oomprobe.errors import InvalidArgumentError
 
@@ -14,6 +16,19 @@ _FACTOR = {
 }  # fmt: skip
 LARGEST_BYTES = 2**63 - 1  # the most that the kernel's limits and torch's sizes can represent
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+
+Value = TypeVar("Value")
+
+
+def known(values: Iterable[Value | None]) -> list[Value]:
+    """Return the values that are known, without each None.
+
+    Examples:
+        >>> known([0, None, 2])
+        [0, 2]
+    """
+    return [value for value in values if value is not None]
 
 
 def parse_bytes(text: str) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from oomprobe.errors import TimeLimitError
-from oomprobe.ground.units import format_seconds
+from oomprobe.ground.units import format_seconds, known
 from oomprobe.records.options import Options
 from oomprobe.records.trials import Trial
 
@@ -101,7 +101,7 @@ class Clock:
         """Return the deadline of a trial that starts now; None for no limit."""
         limit_s = self.options.trial_time_limit_s
         ends_s = [self.end_s, None if limit_s is None else time.monotonic() + limit_s]
-        return min((end_s for end_s in ends_s if end_s is not None), default=None)
+        return min(known(ends_s), default=None)
 
     @property
     def is_over(self) -> bool:

@@ -27,7 +27,7 @@ from oomprobe.errors import (
 )
 from oomprobe.ground.frames import hide_frames, is_own_fault
 from oomprobe.ground.replaced import replaced
-from oomprobe.ground.units import format_bytes
+from oomprobe.ground.units import format_bytes, known
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.breakdown import Breakdown
 from oomprobe.records.notes import Note, NoteKind, Notes, remark, take_told
@@ -402,10 +402,7 @@ class LocalRunner:
             starts_anew=any(step.starts_anew for step in work.steps.values()),
             world_size=work.device.world_size,
             model=type(work.model).__name__,
-            max_batch=min(
-                (step.max_batch for step in work.steps.values() if step.max_batch is not None),
-                default=None,
-            ),
+            max_batch=min(known(step.max_batch for step in work.steps.values()), default=None),
             builds=work.snapshot is None and not work.ends_with_trial,
         )
         self._stepping = Stepping(work.watch, work.tracker, work.device)
