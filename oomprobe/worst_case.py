@@ -100,8 +100,7 @@ def largest_first(
             "the data set is a stream, so its largest examples, which decide the answer, are unknown: probe with a list of "
             "them as the data set"
         )
-    if indices is None:
-        indices = range(len(dataset))
+    indices = [*map(int, range(len(dataset)) if indices is None else indices)]
     if not indices:
         raise InvalidArgumentError(
             "the data set is empty: there are no examples to make a batch of"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -52,7 +52,7 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     return chosen
 
 
-def names_simulated(device: object) -> bool:
+def names_simulated(device: object) -> TypeGuard[str]:
     """Return whether the device is ``"sim:..."``."""
     return isinstance(device, str) and device.partition(":")[0] == "sim"
 
@@ -82,7 +82,7 @@ def simulated_for_command(device: object) -> str | None:
     """
     if device is None:
         return None
-    if not isinstance(device, str) or not names_simulated(device):
+    if not names_simulated(device):
         raise InvalidArgumentError(FOR_COMMANDS.format(device=device))
     from oomprobe.simulation.catalogue import card_of
 

@@ -585,7 +585,10 @@ class Data:
         self.sized = [self.was_passed or _size_of(loader) == 1 for loader in loaders[TRAIN]]
         with framework.state_kept(chain(*loaders.values())):
             for name, of_kind in loaders.items():
-                self.orders[name] = [_order_of(loader, scan_s) for loader in of_kind]
+                self.orders[name] = [
+                    largest_first(loader.dataset, scan_s, getattr(loader.sampler, "indices", None))
+                    for loader in of_kind
+                ]
             yield
 
     def loaders(self, name: str, batch_size: int) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -654,14 +657,6 @@ def _size_of(loader: Any) -> Any:
     if type(loader.batch_sampler) is not BatchSampler:
         return None
     return loader.batch_sampler.batch_size
-
-
-def _order_of(loader: Any, scan_s: float) -> LargestFirst:
-    """Return the loader's examples, largest first."""
-    subset = getattr(loader.sampler, "indices", None)
-    if subset is not None:
-        subset = list(map(int, subset))
-    return largest_first(loader.dataset, scan_s, subset)
 
 
 class _Batches(Sampler[list[int]]):

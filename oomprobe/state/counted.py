@@ -24,10 +24,17 @@ import numpy as np
 import torch
 
 from oomprobe.state.contents import PLAIN, in_cells
-from oomprobe.state.places import is_source, is_written
+from oomprobe.state.places import access_to, is_source, is_written
 from oomprobe.state.references import REGISTRIES, gradient_of, is_made_in_python, slots_of
 from oomprobe.state.tensors import addresses_of, can_copy, version_of
-from oomprobe.state.walk import PARALLEL, code_names, is_learnable, is_users_code, module_of
+from oomprobe.state.walk import (
+    PARALLEL,
+    code_names,
+    is_learnable,
+    is_users_code,
+    module_of,
+    package_of,
+)
 
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are counted with, larger ones hold data
 MOST_VALUES = 200_000  # reading them takes about 0.2 s
@@ -113,7 +120,7 @@ def _in_code(value: Any) -> Iterable[Any]:
 
 def _in_optimizer(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
     """Return what an optimizer that is not torch's own holds; its state counts steps, which decides nothing about memory."""
-    if _package_of(optimizer) not in _STILL:
+    if package_of(optimizer) not in _STILL:
         for name, attribute in vars(optimizer).items():
             if name not in _OF_OPTIMIZERS:
                 yield attribute
@@ -122,17 +129,13 @@ def _in_optimizer(optimizer: torch.optim.Optimizer) -> Iterable[Any]:
 def _in_object(value: Any) -> Iterable[Any]:
     is_data = str(module_of(value)).startswith("torch.utils.data.")
     is_still = (
-        isinstance(value, _STILL_KINDS) or type(value) is object or _package_of(value) in _STILL
+        isinstance(value, _STILL_KINDS) or type(value) is object or package_of(value) in _STILL
     )
     if is_still and not is_data:
         return ()
     if not is_made_in_python(type(value)):
         raise _HiddenError
     return type(value), *_attributes(value)
-
-
-def _package_of(value: Any) -> str:
-    return str(module_of(value)).partition(".")[0]
 
 
 def _attributes(value: Any) -> list[Any]:
@@ -145,7 +148,7 @@ def _attributes(value: Any) -> list[Any]:
 
 
 def _in_function(function: types.FunctionType) -> Iterable[Any]:
-    if _package_of(function) in _STILL:
+    if package_of(function) in _STILL:
         return
     yield from (
         vars(function),
@@ -169,7 +172,7 @@ def _variables_named(variables: dict[str, Any], names: set[str], met: set[int]) 
 
 
 def _in_module(module: torch.nn.Module) -> Iterable[Any]:
-    is_torchs = _package_of(module) == "torch"
+    is_torchs = package_of(module) == "torch"
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is None:
             continue
@@ -217,14 +220,6 @@ def _in_array(value: Any) -> Iterable[Any]:
         yield from value.ravel().tolist()
 
 
-def _state_of(generator: Any) -> str:
-    if isinstance(generator, random.Random):
-        return repr(generator.getstate())
-    if isinstance(generator, np.random.Generator):
-        return repr(generator.bit_generator.state)
-    return repr(generator.get_state())
-
-
 # How to look into a value of each kind, by the first that fits: an object of the user's may be of several.
 _LOOKS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
     (torch.Tensor, _in_tensor),
@@ -235,7 +230,10 @@ _LOOKS: tuple[tuple[Any, Callable[[Any], Iterable[Any]]], ...] = (
         lambda value: [len(value), *value, *_attributes(value)],
     ),
     ((np.ndarray, np.generic), _in_array),
-    ((random.Random, np.random.Generator, np.random.RandomState), lambda value: [_state_of(value)]),
+    (
+        (random.Random, np.random.Generator, np.random.RandomState),
+        lambda value: [repr(access_to(value)[0]())],
+    ),
     ((array.array, bytearray), lambda value: [len(value), bytes(value[:SMALL_BYTES])]),
     # Its hits say nothing.
     (functools._lru_cache_wrapper, lambda value: [*value.cache_info()[1:], value.__wrapped__]),

@@ -37,7 +37,7 @@ from oomprobe.state.tensors import (
     can_copy,
     version_of,
 )
-from oomprobe.state.walk import Kind, Met, module_of
+from oomprobe.state.walk import Kind, Met, package_of
 
 # Tensors and arrays up to this size are put back before every trial, larger ones at the end.
 SMALL_BYTES = 2**12
@@ -289,8 +289,8 @@ def opaque_place(seen: Met, names: set[str]) -> OpaquePlace | None:
     if seen.kind is Kind.ARRAY:
         return _array_place(value, path)
     if seen.kind is Kind.GENERATOR:
-        return _generator_place(value, path)
-    if seen.kind is not Kind.LIBRARY or str(module_of(value)).partition(".")[0] == "oomprobe":
+        return OpaquePlace(path, "a random number generator", *access_to(value))
+    if seen.kind is not Kind.LIBRARY or package_of(value) == "oomprobe":
         return None
 
     def equals(before: Any) -> bool:
@@ -383,17 +383,14 @@ def kind_of(value: Any) -> str:
     return f"{article} {name}"
 
 
-def _generator_place(value: Any, path: str) -> OpaquePlace:
-    if isinstance(value, random.Random):
-        get, put = value.getstate, value.setstate
-    elif isinstance(value, np.random.Generator):
-        get, put = (
-            partial(getattr, value.bit_generator, "state"),
-            partial(setattr, value.bit_generator, "state"),
-        )
-    else:  # of numpy's old kind, or torch's
-        get, put = value.get_state, value.set_state
-    return OpaquePlace(path, "a random number generator", get, put)
+def access_to(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    """Return what reads and what writes the state of a generator of random numbers."""
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return partial(getattr, bits, "state"), partial(setattr, bits, "state")
+    return generator.get_state, generator.set_state  # of numpy's old kind, or torch's
 
 
 def _plain_part(value: Any) -> Any:

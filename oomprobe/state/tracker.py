@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomprobe.ground.units import format_bytes
+from oomprobe.ground.units import format_bytes, known
 from oomprobe.records.options import refuse_lazy
 from oomprobe.state.contents import Values, When, of_tensor
 from oomprobe.state.counted import counted
@@ -496,7 +496,7 @@ def largest_added(tracker: Tracker, least_bytes: int) -> list[str]:
 
 def present(finders: Iterable[Callable[[], Any]]) -> list[Any]:
     """Return what is still there."""
-    return [value for find in finders if (value := find()) is not None]
+    return known(find() for find in finders)
 
 
 def _each_once(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -178,6 +178,11 @@ def module_of(value: Any) -> object:
     return getattr(kind, "__module__", None)
 
 
+def package_of(value: Any) -> str:
+    """Return the top-level package whose code an object is."""
+    return str(module_of(value)).partition(".")[0]
+
+
 def code_names(code: types.CodeType) -> set[str]:
     """Return the global and attribute names that a function and its inner functions use."""
     names = set(code.co_names)
@@ -205,8 +210,10 @@ class _Walk:
         self._queue = deque[_Node]()
         self._passed = deque[_Node]()  # held by objects of libraries
         for root, path in roots:
-            self._packages.add(_package_of_root(root))
+            code = getattr(root, "__func__", getattr(root, "func", root))
+            self._packages.add(str(getattr(code, "__module__", None)).partition(".")[0])
             self._queue.append(_Node(root, path, trains=isinstance(root, torch.Tensor)))
+        self._packages -= LIBRARIES
         for owner in owners:
             self._queue.append(_Node(owner, type(owner).__name__))
 
@@ -272,8 +279,7 @@ class _Walk:
 
     def is_users(self, value: Any) -> bool:
         """Return whether an object is of the user's own code, or of the package that a root comes from."""
-        name = module_of(value)
-        return is_users_code(name) or str(name).partition(".")[0] in self._packages
+        return is_users_code(module_of(value)) or package_of(value) in self._packages
 
     def _of(self, node: _Node) -> Met:
         looks = (look for kinds, look in _LOOKS if isinstance(node.value, kinds))
@@ -441,14 +447,6 @@ _LOOKS: tuple[tuple[Any, Callable[[_Walk, _Node], _Seen]], ...] = (
         lambda walk, node: walk._holder(node, When.EACH_TRIAL, keeps_state=has_state(node.value)),
     ),
 )
-
-
-def _package_of_root(value: Any) -> str:
-    """Return the top-level package of a root; "" for the standard library, torch and oomprobe."""
-    value = getattr(value, "__func__", getattr(value, "func", value))
-    name = getattr(value, "__module__", None) or type(value).__module__
-    package = str(name).partition(".")[0]
-    return "" if package in LIBRARIES else package
 
 
 def _cells_of(function: types.FunctionType) -> dict[Any, types.CellType]:
