@@ -331,9 +331,9 @@ class CardMode(TorchDispatchMode):
             result_bytes = None if launch is None else launch.result_bytes
             self._track(func, result, args, result_bytes, before_result, to_card=to_card)
             self._keep_values(func, *given, result, known=known)
-            if to_card and torch.backends.cudnn.benchmark and convolutions.is_convolution(func):
-                self.memory.tune(convolutions.problem(func, args))
             if to_card:
+                if torch.backends.cudnn.benchmark and convolutions.is_convolution(func):
+                    self.memory.tune(convolutions.problem(func, args))
                 self.memory.uncompared.ran(
                     func, self.memory.allocator.allocated_bytes, (args, result)
                 )
@@ -341,12 +341,11 @@ class CardMode(TorchDispatchMode):
 
     def _workspace_user(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Callable[[], None]:
         """Return what provides a matrix product with its workspace."""
-        beta = kwargs.get("beta", 1)
-        return functools.partial(
-            self.memory.use_workspace,
-            is_lt=func in _ADDMM and torch_versions.uses_lt(args[0], args[1], args[2], beta),
-            handle=-1 if in_backward() else self.threads.handle(),
+        is_lt = func in _ADDMM and torch_versions.uses_lt(
+            args[0], args[1], args[2], kwargs.get("beta", 1)
         )
+        handle = -1 if in_backward() else self.threads.handle()
+        return functools.partial(self.memory.use_workspace, is_lt=is_lt, handle=handle)
 
     def _result(
         self, func: Any, args: Any, kwargs: dict[str, Any], *, known: bool, to_card: bool
@@ -376,18 +375,18 @@ class CardMode(TorchDispatchMode):
         self, func: Any, args: Any, kwargs: dict[str, Any], operands: _Operands
     ) -> Any:
         """Run an operator for real, unless it creates a large tensor, which has no values."""
-        result = None
         if not operands.any and kwargs.get("device") != _META:
             with self.fake_mode:
                 fake = func(*args, **kwargs)
-            if isinstance(fake, torch.Tensor) and _stays_fake(
-                func, fake, whole_program=self.whole_program
-            ):
-                result = fake
-        if result is None:
-            with torch._C._DisableTorchDispatch():
-                result = func(*args, **kwargs)
-        return result
+            if isinstance(fake, torch.Tensor):
+                is_large = fake.numel() > MAX_REAL_NUMEL[fake.is_floating_point()]
+                # An empty tensor is of weights, before they are initialised.
+                if self.whole_program and "empty" not in func.__name__:
+                    is_large = fake.numel() * fake.element_size() > MAX_REAL_BYTES
+                if is_large:
+                    return fake
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs)
 
     def _scalar(self, tensor: torch.Tensor) -> Any:
         values = self.fakes.values.of(tensor)
@@ -462,14 +461,6 @@ def _run_for_real(func: Any, args: Any, kwargs: dict[str, Any], simulated: Any) 
         return tree_map_only(FakeTensor, zeros_of, simulated)
 
 
-def _stays_fake(func: Any, fake: torch.Tensor, *, whole_program: bool) -> bool:
-    """Return whether a tensor in host memory is too large to have values."""
-    # An empty tensor is of weights, before they are initialised.
-    if whole_program and "empty" not in func.__name__:
-        return fake.numel() * fake.element_size() > MAX_REAL_BYTES
-    return fake.numel() > MAX_REAL_NUMEL[fake.is_floating_point()]
-
-
 def zeros_of(fake: FakeTensor) -> torch.Tensor:
     """Return a tensor in host memory that looks like a fake, whose values only the card could compute."""
     with torch._C._DisableTorchDispatch():
@@ -538,7 +529,7 @@ class _Operands:
                     self.are_simulated = True
                 if self._card_mode.is_on_card(value):
                     self.on_card = self.are_simulated = True
-                    if isinstance(value, FakeTensor) and value.fake_device != CARD:
+                    if isinstance(value, FakeTensor):
                         value.fake_device = CARD
                 elif value.dim() > 0:
                     self.on_host.append(value)

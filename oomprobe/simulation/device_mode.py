@@ -47,7 +47,7 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
         self._handlers: dict[Any, Any] = {
             _T.to: self._to,
             torch._C._nn._parse_to: _parse_to,
-            torch.device: _parse_device,
+            torch.device: lambda *args, **kwargs: torch.device(*_named(args), **kwargs),
             _T.cuda: lambda tensor, *_, memory_format=None, **__: self._move(
                 tensor, CARD, memory_format=memory_format
             ),
@@ -65,7 +65,9 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
                 tensor.item() if tensor.dim() == 0 and spec else str(tensor), spec
             ),
             _T.type: self._type,
-            _T.data_ptr: self._address,
+            _T.data_ptr: lambda tensor: (
+                tensor.data_ptr() if self._has_values(tensor) else refuse_address()
+            ),
             _T.__deepcopy__: self._deepcopy,
             torch.quantize_per_tensor: refuse_quantized,
             torch.quantize_per_channel: refuse_quantized,
@@ -183,11 +185,6 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
 
     # --- values ---
 
-    def _address(self, tensor: torch.Tensor) -> int:
-        if not self._has_values(tensor):
-            refuse_address()
-        return tensor.data_ptr()
-
     def to_number(self, tensor: torch.Tensor) -> Any:
         """Answer `item`."""
         if tensor.dtype in KEPT and tensor.numel() == 1 and self._values_of(tensor) is None:
@@ -247,24 +244,18 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
 
 
 def _parse_to(*args: Any, **kwargs: Any) -> Any:
-    """Parse the arguments of ``.to``, of which a number is the card: torch refuses numbers on a machine without one."""
-    if isinstance(kwargs.get("device"), int):
-        kwargs["device"] = _numbered(kwargs["device"])
+    """Parse the arguments of ``.to``."""
+    if "device" in kwargs:
+        args = (kwargs.pop("device"), *args)
+    return torch._C._nn._parse_to(*_named(args), **kwargs)
+
+
+def _named(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return arguments with the card in place of its index: torch refuses numbers on a machine without a card."""
     if args and isinstance(args[0], int):
-        args = (_numbered(args[0]), *args[1:])
-    return torch._C._nn._parse_to(*args, **kwargs)
-
-
-def _parse_device(*args: Any, **kwargs: Any) -> torch.device:
-    if args and isinstance(args[0], int):
-        return _numbered(args[0])
-    return torch.device(*args, **kwargs)
-
-
-def _numbered(index: int) -> torch.device:
-    """Return the card, which is named by its index alone."""
-    SEEN.claim(index)
-    return SEEN.device
+        SEEN.claim(args[0])
+        return SEEN.device, *args[1:]
+    return args
 
 
 class BuildingMode(DeviceMode):

@@ -225,8 +225,7 @@ class Fakes:
         if key not in views:
             views[key] = self._make_fake(tensor)
         fake = views[key]
-        if fake.fake_device != (device := self._device_of(fake.untyped_storage())):
-            fake.fake_device = device
+        fake.fake_device = self._device_of(fake.untyped_storage())
         return fake
 
     def _device_of(self, storage: torch.UntypedStorage) -> torch.device:

@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from oomprobe.ground import torch_versions
+from oomprobe.ground.units import known
 
 _aten = torch.ops.aten
 _ZEROS = {_aten.new_zeros.default, _aten.zeros.default, _aten.zeros_like.default}
@@ -127,12 +128,12 @@ def _next_number() -> int:
 def _nodes(tensors: Sequence[torch.Tensor | None], first: int = 0) -> list[Any]:
     """Return the nodes of the graph that computed tensors, from a number on."""
     nodes: dict[Any, None] = {}
-    waiting: list[Any] = [tensor.grad_fn for tensor in tensors if tensor is not None]
+    waiting: list[Any] = known(tensor.grad_fn for tensor in known(tensors))
     while waiting:
         node = waiting.pop()
-        if node is not None and node not in nodes and node._sequence_nr() >= first:
+        if node not in nodes and node._sequence_nr() >= first:
             nodes[node] = None
-            waiting += [following for following, _ in node.next_functions]
+            waiting += known(following for following, _ in node.next_functions)
     return [*nodes]
 
 

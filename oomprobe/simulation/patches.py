@@ -147,7 +147,12 @@ def _patches(card_mode: CardMode, device_mode: DeviceMode, kernels: CudaKernels)
         "forward",
         lambda wrapper, *args, **kwargs: wrapper.module(*args, **kwargs),
     )
-    yield torch.Tensor, "record_stream", _record_stream(card_mode)
+
+    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
+        if card_mode.fakes.record_stream(tensor, stream.stream_id):
+            card_mode.notes[HELD] = None
+
+    yield torch.Tensor, "record_stream", record_stream
     # Of plain tensors, which fakes stand for.
     yield clip_grad, "_has_foreach_support", lambda *_, **__: True
     yield optimizers, "_foreach_supported_types", [*optimizers._foreach_supported_types, FakeTensor]
@@ -156,7 +161,14 @@ def _patches(card_mode: CardMode, device_mode: DeviceMode, kernels: CudaKernels)
         "resize_",
         _resize_on_card(card_mode.memory, torch.UntypedStorage.resize_),
     )
-    yield torch.UntypedStorage, "data_ptr", _address_of(card_mode, torch.UntypedStorage.data_ptr)
+    data_ptr = torch.UntypedStorage.data_ptr
+
+    def address(storage: torch.UntypedStorage) -> int:
+        """Give storages on the meta device the address that torch gives them, while a model is built."""
+        is_built = card_mode.is_building and storage.device.type == "meta"
+        return 0 if is_built else data_ptr(storage)
+
+    yield torch.UntypedStorage, "data_ptr", address
     yield torch, "Generator", _Generator
     yield torch.nn.RNNBase, "flatten_parameters", lambda module: None  # asks cuDNN, if it is there
     for name in ("Stream", "Event"):
@@ -238,23 +250,6 @@ def _resize_on_card(memory: CardMemory, resize: Any) -> Any:
         return result
 
     return resize_
-
-
-def _address_of(card_mode: CardMode, data_ptr: Any) -> Any:
-    """While a model is built, give storages on the meta device the address that torch gives them."""
-
-    def address(storage: torch.UntypedStorage) -> Any:
-        return 0 if card_mode.is_building and storage.device.type == "meta" else data_ptr(storage)
-
-    return address
-
-
-def _record_stream(card_mode: CardMode) -> Any:
-    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
-        if card_mode.fakes.record_stream(tensor, stream.stream_id):
-            card_mode.notes[HELD] = None
-
-    return record_stream
 
 
 def _is_file(f: Any) -> bool:

@@ -116,8 +116,15 @@ class Program:
 
     def enter(self) -> None:
         """Enter the modes and patches, for good."""
+
+        def has_joined(ranks: int) -> None:
+            if ranks > 1:
+                card, note = with_nccl(self._memory.card, ranks)
+                self._memory.keep_back(card)
+                self._mode.notes[note] = None
+
         self._patches.enter_context(without_values(self._mode))
-        groups = groups_of_program(self._mode.notes, self._has_joined, self._on_card)
+        groups = groups_of_program(self._mode.notes, has_joined, self._on_card)
         self._patches.enter_context(replaced([*self._of_program(), *self.files.patches(), *groups]))
         os.register_at_fork(after_in_child=self.leave)
 
@@ -210,12 +217,6 @@ class Program:
     def not_compared(self) -> str:
         """What operators take that nobody has compared with torch's."""
         return self._memory.uncompared.note(self._memory.peaks[0])
-
-    def _has_joined(self, ranks: int) -> None:
-        if ranks > 1:
-            card, note = with_nccl(self._memory.card, ranks)
-            self._memory.keep_back(card)
-            self._mode.notes[note] = None
 
     def _on_card(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Make a function create floating-point tensors on the card: in C++, it asks tensors there for a device that torch does not know."""

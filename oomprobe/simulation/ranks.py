@@ -145,11 +145,14 @@ def _patches_of_group(
     def leave_out_hook(*_: Any, **__: Any) -> None:
         notes[HOOK] = None
 
+    def gather_object(gathered: list[Any], value: Any, *_: Any, **__: Any) -> None:
+        gathered[:] = [value] * len(gathered)
+
     yield distributed, "_broadcast_coalesced", lambda *_: None  # of a model's buffers
     for owner in (distributed, distributed.distributed_c10d):
         yield owner, "init_process_group", init
         yield owner, "new_group", make_group
-        yield owner, "all_gather_object", _all_gather_object
+        yield owner, "all_gather_object", gather_object
         for name in _DONE_AT_ONCE:
             if hasattr(owner, name):
                 yield owner, name, _done_at_once(getattr(owner, name))
@@ -190,7 +193,3 @@ def _reduce_at_once(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 
 
 _reduce_at_once.__annotations__ = {}  # DDP compares them with its own types, not with their names
-
-
-def _all_gather_object(gathered: list[Any], value: Any, *_: Any, **__: Any) -> None:
-    gathered[:] = [value] * len(gathered)

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from oomprobe.errors import SimulationError
 from oomprobe.ground.frames import user_line
 from oomprobe.ground.replaced import Patch
+from oomprobe.ground.units import known
 from oomprobe.simulation.fakes import HOST
 
 REFUSED = "{why} (at {line}): {instead}, or probe on real devices"
@@ -97,7 +98,7 @@ def _groups_of(state: Any) -> list[Any]:
     """Return the groups of parameters that one module shards; earlier versions of torch know one or none."""
     if hasattr(state, "_fsdp_param_groups"):
         return [*state._fsdp_param_groups]
-    return [group for group in [state._fsdp_param_group] if group is not None]
+    return known([state._fsdp_param_group])
 
 
 def _copied_groups(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from math import ceil, log, log2, prod
 
 import torch
 
+from oomprobe.ground.units import known
 from oomprobe.simulation.kernels.steps import (
     FLOAT_BYTES,
     INT64_BYTES,
@@ -105,7 +106,7 @@ def _bits_of(count: int) -> int:
 
 def index(op: Operator) -> Launch | None:
     """Indices of 32 bits are converted; those that are expanded are copied. Source: native/TensorAdvancedIndexing.cpp."""
-    indices = [index for index in op.args[1] if index is not None]
+    indices = known(op.args[1])
     steps = [index.numel() * INT64_BYTES for index in indices if index.dtype is torch.int32]
     shape = torch.broadcast_shapes(*(index.shape for index in indices))  # type: ignore[no-untyped-call]
     if len(indices) > 1:
