@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from oomprobe.errors import SimulationError, UnreliableError
@@ -190,17 +191,12 @@ def _changed_since(time_s: float, words: Sequence[str], besides: Path) -> list[P
             if seen > MOST_LOOKED_AT:
                 break
             seen += len(names)
-            for path in (Path(folder, name) for name in names):
-                if _changed_s(path) > time_s:
-                    changed.add(path)
+            for name in names:
+                path = Path(folder, name)
+                with suppress(OSError):  # it may be gone again
+                    if path.lstat().st_ctime > time_s:
+                        changed.add(path)
     return sorted(changed)
-
-
-def _changed_s(path: Path) -> float:
-    try:
-        return path.lstat().st_ctime
-    except OSError:  # it is gone again
-        return 0.0
 
 
 def _named_in_words(paths: Iterable[Path]) -> str:

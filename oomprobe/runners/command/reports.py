@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from oomprobe.ground.units import known
 from oomprobe.records.plain import from_plain
 from oomprobe.records.trials import RankTrial, Verdict
 from oomprobe.verdicts import Link
@@ -116,6 +117,11 @@ class UsedCard:
     def peak_reserved_bytes(self) -> int:
         """The sum of the peaks of all processes."""
         return sum(memory.peak_reserved_bytes for _, memory in self.users)
+
+    @property
+    def workspaces_bytes(self) -> int:
+        """The sum of the workspaces that convolutions of all processes may want."""
+        return sum(memory.workspace_bytes for _, memory in self.users)
 
 
 # Bytes and blocks that each of the first steps requested from the allocators, by process and device.
@@ -261,8 +267,7 @@ class RunReports:
     @property
     def outside_bytes(self) -> int | None:
         """The most memory of any device that is in use but not reserved by the command; None if unknown."""
-        outside = [card.outside_bytes for card in self.cards]
-        return max((nbytes for nbytes in outside if nbytes is not None), default=None)
+        return max(known(card.outside_bytes for card in self.cards), default=None)
 
     @property
     def requested(self) -> Requested:

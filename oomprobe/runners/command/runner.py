@@ -38,7 +38,6 @@ from oomprobe.runners.command.files import TrialFiles
 from oomprobe.runners.command.output import OUT_OF_MEMORY, PORT_IN_USE, Ending, cause_of
 from oomprobe.runners.command.reports import (
     RunReports,
-    UsedCard,
     are_the_same,
     fraction_of,
     limiting_rank,
@@ -310,7 +309,17 @@ class CommandRunner:
                 incomplete.for_s(seen.steps >= wanted and seen.missing_ranks > 0)
                 > patience.missing_s
             ):
-                raise UnreliableError(_missing(request, seen, patience.missing_s))
+                ranks, missing = seen.world_size, seen.missing_ranks
+                waited = format_seconds(patience.missing_s)
+                raise UnreliableError(
+                    MISSING.format(
+                        size=request.batch_size,
+                        seen=ranks - missing,
+                        all=ranks,
+                        missing=missing,
+                        waited=waited,
+                    )
+                )
             if request.deadline_s is not None and time.monotonic() > request.deadline_s:
                 return seen, _timed_out(run, seen)
         return (seen := run.reports()), self._ended(run, request, seen)
@@ -436,14 +445,18 @@ class CommandRunner:
         memories = [memory for _, memory in fullest.users]
         served_bytes, allocations = max(map(max, seen.requested.values()), default=(0, 0))
         ranks = seen.ranks(passed=ending.verdict is Verdict.FITS)
+        peak_bytes, upper_bytes = fullest.peak_reserved_bytes, None
+        if self._card is not None:  # if convolutions take the workspaces that they may want
+            wanted_bytes = peak_bytes + fullest.workspaces_bytes
+            upper_bytes = max(peak_bytes, min(wanted_bytes, cap_bytes or 0))
         trial = Trial.of(
             request,
             ending.verdict,
             steps=steps,
             cap_bytes=cap_bytes,
             peak_allocated_bytes=sum(memory.peak_allocated_bytes for memory in memories) or None,
-            peak_reserved_bytes=fullest.peak_reserved_bytes or None,
-            peak_upper_bytes=_upper_bytes(fullest, cap_bytes) if self._card is not None else None,
+            peak_reserved_bytes=peak_bytes or None,
+            peak_upper_bytes=upper_bytes,
             step_s=step_s,
             samples_per_s=None if step_s is None else request.batch_size / step_s,
             alloc_retries=max((memory.retries for memory in memories), default=0),
@@ -490,15 +503,6 @@ class CommandRunner:
 
 
 FITS = Ending(verdict=Verdict.FITS, error="")
-
-
-def _upper_bytes(card: UsedCard, cap_bytes: int | None) -> int:
-    """Return the peak reserved if convolutions take the workspaces that they may want, as far as the cap allows."""
-    workspaces_bytes = sum(memory.workspace_bytes for _, memory in card.users)
-    allowed_bytes = cap_bytes or card.available_bytes if card.users else 0
-    return max(
-        card.peak_reserved_bytes, min(card.peak_reserved_bytes + workspaces_bytes, allowed_bytes)
-    )
 
 
 def _check_refusal(request: Request, seen: RunReports) -> None:
@@ -551,13 +555,6 @@ def _failed(request: Request, ending: Ending, files: TrialFiles) -> str:
     if ending.context:
         lines += ["The end of its output:", *ending.context]
     return "\n".join(lines)
-
-
-def _missing(request: Request, seen: RunReports, waited_s: float) -> str:
-    ranks, missing, waited = seen.world_size, seen.missing_ranks, format_seconds(waited_s)
-    return MISSING.format(
-        size=request.batch_size, seen=ranks - missing, all=ranks, missing=missing, waited=waited
-    )
 
 
 def _timed_out(run: Run, seen: RunReports) -> Ending:

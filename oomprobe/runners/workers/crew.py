@@ -22,7 +22,15 @@ from oomprobe.rules.look import Records
 from oomprobe.runners.workers.exit_status import ExitStatus
 from oomprobe.runners.workers.messages import Further, Message, Shown
 from oomprobe.runners.workers.process import TICK_S, Idle, Process, end_all
-from oomprobe.runners.workers.settling import LATE, STUCK, TIMED_OUT, WAITED, Answer, has_failed
+from oomprobe.runners.workers.settling import (
+    LATE,
+    STUCK,
+    TIMED_OUT,
+    WAITED,
+    Answer,
+    has_failed,
+    of_kind,
+)
 
 STORE_HOST = "127.0.0.1"
 # Where gloo, NCCL and torch's RPC listen; otherwise on the interface that has the machine's name.
@@ -129,13 +137,9 @@ class Crew:
             until_s, why = limit
             if time.monotonic() > until_s:
                 self._end_late(answers, why)
-        self._forget_ended(answers)
+        for rank in of_kind(ExitStatus, answers):
+            del self.processes[rank]
         return answers
-
-    def _forget_ended(self, answers: Mapping[int, Answer]) -> None:
-        for rank, answer in answers.items():
-            if isinstance(answer, ExitStatus):
-                del self.processes[rank]
 
     def _end_late(self, answers: dict[int, Answer], why: str) -> None:
         """End the processes that have not answered, and add their exit status to the answers."""

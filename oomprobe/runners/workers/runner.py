@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from multiprocessing.connection import Connection
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
 import tenacity
 import torch
@@ -25,7 +25,6 @@ from oomprobe.records.options import Options, Step
 from oomprobe.records.patience import Clock, Patience
 from oomprobe.records.trials import (
     Call,
-    DeviceInfo,
     Measured,
     Outcome,
     Request,
@@ -53,6 +52,7 @@ from oomprobe.runners.workers.settling import (
     has_failed,
     how_it_ended,
     measured_of,
+    of_kind,
     passed_outcome,
     places_of,
 )
@@ -251,7 +251,18 @@ class WorkersRunner:
             )
         if self._source.ranks is None:
             return facts
-        return _of_group(facts, [of_rank.facts.device for of_rank in self._ready], self._building_s)
+        devices = [of_rank.facts.device for of_rank in self._ready]
+        smallest = min(devices, key=lambda device: device.total_bytes)
+        counts = Counter(device.name for device in devices)
+        names = ", ".join(f"{number} x {name}" for name, number in counts.items())
+        return replace(
+            facts,
+            device=replace(smallest, name=names),
+            world_size=len(devices),
+            confirmations=CONFIRMATIONS,
+            failure_cost_s=self._building_s,
+            alone=ALONE.format(ranks=len(devices)),
+        )
 
     # --- the crews ---
 
@@ -263,15 +274,19 @@ class WorkersRunner:
         if self._crew is not None:
             return {}
         is_first = not self._ready
+
+        def has_memory(answers: Mapping[int, Answer]) -> bool:
+            """Return whether that of the crew before was free."""
+            names = [failed.name for failed in of_kind(Failed, answers).values()]
+            return "OutOfMemoryError" not in names
+
         answers = until(
-            lambda answers: (
-                not _is_out_of_memory(answers)
-            ),  # the memory of the crew before may not be free yet
+            has_memory,
             self._build,
             wait=tenacity.wait_exponential(multiplier=2),
             stop=tenacity.stop_after_attempt(1 if is_first else BUILDS),
         )
-        ready = _of_kind(Ready, answers)
+        ready = of_kind(Ready, answers)
         if len(ready) < self._ranks:
             self._end_crew()
             _refuse_crew(answers, self._source, self._clock, is_first=is_first)
@@ -422,7 +437,7 @@ class WorkersRunner:
 
     def _passed_or_late(self, request: Request, answers: Mapping[int, Answer]) -> Outcome:
         """Return the outcome of a trial that every rank has passed, or of as many calls as the rank made whose data ended first."""
-        outcomes = _of_kind(Outcome, answers)
+        outcomes = of_kind(Outcome, answers)
         if len(outcomes) == self._ranks:
             return self._passed(request, outcomes)
         self._end_crew()
@@ -520,7 +535,7 @@ class WorkersRunner:
                     late_s=None,
                     stuck_s=0.0,
                 )
-            samples = _of_kind(Measured, answers)
+            samples = of_kind(Measured, answers)
             if len(samples) == self._ranks:
                 return samples
             self._end_crew()
@@ -532,22 +547,6 @@ class WorkersRunner:
             crews = f"groups of {self._ranks} ranks"
         how, device = how_it_ended(answers[rank]), self.facts.device.name
         raise errors.UnreliableError(NOT_MEASURED.format(crews=crews, device=device, how=how))
-
-
-def _of_group(facts: RunnerInfo, devices: Sequence[DeviceInfo], building_s: float) -> RunnerInfo:
-    """Return the facts of several ranks, on these devices; `building_s` is what it took to make the first crew ready."""
-    names = Counter(device.name for device in devices)
-    smallest = min(devices, key=lambda device: device.total_bytes)
-    return replace(
-        facts,
-        device=replace(
-            smallest, name=", ".join(f"{number} x {name}" for name, number in names.items())
-        ),
-        world_size=len(devices),
-        confirmations=CONFIRMATIONS,
-        failure_cost_s=building_s,
-        alone=ALONE.format(ranks=len(devices)),
-    )
 
 
 def _refuse_crew(
@@ -599,20 +598,5 @@ def _outside_bytes(samples: Sequence[Ready | Measured]) -> list[int]:
     return [sample.outside_bytes or 0 for sample in samples]
 
 
-Kind = TypeVar("Kind", Ready, Outcome, Measured)
-
-
-def _of_kind(kind: type[Kind], answers: Mapping[int, Answer]) -> dict[int, Kind]:
-    """Return the answers of this kind, in the order of the ranks."""
-    return {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, kind)}
-
-
 def _was_ended(answer: Answer, why: str) -> TypeGuard[ExitStatus]:
     return isinstance(answer, ExitStatus) and answer.why == why
-
-
-def _is_out_of_memory(answers: Mapping[int, Answer]) -> bool:
-    return any(
-        isinstance(answer, Failed) and answer.name == "OutOfMemoryError"
-        for answer in answers.values()
-    )

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, TypeVar
 
 from oomprobe.errors import UnreliableError
-from oomprobe.ground.units import format_seconds
+from oomprobe.ground.units import format_seconds, known
 from oomprobe.records.notes import Notes
 from oomprobe.records.trials import LOST, Measured, Outcome, RankTrial, Request, Trial, Verdict
 from oomprobe.rules.look import merged
@@ -33,6 +33,14 @@ OUT_OF_STEP = (
 UNKNOWN_PLACE = "an unknown place"
 # Why a process was ended, as part of a sentence.
 TIMED_OUT, WAITED, LATE, STUCK = "timed out", "waited for another rank", "was late", "stuck"
+
+
+Kind = TypeVar("Kind", Ready, Failed, Outcome, Measured, ExitStatus)
+
+
+def of_kind(kind: type[Kind], answers: Mapping[int, Answer]) -> dict[int, Kind]:
+    """Return the answers of this kind, in the order of the ranks."""
+    return {rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, kind)}
 
 
 def has_failed(answer: Answer) -> bool:
@@ -73,8 +81,8 @@ def _cause_of_failure(answer: Answer) -> Cause | None:
 
 def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -> int | None:
     """Return the rank whose failure is believed; None if there is none. `answers` are in the order in which they came."""
-    failed = (answer.text for answer in answers.values() if isinstance(answer, Failed))
-    bugs = [re.sub(r"\d+", "", text) for text in failed]  # numbers may be of the rank
+    failed = of_kind(Failed, answers).values()
+    bugs = [re.sub(r"\d+", "", answer.text) for answer in failed]  # numbers may be of the rank
     if len(bugs) == len(answers) and len(set(bugs)) == 1:
         return min(answers)  # they all have the same bug
     failing: dict[Cause, list[int]] = defaultdict(list)
@@ -99,12 +107,12 @@ def _left_bytes(answer: Answer, available_bytes: int) -> int:
 
 def measured_of(every: Sequence[Measured | None]) -> Measured | None:
     """Return the sample of a crew: the least that is available, the most that is outside. None if a rank has none."""
-    samples = [sample for sample in every if sample is not None]
+    samples = known(every)
     if len(samples) < len(every):
         return None
     return Measured(
         available_bytes=min(sample.available_bytes for sample in samples),
-        outside_bytes=_most([sample.outside_bytes for sample in samples]),
+        outside_bytes=_most(sample.outside_bytes for sample in samples),
     )
 
 
@@ -112,16 +120,16 @@ Number = TypeVar("Number", int, float)
 
 
 def _most(values: Iterable[Number | None]) -> Number | None:
-    return max((value for value in values if value is not None), default=None)
+    return max(known(values), default=None)
 
 
 def _sum(values: Sequence[Number | None]) -> Number | None:
-    known = [value for value in values if value is not None]
-    return sum(known[1:], known[0]) if known else None
+    of_ranks = known(values)
+    return sum(of_ranks[1:], of_ranks[0]) if of_ranks else None
 
 
 def _first(texts: Iterable[str | None]) -> str | None:
-    return next((text for text in texts if text is not None), None)
+    return next(iter(known(texts)), None)
 
 
 # How each field follows from what it is on every rank; all other fields are those of the limiting rank.
@@ -266,7 +274,7 @@ def first_to_end(request: Request, answers: Mapping[int, Answer], waited_s: floa
 
     Raise UnreliableError if none did: then the ranks do not do the same.
     """
-    passed = {rank: answer for rank, answer in answers.items() if isinstance(answer, Outcome)}
+    passed = of_kind(Outcome, answers)
     early = [outcome for outcome in passed.values() if outcome.ended_early is not None]
     if early:
         return min(early, key=lambda outcome: len(outcome.records))
@@ -295,14 +303,8 @@ def built_late(answers: Mapping[int, Answer], waited_s: float) -> UnreliableErro
     )
 
 
-def _late(answers: Mapping[int, Answer]) -> dict[int, ExitStatus]:
-    return {
-        rank: answer for rank, answer in sorted(answers.items()) if isinstance(answer, ExitStatus)
-    }
-
-
 def _late_ranks(answers: Mapping[int, Answer]) -> str:
-    late = _late(answers)
+    late = of_kind(ExitStatus, answers)
     if len(late) == 1:
         return f"rank {next(iter(late))}"
     return f"ranks {', '.join(map(str, late))}"
@@ -312,5 +314,5 @@ def places_of(answers: Mapping[int, Answer]) -> str:
     """Say at which lines of the user's the ranks were that had to be ended."""
     return "; ".join(
         f"rank {rank} at {status.where() or UNKNOWN_PLACE}"
-        for rank, status in _late(answers).items()
+        for rank, status in of_kind(ExitStatus, answers).items()
     )
