@@ -86,10 +86,8 @@ def uses_lt(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: A
         return False
     if beta != 1 or 1 in (inner, columns):
         return False
-    if bias.dim() == 1 and bias.shape[0] == columns:
+    if bias.shape == (columns,):
         return rows > 1 or VERSION != (2, 10)
-    if bias.dim() != 2:
-        return False
     if bias.shape == (rows, columns) and bias.element_size() == 2 and VERSION >= (2, 15):
         return True
     if bias.shape != (1, columns):

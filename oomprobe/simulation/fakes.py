@@ -75,8 +75,7 @@ def requested_device(device: Any) -> torch.device | None:
         return None
     if isinstance(device, int):
         device = f"cuda:{device}"
-    if isinstance(device, str):
-        device = torch.device(device)
+    device = torch.device(device)
     if device.type == "cuda":
         if device.index is not None:
             SEEN.claim(device.index)

@@ -11,7 +11,7 @@ import torch
 from torch._prims_common import suggest_memory_format
 
 from oomprobe.simulation.cuda_kernels import convolution_format, has_only_format
-from oomprobe.simulation.kernels.steps import Launch, Operator, around, copied, launch
+from oomprobe.simulation.kernels.steps import Launch, Operator, around, copied, launch, scratch
 from oomprobe.tape.calls import RESULT, Steps, reducing
 from oomprobe.tape.reductions import Reduction
 
@@ -33,9 +33,7 @@ def forward(op: Operator) -> Launch | None:
         )
     chosen = convolution_format((images, weight))
     images_copy, weight_copy = copied(images, chosen), copied(weight, chosen)
-    if not images_copy and not weight_copy:
-        return None
-    return launch(around, (len(images_copy),), (*images_copy, *weight_copy))
+    return scratch(around, images_copy + weight_copy, (len(images_copy),))
 
 
 def backward(op: Operator) -> Launch | None:

@@ -16,6 +16,7 @@ from oomprobe.simulation.kernels.steps import (
     around,
     copied,
     launch,
+    scratch,
     throughout,
 )
 from oomprobe.tape.calls import RESULT, Steps, in_turn, reducing
@@ -75,7 +76,7 @@ def group_norm(op: Operator) -> Launch | None:
         after += (samples * groups * FLOAT_BYTES,) * 2
     if positions > 1 and (weight is not None or bias is not None):
         after += (samples * channels * FLOAT_BYTES,) * 2
-    return launch(afterwards, (), after) if after else None
+    return scratch(afterwards, after)
 
 
 def group_norm_backward(op: Operator) -> Launch:
@@ -117,8 +118,7 @@ def batch_norm_backward(op: Operator) -> Launch | None:
         return None
     if not is_training and not _aten.is_non_overlapping_and_dense.default(grad):
         return None
-    copy = copied(grad, image_format(given))
-    return launch(throughout, (), copy) if copy else None
+    return scratch(throughout, copied(grad, image_format(given)))
 
 
 def _channel_gradients(

@@ -16,6 +16,7 @@ from oomprobe.simulation.kernels.steps import (
     copied,
     given_back,
     launch,
+    scratch,
     throughout,
 )
 from oomprobe.tape.calls import RESULT, Steps, in_turn
@@ -67,8 +68,7 @@ def embedding_bag_backward(op: Operator) -> Launch | None:
     """Sort the indices of a bag's gradient, unless the rows are known."""
     grad, indices, rows, mode = op.args[0], op.args[1], op.args[6], op.args[8]
     if mode == 2:  # the largest, whose rows are known
-        copy = copied(grad)
-        return launch(throughout, (), copy) if copy else None
+        return scratch(throughout, copied(grad))
     fixed = (indices.element_size(), rows, grad.element_size(), 0)
     return launch(
         _embedding_backward_steps, fixed, (indices.numel(), grad.shape[-1], *copied(grad))
@@ -111,7 +111,7 @@ def index(op: Operator) -> Launch | None:
     shape = torch.broadcast_shapes(*(index.shape for index in indices))  # type: ignore[no-untyped-call]
     if len(indices) > 1:
         steps += [prod(shape) * INT64_BYTES for index in indices if index.shape != shape]
-    return launch(throughout, (), steps) if steps else None
+    return scratch(throughout, steps)
 
 
 def index_put(op: Operator) -> Launch | None:
@@ -298,7 +298,7 @@ def cumulative(op: Operator) -> Launch | None:
     tensor, copy = op.args[0], copied(op.args[0])
     if tensor.dim() == 1:
         return launch(_vector_scanned, (tensor.element_size(),), (tensor.numel(), *copy))
-    return launch(afterwards, (), copy) if copy else None
+    return scratch(afterwards, copy)
 
 
 _MASKED_PER_TILE = 1344

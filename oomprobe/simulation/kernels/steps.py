@@ -63,6 +63,13 @@ def launch(
     return Launch(Kernel(rule, fixed, len(numbers)), tuple(numbers), result_bytes)
 
 
+def scratch(
+    rule: Callable[..., Steps], numbers: Sequence[int], fixed: tuple[Any, ...] = ()
+) -> Launch | None:
+    """Return the launch of a kernel that takes these blocks, by a rule; None if there are none."""
+    return launch(rule, fixed, numbers) if numbers else None
+
+
 class Operator(NamedTuple):
     """An operator on the card, with its arguments."""
 

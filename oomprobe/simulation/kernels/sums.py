@@ -57,31 +57,19 @@ def accumulated(dtype: torch.dtype) -> int:
     return max(FLOAT_BYTES, dtype.itemsize)
 
 
-_INDEXED_BYTES = 16  # a value and its index
+INDEXED_BYTES = 16  # a value and its index
 
 
-def of_index(op: Operator) -> Launch | None:
-    """The index of the largest element, in one dimension or of all, read as contiguous."""
-    if op.argument("dim") is not None:
-        return reduction(lambda _: _INDEXED_BYTES)(op)
-    tensor = op.args[0]
-    copy = copied(tensor)
-    kind = Reduction(op.processors, tensor.element_size(), _INDEXED_BYTES, (True,))
-    return launch(_reduced, (kind, len(copy)), (*copy, 0, tensor.numel(), 1))
-
-
-def of_extremes(pairs: int) -> Rule:
-    """Return the rule of the largest or smallest of all elements, or of both, read as contiguous; or of those in one dimension."""
+def of_extremes(partial_bytes: Callable[[torch.dtype], int]) -> Rule:
+    """Return the rule of the largest or smallest of all elements, or their indices, read as contiguous; or of those in one dimension."""
 
     def rule(op: Operator) -> Launch | None:
         tensor = op.args[0]
         if len(op.args) > 1 and isinstance(op.args[1], torch.Tensor):
             return None  # elementwise
         if op.argument("dim") is not None:
-            return reduction(lambda _: _INDEXED_BYTES)(op)
-        kind = Reduction(
-            op.processors, tensor.element_size(), pairs * tensor.element_size(), (True,)
-        )
+            return reduction(lambda _: INDEXED_BYTES)(op)
+        kind = Reduction(op.processors, tensor.element_size(), partial_bytes(tensor.dtype), (True,))
         copy = copied(tensor)
         return launch(_reduced, (kind, len(copy)), (*copy, 0, tensor.numel(), 1))
 

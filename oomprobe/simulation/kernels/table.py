@@ -24,6 +24,7 @@ from oomprobe.simulation.kernels.steps import (
     around,
     copied,
     launch,
+    scratch,
     throughout,
 )
 from oomprobe.tape.reductions import Processors
@@ -68,9 +69,7 @@ def _copying(
             for position in positions:
                 sizes += _copy(op.args[position], keeps_last)
             copies.append(sizes)
-        if not any(copies):
-            return None
-        return launch(around, (len(copies[0]),), (*copies[0], *copies[1]))
+        return scratch(around, copies[0] + copies[1], (len(copies[0]),))
 
     return rule
 
@@ -90,7 +89,7 @@ def _matrix_product(op: Operator) -> Launch | None:
     for value in op.args:
         if isinstance(value, torch.Tensor) and not _is_readable(value):
             copies.append(value.numel() * value.element_size())
-    return launch(afterwards, (), copies) if copies else None
+    return scratch(afterwards, copies)
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
@@ -155,14 +154,10 @@ def _transferred(
     if source.numel() <= 1 or (keeps_layout and dtype == source.dtype):
         return None
     if _is_on_card(source.device):
-        copies = copied(source)
-        if not copies:
-            return None
-    else:
-        copies = (source.numel() * dtype.itemsize,)
-        if result_is_contiguous:
-            return None
-    return launch(afterwards, (), copies)
+        return scratch(afterwards, copied(source))
+    if result_is_contiguous:
+        return None
+    return launch(afterwards, (), (source.numel() * dtype.itemsize,))
 
 
 def _is_on_card(device: torch.device) -> bool:
@@ -245,9 +240,9 @@ _RULES |= {
     **dict.fromkeys(
         (_aten.amax, _aten.amin, _aten.any, _aten.all), sums.reduction(lambda dtype: dtype.itemsize)
     ),
-    **dict.fromkeys((_aten.argmax, _aten.argmin), sums.of_index),
-    **dict.fromkeys((_aten.max, _aten.min), sums.of_extremes(1)),
-    _aten.aminmax: sums.of_extremes(2),
+    **dict.fromkeys((_aten.argmax, _aten.argmin), sums.of_extremes(lambda _: sums.INDEXED_BYTES)),
+    **dict.fromkeys((_aten.max, _aten.min), sums.of_extremes(lambda dtype: dtype.itemsize)),
+    _aten.aminmax: sums.of_extremes(lambda dtype: 2 * dtype.itemsize),
     _aten._foreach_norm: sums.foreach_norm,
     # losses
     **dict.fromkeys((_aten.mse_loss, _aten.smooth_l1_loss), sums.loss),
