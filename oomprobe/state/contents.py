@@ -250,19 +250,17 @@ def of_tuple(owner: Reference, path: str) -> Values:
 
 def of_cache(cache: functools._lru_cache_wrapper[Any], path: str) -> Values:
     """Return how many results a function's cache keeps, which was empty: it can only be emptied again."""
-    find = weakref.ref(cache)
+    find: Callable[[], Any] = weakref.ref(cache)
 
-    def read() -> dict[Any, Any]:
-        now = find()
-        kept = 0 if now is None else now.cache_info().currsize
+    def read(now: Any) -> dict[Any, Any]:
+        kept = now.cache_info().currsize
         return {"results": kept} if kept else {}
 
     def write(before: dict[Any, Any], _: dict[Any, Any]) -> None:
-        now = find()
-        if now is not None and not before:
-            now.cache_clear()
+        if not before:
+            find().cache_clear()
 
-    return Values(f"{path}.", read, write)
+    return Values(f"{path}.", _reader(find, read), write)
 
 
 def _reader(find: Callable[[], Any], read: Callable[[Any], Any]) -> Callable[[], Any]:

@@ -8,6 +8,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -161,14 +162,7 @@ class Reference(Saved):
                 self._is_strong = True
                 return
             self._parts = parts
-        if isinstance(value, defaultdict):
-            self._factory = value.default_factory
-        elif isinstance(value, deque):
-            self._maxlen = value.maxlen
-        elif isinstance(value, torch.nn.Module):
-            self._registries = {
-                name: type(vars(value)[name]) for name in (*REGISTRIES, *hooks_of(value))
-            }
+        self._prepare = _preparation(value)
         self._weak_cells = list(_weak_cells(value))
         self._value = None
 
@@ -231,18 +225,26 @@ class Reference(Saved):
             value = new(self.kind, parts)
         else:
             value = new(self.kind)
-        if isinstance(value, defaultdict):
-            value.default_factory = self._factory
-        elif isinstance(value, deque):
-            deque.__init__(value, (), self._maxlen)
-        elif isinstance(value, torch.nn.Module):
-            vars(value).update({name: kind() for name, kind in self._registries.items()})
+        self._prepare(value)
         self._value, self._id = value, id(value)
         if self._weak is not None:
             self._weak = weakref.ref(value)
         for cell in self._weak_cells:
             cell.cell_contents = weakref.ref(value)
         return value
+
+
+def _preparation(value: Any) -> Callable[[Any], object]:
+    """Return what gives a new object what `__new__` does not, as this one has it."""
+    if isinstance(value, defaultdict):
+        factory = value.default_factory
+        return lambda new: defaultdict.__init__(new, factory)
+    if isinstance(value, deque):
+        return partial(deque.__init__, maxlen=value.maxlen)
+    if isinstance(value, torch.nn.Module):
+        kinds = {name: type(vars(value)[name]) for name in (*REGISTRIES, *hooks_of(value))}
+        return lambda new: vars(new).update({name: kind() for name, kind in kinds.items()})
+    return lambda new: None
 
 
 class BoundMethod(Saved):
