@@ -449,25 +449,19 @@ class Doors:
             place = self.overlay.place(real)
         return naming(path, posix.open, place, flags, mode)
 
-    def remove(self, path, *, dir_fd=None):
-        real = self.overlay.resolve(path, dir_fd, follow=False)
-        if self.overlay.passes(real):
-            return naming(path, posix.unlink, real)
-        if is_folder(naming(path, posix.lstat, self.overlay.place(real))):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-        self.overlay.check_permission(os.path.dirname(real))
-        return self.overlay.remove(real)
+    def remove(self, name):
+        original, is_of_folders = getattr(posix, name), name == "rmdir"
 
-    def rmdir(self, path, *, dir_fd=None):
-        real = self.overlay.resolve(path, dir_fd, follow=False)
-        if self.overlay.passes(real):
-            return naming(path, posix.rmdir, real)
-        if not is_folder(naming(path, posix.lstat, self.overlay.place(real))):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-        if self.overlay.names(real):
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-        self.overlay.check_permission(os.path.dirname(real))
-        return self.overlay.remove(real)
+        def call(path, *, dir_fd=None):
+            real = self.overlay.resolve(path, dir_fd, follow=False)
+            if self.overlay.passes(real):
+                return naming(path, original, real)
+            naming(path, posix.lstat, self.overlay.place(real))
+            self.check_replaceable(real, path, by_folder=is_of_folders)
+            self.overlay.check_permission(os.path.dirname(real))
+            return self.overlay.remove(real)
+
+        return name, call
 
     def rename(self, src, dst, *, src_dir_fd=None, dst_dir_fd=None):
         old = self.overlay.resolve(src, src_dir_fd, follow=False)
@@ -491,7 +485,7 @@ class Doors:
             self.overlay.hide(old)
 
     def check_replaceable(self, real, path, by_folder):
-        """Raise what the system raises if a file or folder cannot replace what is there."""
+        """Raise what the system raises if nothing of this kind may go, or be replaced: a file, or an empty folder."""
         place = self.overlay.place(real)
         if not exists(place):
             return
@@ -523,11 +517,7 @@ class Doors:
         return real
 
     def listdir(self, path="."):
-        folder = self.changed_folder(path or ".")
-        if folder is None:
-            return posix.listdir(path)
-        names = naming(path, self.overlay.names, folder)
-        return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
+        return [entry.name for entry in self.scandir(path)]
 
     def scandir(self, path="."):
         folder = self.changed_folder(path or ".")
@@ -555,7 +545,7 @@ class Doors:
     def table(self):
         """Yield the name of each function, with what takes its place."""
         yield "open", self.open_descriptor
-        yield from (("unlink", self.remove), ("remove", self.remove), ("rmdir", self.rmdir))
+        yield from map(self.remove, ("unlink", "remove", "rmdir"))
         yield from (("rename", self.rename), ("replace", self.rename))
         yield from (("link", self.link), ("symlink", self.symlink))
         yield from (("listdir", self.listdir), ("scandir", self.scandir))
