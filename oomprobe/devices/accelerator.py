@@ -22,6 +22,7 @@ from oomprobe.errors import UnreliableError
 from oomprobe.ground import linux
 from oomprobe.ground.replaced import replaced
 from oomprobe.ground.torch_versions import COUNTS_PINNED_CACHE, half_of
+from oomprobe.ground.units import known
 from oomprobe.records.trials import Verdict
 from oomprobe.tape.snapshot import Snapshot
 from oomprobe.verdicts import Evidence, classify_error
@@ -139,8 +140,7 @@ class AcceleratorDevice(Device):
     @contextmanager
     def cap(self, limit_bytes: int | None) -> Iterator[None]:
         if self._must_cap:
-            usable_bytes = self._usable_bytes()
-            limit_bytes = usable_bytes if limit_bytes is None else min(limit_bytes, usable_bytes)
+            limit_bytes = min(known([limit_bytes, self._usable_bytes()]))
         if limit_bytes is None:
             yield
             return
@@ -240,11 +240,10 @@ class AcceleratorDevice(Device):
         self.synchronize()
         self._torch.empty_cache()
         getattr(torch._C, "_host_emptyCache", int)()  # of pinned memory
-        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear is None or self._torch is not torch.cuda:
+        if self._torch is not torch.cuda:
             return
         if not self.has_graphs():
-            clear()
+            torch._C._cuda_clearCublasWorkspaces()
             self._torch.empty_cache()
         elif not self._has_released:
             # Graphs captured during a trial are freed with its compiled code.
@@ -270,7 +269,7 @@ class AcceleratorDevice(Device):
 
         None too while the user records: there is one recording for each process.
         """
-        return self._recorded() if self._is_native() and not user_records() else None
+        return self._recorded() if self._can_record() else None
 
     def fingerprint(self) -> int | None:
         if not self._is_native():
@@ -281,6 +280,9 @@ class AcceleratorDevice(Device):
         if self._torch is not torch.cuda:
             return False
         return bool(torch.cuda.memory.get_allocator_backend() == "native")
+
+    def _can_record(self) -> bool:
+        return self._is_native() and not user_records()
 
     @contextmanager
     def _recorded(self) -> Iterator[History]:
@@ -310,7 +312,7 @@ class AcceleratorDevice(Device):
     def recorded(self) -> Iterator[list[Snapshot]]:
         """Record torch's memory history, unless the user does: there is one for each process."""
         snapshots = list[Snapshot]()
-        if not self._is_native() or user_records():
+        if not self._can_record():
             yield snapshots
             return
         recording = MemoryHistory(self.torch_device)

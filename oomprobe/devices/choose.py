@@ -90,7 +90,7 @@ def simulated_for_command(device: object) -> str | None:
     return device
 
 
-def is_host(device: Device) -> bool:
+def is_host(device: object) -> bool:
     """Return whether each trial runs in a forked process that RLIMIT_AS limits."""
     return isinstance(device, HostDevice)
 

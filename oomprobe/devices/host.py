@@ -99,9 +99,8 @@ class HostDevice(Device):
 
     def release(self) -> None:
         """Return free memory of malloc's heap to the system, if the C library supports it."""
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
     def healthy(self) -> bool:
         return True  # a library that a failure has poisoned ends with the trial's process

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 )
 
 from oomprobe.devices.base import History
+from oomprobe.ground.units import known
 from oomprobe.records.breakdown import (
     ACTIVATIONS,
     BACKWARD,
@@ -72,7 +73,7 @@ class Recorder:
         parameters = [*self._model.parameters()]
         kinds: list[tuple[str, Iterable[torch.Tensor]]] = [
             *((STATE, state_tensors(optimizer)) for optimizer in self._optimizers),
-            (GRADIENTS, (parameter.grad for parameter in parameters if parameter.grad is not None)),
+            (GRADIENTS, known(parameter.grad for parameter in parameters)),
             (PARAMETERS, [*parameters, *self._model.buffers()]),
         ]
         for kind, tensors in kinds:

@@ -47,11 +47,10 @@ class Statistics:
     def kept(self) -> Iterator[None]:
         """Keep what code inside resets; it sees itself what torch shows it."""
         with ExitStack() as stack:
-            for name in _RESETS:
-                reset = getattr(torch._C, name, None)
-                if reset is not None:
-                    stack.callback(setattr, torch._C, name, reset)
-                    setattr(torch._C, name, partial(self._keep, reset))
+            for name in filter(partial(hasattr, torch._C), _RESETS):
+                reset = getattr(torch._C, name)
+                stack.callback(setattr, torch._C, name, reset)
+                setattr(torch._C, name, partial(self._keep, reset))
             yield
 
     def _keep(self, reset: Callable[[int], object], index: int) -> None:

@@ -37,7 +37,11 @@ class Interrupts:
             for number in (signal.SIGINT, *ENDING):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._receive)
-            if ALARM is not None and _is_free(ALARM):
+            if (
+                ALARM is not None
+                and signal.getsignal(ALARM) is signal.SIG_DFL
+                and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+            ):
                 self._before[ALARM] = signal.signal(ALARM, self._receive)
         return self
 
@@ -148,9 +152,3 @@ class _Delivered:
         ]
         if self._alarm_s is not None:
             signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _is_free(alarm: int) -> bool:
-    return (
-        signal.getsignal(alarm) is signal.SIG_DFL and signal.getitimer(signal.ITIMER_REAL)[0] == 0
-    )

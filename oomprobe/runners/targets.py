@@ -146,7 +146,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _from_name(name: str) -> ModuleType:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+    if {"", str(Path.cwd())}.isdisjoint(sys.path):
         sys.path.insert(0, str(Path.cwd()))
     try:
         return importlib.import_module(name)

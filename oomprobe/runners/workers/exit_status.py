@@ -46,10 +46,9 @@ class ExitStatus:
             what = f"the trial's process exited with code {self.code} before it answered"
         else:
             what = f"the trial's process was killed by {signal.Signals(self.signal).name}"
-            if self.signal == signal.SIGKILL and self.oom_kills:
-                what += " (the system's OOM killer was active)"
-            elif self.signal == signal.SIGKILL:
-                what += " (not by the system's OOM killer)"
+            if self.signal == signal.SIGKILL:
+                killer = "the system's OOM killer"
+                what += f" ({killer} was active)" if self.oom_kills else f" (not by {killer})"
         output, mark, trace = self.stderr.partition(_TRACE)
         shown = output[-SHOWN_CHARACTERS:] + mark + "\n".join(trace.splitlines()[:TRACE_LINES])
         if not shown:

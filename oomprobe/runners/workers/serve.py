@@ -84,12 +84,7 @@ def _failure(error: BaseException, device: Device | None) -> Failed | Lost:
         return Lost(text=failure_of(error).text)
     cause = error.__cause__
     # Optimizers ask for CUDA's current stream, also those of a model on the CPU.
-    if (
-        isinstance(cause, RuntimeError)
-        and "forked subprocess" in str(cause)
-        and device is not None
-        and is_host(device)
-    ):
+    if isinstance(cause, RuntimeError) and "forked subprocess" in str(cause) and is_host(device):
         return failed(cannot_train(cause))
     return failed(of_device or error)
 
