@@ -23,6 +23,7 @@ from torch._decomp import decompositions
 from torch.utils._pytree import tree_leaves
 
 from oomprobe.ground import torch_versions
+from oomprobe.simulation.kernels.steps import entry
 
 _aten = torch.ops.aten
 _set_autocast_enabled = torch.set_autocast_enabled
@@ -35,6 +36,12 @@ _EFFICIENT_MULTIPLES = {
     torch.bfloat16: 8,
     torch.float32: 4,
 }  # of the heads' widths, by dtype
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    _aten.softmax.int: lambda *args, **kwargs: _softmax("softmax", *args, **kwargs),
+    _aten.log_softmax.int: lambda *args, **kwargs: _softmax("log_softmax", *args, **kwargs),
+}
 
 
 class CudaKernels:
@@ -51,14 +58,10 @@ class CudaKernels:
 
     def __enter__(self) -> CudaKernels:
         library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        attend = partial(_attend, self._capability)
         kernels: dict[Any, Callable[..., Any]] = {
-            _aten.dropout.default: _dropout,
-            _aten.scaled_dot_product_attention.default: partial(_attend, self._capability),
-            _aten.linear.default: _linear,
-            _aten.batch_norm.default: _batch_norm,
-            _aten.one_hot.default: _one_hot,
-            _aten.softmax.int: partial(_softmax, "softmax"),
-            _aten.log_softmax.int: partial(_softmax, "log_softmax"),
+            **_KERNELS,
+            _aten.scaled_dot_product_attention.default: attend,
         }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns once about overriding a kernel
@@ -100,12 +103,14 @@ class CudaKernels:
         self._library._destroy()
 
 
+@entry(_KERNELS, _aten.dropout.default)
 def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     if p == 0 or not train or tensor.numel() == 0:
         return tensor
     return torch.native_dropout(tensor, p, train)[0]
 
 
+@entry(_KERNELS, _aten.linear.default)
 def _linear(
     tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -116,6 +121,7 @@ def _linear(
     return _composite(_aten.linear.default, tensor, weight, bias)  # type: ignore[no-any-return]
 
 
+@entry(_KERNELS, _aten.batch_norm.default)
 def _batch_norm(tensor: torch.Tensor, weight: torch.Tensor | None, *args: Any) -> torch.Tensor:
     """Make the input contiguous for cuDNN, which keeps the copy for the backward pass."""
     if uses_cudnn_norm(tensor, weight):
@@ -130,6 +136,7 @@ def uses_cudnn_norm(given: torch.Tensor, weight: torch.Tensor | None) -> bool:
     return weight.dtype is torch.float32 and given.dtype is not torch.bfloat16
 
 
+@entry(_KERNELS, _aten.one_hot.default)
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Scatter ones into zeros; for fakes, torch compares each index with each class."""
     if num_classes < 0:
@@ -303,26 +310,15 @@ _AS_ON_CUDA: dict[Any, _Conversion] = {}
 
 def as_on_cuda(func: Any, args: Any, result: Any) -> Any:
     """Return an operator's result in the dtype and the memory format that CUDA's kernel returns."""
-    convert = _AS_ON_CUDA.get(func)
-    return result if convert is None else convert(args, result)
+    return _AS_ON_CUDA.get(func, lambda _, result: result)(args, result)
 
 
-def _results_of(*operators: Any) -> Callable[[_Conversion], _Conversion]:
-    """Let the function below convert the results of these operators."""
-
-    def register(convert: _Conversion) -> _Conversion:
-        _AS_ON_CUDA.update(dict.fromkeys(operators, convert))
-        return convert
-
-    return register
-
-
-@_results_of(_aten.native_layer_norm.default)
+@entry(_AS_ON_CUDA, _aten.native_layer_norm.default)
 def _statistics(args: Any, result: Any) -> Any:
     return result[0], *_cast(result[1:], _HALF, torch.float32)
 
 
-@_results_of(_aten.native_batch_norm.default)
+@entry(_AS_ON_CUDA, _aten.native_batch_norm.default)
 def _batch_norm_results(args: Any, result: Any) -> Any:
     """Keep statistics in float32; without cuDNN, they are kept in evaluation too."""
     given, is_training = args[0], args[5]
@@ -333,7 +329,7 @@ def _batch_norm_results(args: Any, result: Any) -> Any:
     return result[0], mean, deviation
 
 
-@_results_of(_aten.convolution_backward.default)
+@entry(_AS_ON_CUDA, _aten.convolution_backward.default)
 def _convolution_gradients(args: Any, result: Any) -> Any:
     *gradients, bias = result
     chosen = convolution_format(args[1:3])
@@ -343,7 +339,7 @@ def _convolution_gradients(args: Any, result: Any) -> Any:
     return *gradients, bias
 
 
-@_results_of(_aten._scaled_dot_product_efficient_attention.default)
+@entry(_AS_ON_CUDA, _aten._scaled_dot_product_efficient_attention.default)
 def _efficient_attention(args: Any, result: Any) -> Any:
     """Leave the seed of its dropout in host memory, which newer versions of torch do if nothing is dropped."""
     dropout_p = args[5] if len(args) > 5 else 0.0
@@ -352,7 +348,7 @@ def _efficient_attention(args: Any, result: Any) -> Any:
     return *result[:2], *(seed.new_empty(0) for seed in result[2:])
 
 
-@_results_of(_aten.native_batch_norm_backward.default)
+@entry(_AS_ON_CUDA, _aten.native_batch_norm_backward.default)
 def _first_like_input(args: Any, result: Any) -> Any:
     """Lay out the input's gradient as the input, not as the gradient of the result."""
     gradient, *others = result
@@ -361,7 +357,9 @@ def _first_like_input(args: Any, result: Any) -> Any:
     return gradient.contiguous(memory_format=image_format(args[1])), *others
 
 
-@_results_of(_aten.native_layer_norm_backward.default, _aten.native_group_norm_backward.default)
+@entry(
+    _AS_ON_CUDA, _aten.native_layer_norm_backward.default, _aten.native_group_norm_backward.default
+)
 def _contiguous_first(_: Any, result: Any) -> Any:
     gradient, *others = result
     return gradient if gradient is None else gradient.contiguous(), *others
@@ -461,6 +459,7 @@ _IN_LOW_PRECISION = [
     "convolution",
     "einsum",
 ]  # in addition to the CPU's own list
+_CASTS: dict[str, Callable[..., Any]] = {}  # by operator
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
@@ -468,18 +467,10 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 def _autocast_kernels() -> dict[str, Any]:
     """Return a kernel for each operator that does what CUDA's autocast does."""
     kernels: dict[str, Any] = dict.fromkeys(_cpu_extras(), torch.library.fallthrough_kernel)
-    for names, kernel in (
-        (_IN_FLOAT32, _in_float32),
-        (_FLOAT32_RESULT, _with_float32_result),
-        (_PROMOTED, _promoted),
-        (_IN_LOW_PRECISION, _in_low_precision),
-    ):
-        for name in names:
-            if _has_kernel(name, "AutocastCUDA"):  # rms_norm has none before torch 2.12
-                base, _, overload = name.partition(".")
-                kernels[name] = partial(
-                    kernel, getattr(getattr(_aten, base), overload or "default")
-                )
+    for name, kernel in _CASTS.items():
+        if _has_kernel(name, "AutocastCUDA"):  # rms_norm has none before torch 2.12
+            base, _, overload = name.partition(".")
+            kernels[name] = partial(kernel, getattr(getattr(_aten, base), overload or "default"))
     return kernels
 
 
@@ -504,17 +495,20 @@ def _without_autocast(op: Any, *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
 
+@entry(_CASTS, *_IN_FLOAT32)
 def _in_float32(op: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs = {name: _cast(value, _HALF, torch.float32) for name, value in kwargs.items()}
     return _without_autocast(op, *_cast(args, _HALF, torch.float32), **kwargs)
 
 
+@entry(_CASTS, *_IN_LOW_PRECISION)
 def _in_low_precision(op: Any, *args: Any, **kwargs: Any) -> Any:
     return _without_autocast(
         op, *_cast(args, (torch.float32,), torch.get_autocast_dtype("cpu")), **kwargs
     )
 
 
+@entry(_CASTS, *_FLOAT32_RESULT)
 def _with_float32_result(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Widen the input inside the kernel, without a copy."""
     index = [argument.name for argument in op._schema.arguments].index("dtype")
@@ -524,6 +518,7 @@ def _with_float32_result(op: Any, *args: Any, **kwargs: Any) -> Any:
     return _without_autocast(op, *args, **kwargs)
 
 
+@entry(_CASTS, *_PROMOTED)
 def _promoted(op: Any, *args: Any, **kwargs: Any) -> Any:
     for value in tree_leaves(args):
         if isinstance(value, torch.Tensor) and value.dtype is torch.float32:

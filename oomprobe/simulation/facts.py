@@ -238,7 +238,7 @@ def monotone(function: Callable[[float], float], fact: Bounds) -> Bounds:
     return Bounds(ends[0], ends[1], fact.answer)
 
 
-def compared(compare: Callable[[Any, Any], bool], left: Bounds, right: Bounds) -> Bounds:
+def compared(compare: Callable[[Any, Any], float], left: Bounds, right: Bounds) -> Bounds:
     """Compare two facts by an operation that is monotone in both."""
     low, high, answer = corners(compare, left, right)
     return Bounds(low, high, None if answer is None else compare(left.read, right.read))
@@ -324,8 +324,7 @@ def logical(operation: Callable[[Any, Any], float]) -> Rule:
         if applied.results[0].dtype is not torch.bool:
             return UNKNOWN
         left, right = (as_dtype(applied.fact(name), torch.bool) for name in ("self", "other"))
-        low, high, answer = corners(operation, left, right)
-        return Bounds(low, high, None if answer is None else operation(left.read, right.read))
+        return compared(operation, left, right)
 
     return rule
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from threading import RLock
 from typing import Any
 
@@ -60,7 +59,7 @@ class HostMemory:
     def _hold(self, storage: _Storage, block: int | None) -> None:
         key = storage._cdata
         self._free(key)
-        on_death = weakref.ref(storage, self._death_callback(key))
+        on_death = freeing(storage, self, key)
         self._held[key] = block, storage.nbytes(), on_death
         self._note_peaks()
 
@@ -69,20 +68,22 @@ class HostMemory:
         self.peak_pinned_bytes = max(self.peak_pinned_bytes, pinned_bytes)
         self.peak_bytes = max(self.peak_bytes, pinned_bytes + self._pageable_bytes)
 
-    def _death_callback(self, key: int) -> Callable[[object], None]:
-        this = weakref.ref(self)
-
-        def died(_: object) -> None:
-            host = this()
-            if host is not None:
-                with host._lock:
-                    host._free(key)
-
-        return died
-
     def _free(self, key: int) -> None:
-        block, nbytes, _ = self._held.pop(key, (None, 0, None))
-        if block is None:
-            self._pageable_bytes -= nbytes
-        else:
-            self.pinned.free(block)
+        with self._lock:
+            block, nbytes, _ = self._held.pop(key, (None, 0, None))
+            if block is None:
+                self._pageable_bytes -= nbytes
+            else:
+                self.pinned.free(block)
+
+
+def freeing(storage: _Storage, owner: Any, key: int) -> weakref.ref[_Storage]:
+    """Return a reference to a storage, at whose death its owner, if it is there, frees what it has by that key."""
+    this = weakref.ref(owner)
+
+    def died(_: object) -> None:
+        alive = this()
+        if alive is not None:
+            alive._free(key)
+
+    return weakref.ref(storage, died)

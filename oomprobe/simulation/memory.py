@@ -14,8 +14,9 @@ from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.allocator.pools import Pools
 from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.ground.torch_versions import LT_BYTES, LtWorkspace, workspaces
+from oomprobe.ground.units import known
 from oomprobe.simulation.cards import Card
-from oomprobe.simulation.host import HostMemory
+from oomprobe.simulation.host import HostMemory, freeing
 from oomprobe.simulation.kernels.compared import Uncompared
 from oomprobe.simulation.kernels.steps import Launch, afterwards
 from oomprobe.simulation.threads import Threads
@@ -165,9 +166,10 @@ class CardMemory:
 
     def allowed(self, limit_bytes: int | None) -> int:
         """Return what the process may reserve under its own fraction, the card's memory and a cap."""
-        if limit_bytes is None:
-            limit_bytes = self.card.available_bytes
-        return min(limit_bytes, int(self.fraction * self.card.total_bytes))
+        card = self.card
+        return min(
+            known([limit_bytes, card.available_bytes, int(self.fraction * card.total_bytes)])
+        )
 
     def allocator_limit(self, limit_bytes: int | None) -> int | None:
         """Return the allocator's own limit under a cap; None if only the card limits it."""
@@ -214,7 +216,7 @@ class CardMemory:
             return
         nbytes = storage.nbytes() if nbytes is None else nbytes
         block = self.allocator.malloc(nbytes)
-        on_death = weakref.ref(storage, self._death_callback(key))
+        on_death = freeing(storage, self, key)
         self._allocations[key] = _Allocation(
             nbytes, block, self.allocator.stream, self.tape.allocated(nbytes), on_death
         )
@@ -223,9 +225,7 @@ class CardMemory:
         """Move a block to another storage: the operator was faked out of place, but runs in place on the card."""
         allocation = self._allocations.pop(storage._cdata)
         key = to._cdata
-        self._allocations[key] = replace(
-            allocation, on_death=weakref.ref(to, self._death_callback(key))
-        )
+        self._allocations[key] = replace(allocation, on_death=freeing(to, self, key))
 
     def free(self, storage: _Storage) -> None:
         """Take a storage off the card before it dies."""
@@ -414,16 +414,6 @@ class CardMemory:
             call_number, index = allocation.name
             live[next_call - call_number, index] = allocation.block
         return live
-
-    def _death_callback(self, key: int) -> Callable[[object], None]:
-        this = weakref.ref(self)
-
-        def died(_: object) -> None:
-            memory = this()
-            if memory is not None:
-                memory._free(key)
-
-        return died
 
     def _free(self, key: int) -> None:
         with self.threads.lock:

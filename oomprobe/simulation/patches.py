@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from oomprobe.ground.frames import user_line
 from oomprobe.ground.replaced import Patch, replaced
 from oomprobe.ground.torch_versions import INFERENCE_KEEPS_CASTS
+from oomprobe.ground.units import known
 from oomprobe.simulation.card_mode import CardMode, zeros_of
 from oomprobe.simulation.cuda_api import called_by_torch, set_default_tensor_type
 from oomprobe.simulation.cuda_kernels import CudaKernels
@@ -231,7 +232,10 @@ def _wrap_save(card_mode: CardMode, save: Any) -> Any:
     """Make ``torch.save`` write zeros for tensors without data to a buffer, and nothing to a file, which may be a checkpoint."""
 
     def wrapped(value: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike) or _is_file(f):
+        is_file = isinstance(f, str | os.PathLike)
+        with suppress(AttributeError, OSError):  # a buffer in memory has none
+            is_file |= isinstance(f.fileno(), int)
+        if is_file:
             card_mode.notes[SKIPPED_SAVE.format(line=user_line())] = None
             return
         with _disable_current_modes(), torch._C.DisableTorchFunction():
@@ -250,13 +254,6 @@ def _resize_on_card(memory: CardMemory, resize: Any) -> Any:
         return result
 
     return resize_
-
-
-def _is_file(f: Any) -> bool:
-    try:
-        return isinstance(f.fileno(), int)
-    except (AttributeError, OSError):  # a buffer in memory
-        return False
 
 
 class _AnyGenerator(type):
@@ -291,10 +288,7 @@ def _wrap_apply(card_mode: CardMode, apply: Any) -> Any:
         if recurse:
             for child in module.children():
                 child._apply(fn)  # type: ignore[no-untyped-call]
-        tensors = []
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None:
-                tensors.append(tensor)
+        tensors = known([*module._parameters.values(), *module._buffers.values()])
         if not tensors:
             return apply(module, fn, recurse=False)  # type: ignore[no-any-return]
         probe = fn(torch.empty(0, dtype=tensors[0].dtype))
@@ -316,10 +310,9 @@ def _wrap_apply(card_mode: CardMode, apply: Any) -> Any:
 def _apply_to_fakes(module: torch.nn.Module, fn: Any) -> torch.nn.Module:
     """Do what torch's `_apply` does, which would swap the tensors, and fakes cannot be swapped."""
     with torch.no_grad():
-        for parameter in module._parameters.values():
-            for tensor in (parameter, None if parameter is None else parameter.grad):
-                if tensor is not None:
-                    tensor.data = fn(tensor.data)
+        for parameter in known(module._parameters.values()):
+            for tensor in known([parameter, parameter.grad]):
+                tensor.data = fn(tensor.data)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = fn(buffer)

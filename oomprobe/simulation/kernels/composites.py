@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf, prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from oomprobe.simulation.kernels.steps import entry
 from oomprobe.simulation.unknown import check_split
 
 _aten = torch.ops.aten
@@ -18,7 +19,6 @@ _Tensor = torch.Tensor
 _MEAN = 1
 _LARGEST = 2  # mode of embedding_bag
 _COMPOSITES: dict[str, Callable[..., Any]] = {}  # by the operator's name
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def composite_of(func: Any) -> Callable[..., Any] | None:
@@ -26,17 +26,7 @@ def composite_of(func: Any) -> Callable[..., Any] | None:
     return _COMPOSITES.get(func.name())
 
 
-def _in_place_of(*names: str) -> Callable[[_Function], _Function]:
-    """Let the function below be what these operators' host code does."""
-
-    def register(function: _Function) -> _Function:
-        _COMPOSITES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
-@_in_place_of("aten::logsumexp")
+@entry(_COMPOSITES, "aten::logsumexp")
 def _logsumexp(tensor: _Tensor, dims: list[int], keepdim: bool = False) -> Any:
     """ReduceOps.cpp (logsumexp_out_impl)."""
     largest = _aten.amax.default(tensor, dims, True)
@@ -49,7 +39,7 @@ def _logsumexp(tensor: _Tensor, dims: list[int], keepdim: bool = False) -> Any:
     return _aten.add_.Tensor(_aten.log_.default(result), kept)
 
 
-@_in_place_of("aten::binary_cross_entropy_with_logits")
+@entry(_COMPOSITES, "aten::binary_cross_entropy_with_logits")
 def _binary_cross_entropy_with_logits(
     logits: _Tensor, target: _Tensor, weight: _Tensor | None = None, pos_weight: _Tensor | None = None, reduction: int = _MEAN
 ) -> Any:  # fmt: skip
@@ -65,7 +55,7 @@ def _binary_cross_entropy_with_logits(
     return _reduce(loss, reduction)
 
 
-@_in_place_of("aten::huber_loss")
+@entry(_COMPOSITES, "aten::huber_loss")
 def _huber_loss(
     predicted: _Tensor, target: _Tensor, reduction: int = _MEAN, delta: float = 1.0
 ) -> Any:
@@ -79,7 +69,7 @@ def _reduce(loss: _Tensor, reduction: int) -> Any:
     return (_aten.mean if reduction == _MEAN else _aten.sum).default(loss)
 
 
-@_in_place_of("aten::_safe_softmax")
+@entry(_COMPOSITES, "aten::_safe_softmax")
 def _safe_softmax(tensor: _Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     """SoftMax.cpp: rows that are masked altogether become zeros."""
     result = _aten._softmax.default(tensor, dim, False)
@@ -89,7 +79,7 @@ def _safe_softmax(tensor: _Tensor, dim: int, dtype: torch.dtype | None = None) -
     return result
 
 
-@_in_place_of("aten::_embedding_bag", "aten::_embedding_bag_forward_only")
+@entry(_COMPOSITES, "aten::_embedding_bag", "aten::_embedding_bag_forward_only")
 def _embedding_bag(
     weight: _Tensor,
     indices: _Tensor,
@@ -108,7 +98,7 @@ def _embedding_bag(
     return result, bag_of_index, sizes, largest
 
 
-@_in_place_of("aten::_euclidean_dist")
+@entry(_COMPOSITES, "aten::_euclidean_dist")
 def _euclidean_distances(first: _Tensor, second: _Tensor) -> Any:
     """Distance.cpp (_euclidean_dist): one product of matrices that contain the squares."""
     norms, ones = _squares(first)
@@ -127,13 +117,13 @@ def _squares(tensor: _Tensor) -> tuple[_Tensor, _Tensor]:
     return norms, _aten.ones_like.default(norms)
 
 
-@_in_place_of("aten::count_nonzero", "aten::count_nonzero.dim_IntList")
+@entry(_COMPOSITES, "aten::count_nonzero", "aten::count_nonzero.dim_IntList")
 def _count_nonzero(tensor: _Tensor, dims: int | list[int] | None = None) -> Any:
     """TensorAdvancedIndexing.cpp."""
     return _aten.sum.dim_IntList(_aten.ne.Scalar(tensor, 0), dims)
 
 
-@_in_place_of("aten::masked_scatter_backward")
+@entry(_COMPOSITES, "aten::masked_scatter_backward")
 def _masked_scatter_backward(grad: _Tensor, mask: _Tensor, shape: list[int]) -> Any:
     """TensorAdvancedIndexing.cpp: what was taken, and zeros for the rest; of unknown values, no rest."""
     count = prod(shape)
@@ -145,7 +135,7 @@ def _masked_scatter_backward(grad: _Tensor, mask: _Tensor, shape: list[int]) -> 
     return _aten.view.default(taken[:count], shape)
 
 
-@_in_place_of("aten::multinomial")
+@entry(_COMPOSITES, "aten::multinomial")
 def _multinomial(
     probabilities: _Tensor, count: int, replacement: bool = False, *, generator: Any = None
 ) -> Any:
@@ -172,7 +162,7 @@ def _multinomial(
     return _aten.topk.default(divided, count)[1]
 
 
-@_in_place_of("aten::normal.float_Tensor", "aten::normal.Tensor_Tensor")
+@entry(_COMPOSITES, "aten::normal.float_Tensor", "aten::normal.Tensor_Tensor")
 def _normal(mean: _Tensor | float, deviations: _Tensor, *, generator: Any = None) -> Any:
     """DistributionTemplates.h: deviations are checked twice."""
     _check_positive(deviations)
@@ -191,7 +181,7 @@ def _check_positive(deviations: _Tensor) -> None:
     _aten.ge.Scalar(least, 0)
 
 
-@_in_place_of("fsdp::split_with_sizes_copy")
+@entry(_COMPOSITES, "fsdp::split_with_sizes_copy")
 def _split_gathered(
     gathered: _Tensor, sizes: list[int], dim: int = 0, *, out: list[_Tensor]
 ) -> None:
@@ -199,20 +189,20 @@ def _split_gathered(
     _aten.split_with_sizes_copy.out(gathered, sizes, dim, out=out)
 
 
-@_in_place_of("fsdp::chunk_cat")
+@entry(_COMPOSITES, "fsdp::chunk_cat")
 def _join_chunks(tensors: list[_Tensor], dim: int, num_chunks: int, *, out: _Tensor) -> None:
     """torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py."""
     _aten._chunk_cat.out(tensors, dim, num_chunks, out=out)
 
 
-@_in_place_of("_c10d_functional::all_to_all_single")
+@entry(_COMPOSITES, "_c10d_functional::all_to_all_single")
 def _all_to_all(tensor: _Tensor, output_sizes: list[int], input_sizes: list[int], _: str) -> Any:
     """torch/csrc/distributed/c10d/Functional.cpp."""
     check_split(tensor, input_sizes)
     return _aten.new_empty.default(tensor, [sum(output_sizes), *tensor.shape[1:]])
 
 
-@_in_place_of("_c10d_functional::wait_tensor")
+@entry(_COMPOSITES, "_c10d_functional::wait_tensor")
 def _wait(tensor: _Tensor) -> _Tensor:
     """torch/csrc/distributed/c10d/Functional.cpp."""
     return tensor

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +16,19 @@ from oomprobe.tape.calls import RESULT, Kernel, Steps
 from oomprobe.tape.reductions import Processors
 
 INT64_BYTES, FLOAT_BYTES = 8, 4
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def entry(table: dict[Any, Any], *keys: Any) -> Callable[[_Function], _Function]:
+    """Put the function below into a table, by each of these keys."""
+
+    def enter(function: _Function) -> _Function:
+        table.update(dict.fromkeys(keys, function))
+        return function
+
+    return enter
 
 
 def given_back(steps: Iterable[int | None]) -> Steps:

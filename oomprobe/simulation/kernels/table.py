@@ -23,6 +23,7 @@ from oomprobe.simulation.kernels.steps import (
     afterwards,
     around,
     copied,
+    entry,
     launch,
     scratch,
     throughout,
@@ -31,16 +32,6 @@ from oomprobe.tape.reductions import Processors
 
 _aten = torch.ops.aten
 _RULES: dict[Any, Rule] = {}
-
-
-def _rule_of(*operators: Any) -> Callable[[Rule], Rule]:
-    """Let the function below be the rule of these operators."""
-
-    def register(rule: Rule) -> Rule:
-        _RULES.update(dict.fromkeys(operators, rule))
-        return rule
-
-    return register
 
 
 def find_launch(
@@ -82,7 +73,7 @@ def _copy(value: Any, keeps_last: bool) -> tuple[int, ...]:
     return copied(value)
 
 
-@_rule_of(_aten.mm, _aten.bmm, _aten.mv, _aten.dot)
+@entry(_RULES, _aten.mm, _aten.bmm, _aten.mv, _aten.dot)
 def _matrix_product(op: Operator) -> Launch | None:
     """Copy matrices that cuBLAS cannot read as they are, such as expanded ones. Source: native/cuda/Blas.cpp."""
     copies: list[int] = []
@@ -105,7 +96,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 # --- others ---
 
 
-@_rule_of(_aten.where)
+@entry(_RULES, _aten.where)
 def _where(op: Operator) -> Launch | None:
     """Copy a number, or a tensor of one number in host memory, to the card. Source: native/TensorCompare.cpp."""
     numbers = [
@@ -114,7 +105,7 @@ def _where(op: Operator) -> Launch | None:
     return launch(throughout, tuple(n.element_size() for n in numbers), ()) if numbers else None
 
 
-@_rule_of(_aten._to_copy)
+@entry(_RULES, _aten._to_copy)
 def _to_other_device(op: Operator) -> Launch | None:
     """Copy what is on the card into a layout that one transfer can read or write. Source: native/cuda/Copy.cu."""
     source, device = op.args[0], op.kwargs.get("device")
@@ -127,10 +118,11 @@ def _to_other_device(op: Operator) -> Launch | None:
     else:
         keeps_layout = source.is_contiguous(memory_format=wanted)
         result_is_contiguous = wanted is torch.contiguous_format
-    return _transferred(op, source, keeps_layout, result_is_contiguous)
+    dtype = op.kwargs.get("dtype") or source.dtype
+    return _transferred(source, keeps_layout, result_is_contiguous, dtype)
 
 
-@_rule_of(_aten.copy_)
+@entry(_RULES, _aten.copy_)
 def _copy_in_place(op: Operator) -> Launch | None:
     target, source = op.args[:2]
     if _is_on_card(target.device) is _is_on_card(source.device):
@@ -139,18 +131,12 @@ def _copy_in_place(op: Operator) -> Launch | None:
         target.stride() == source.stride() and _aten.is_non_overlapping_and_dense.default(source)
     )
     source = source.expand(target.shape)
-    return _transferred(op, source, keeps_layout, target.is_contiguous(), target.dtype)
+    return _transferred(source, keeps_layout, target.is_contiguous(), target.dtype)
 
 
 def _transferred(
-    op: Operator,
-    source: torch.Tensor,
-    keeps_layout: bool,
-    result_is_contiguous: bool,
-    dtype: torch.dtype | None = None,
+    source: torch.Tensor, keeps_layout: bool, result_is_contiguous: bool, dtype: torch.dtype
 ) -> Launch | None:
-    if dtype is None:
-        dtype = op.kwargs.get("dtype") or source.dtype
     if source.numel() <= 1 or (keeps_layout and dtype == source.dtype):
         return None
     if _is_on_card(source.device):
@@ -164,7 +150,7 @@ def _is_on_card(device: torch.device) -> bool:
     return device.index is not None  # of a fake; those in host memory have no index
 
 
-@_rule_of(_aten._softmax_backward_data)
+@entry(_RULES, _aten._softmax_backward_data)
 def _softmax_backward(op: Operator) -> Launch:
     """The product of gradient and output, which must be contiguous. Source: native/cuda/SoftMax.cu."""
     grad, output = op.args[:2]
@@ -173,7 +159,7 @@ def _softmax_backward(op: Operator) -> Launch:
     return launch(afterwards, (), (product, product) if has_other_layout else (product,))
 
 
-@_rule_of(_aten.scatter_reduce)
+@entry(_RULES, _aten.scatter_reduce)
 def _scatter_mean(op: Operator) -> Launch | None:
     """Count what is added to each element. Source: native/TensorAdvancedIndexing.cpp (scatter_reduce_two)."""
     target, source, how = op.args[0], op.args[3], op.args[4]
@@ -183,7 +169,7 @@ def _scatter_mean(op: Operator) -> Launch | None:
     return launch(afterwards, (), (source.numel() * source.element_size(), counts, target.numel()))
 
 
-@_rule_of(_aten.normal)
+@entry(_RULES, _aten.normal)
 def _normal_of_mean(op: Operator) -> Launch | None:
     mean = op.args[0]
     if not isinstance(mean, torch.Tensor):
@@ -191,7 +177,7 @@ def _normal_of_mean(op: Operator) -> Launch | None:
     return launch(afterwards, (), (mean.numel() * mean.element_size(),))
 
 
-@_rule_of(_aten.pow)
+@entry(_RULES, _aten.pow)
 def _power(op: Operator) -> Launch | None:
     """A number raised to a tensor is copied to the card, in 64 bits. Source: native/Pow.cpp."""
     if isinstance(op.args[0], torch.Tensor):
@@ -199,7 +185,7 @@ def _power(op: Operator) -> Launch | None:
     return launch(afterwards, (INT64_BYTES,), ())
 
 
-@_rule_of(_aten.bernoulli)
+@entry(_RULES, _aten.bernoulli)
 def _bernoulli(op: Operator) -> Launch | None:
     """Probabilities of 16 bits are widened. Source: native/cuda/DistributionBernoulli.cu."""
     tensor = op.args[0]
@@ -208,7 +194,7 @@ def _bernoulli(op: Operator) -> Launch | None:
     return launch(afterwards, (), (tensor.numel() * FLOAT_BYTES,))
 
 
-@_rule_of(_aten._cdist_backward)
+@entry(_RULES, _aten._cdist_backward)
 def _cdist_backward(op: Operator) -> Launch:
     """Distances of each pair in each dimension, before they are summed. Source: native/cuda/DistanceKernel.cu."""
     first, second = op.args[1:3]
@@ -217,7 +203,7 @@ def _cdist_backward(op: Operator) -> Launch:
     return launch(around, (len(copies),), (*copies, count * first.element_size()))
 
 
-@_rule_of(_aten.reflection_pad1d, _aten.reflection_pad2d)
+@entry(_RULES, _aten.reflection_pad1d, _aten.reflection_pad2d)
 def _reflection(op: Operator) -> Launch | None:
     """Refuse what 32 bits do not count. Source: native/cuda/ReflectionPad.cu (canUse32BitIndexMath)."""
     if op.args[0].numel() >= 2**31 - 1:
@@ -363,12 +349,6 @@ def _picking(*positions: int) -> Callable[[Any, Any], Any]:
     return lambda _, results: pick(results)
 
 
-def _flash_results(args: Any, results: Any) -> Any:
-    if len(args) > 3 and args[3]:  # the seed of its dropout last
-        return (*results[:6], results[7], results[6], *results[8:])
-    return results
-
-
 # By operator: its results in the order in which its kernel allocates them, where it is another one.
 _ALLOCATION_ORDER: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.native_dropout.default: _picking(1, 0),  # the mask first
@@ -378,5 +358,11 @@ _ALLOCATION_ORDER: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.nll_loss2d_forward.default: _picking(1, 0),  # the weight first
     _aten.convolution_backward.default: convolutions.gradients_in_order,
     _aten.native_batch_norm_backward.default: norms.batch_norm_gradients,
-    _aten._scaled_dot_product_flash_attention.default: _flash_results,
 }
+
+
+@entry(_ALLOCATION_ORDER, _aten._scaled_dot_product_flash_attention.default)
+def _flash_results(args: Any, results: Any) -> Any:
+    if len(args) > 3 and args[3]:  # the seed of its dropout last
+        return (*results[:6], results[7], results[6], *results[8:])
+    return results
