@@ -66,6 +66,7 @@ from oomprobe.state import (
     generator_states,
     largest_added,
 )
+from oomprobe.state.tracker import gradients_among
 from oomprobe.verdicts import Evidence, classify
 from oomprobe.verdicts.failure import Failure, clear_frames, failure_of
 
@@ -82,6 +83,8 @@ LIVES_ON = (
     "returns, pass oomprobe.Step(step, is_loop=False)"
 )
 HELD_FRACTION = 0.01  # of the peak, which is worth a word
+# What computed a gradient that keeps the graphs of its parts, as ``backward(create_graph=True)`` makes.
+SUM_OF_GRAPHS = "AddBackward0"
 
 
 FurtherCalls = Callable[[Request, Sequence[CallRecord]], Sequence[Call]]
@@ -439,7 +442,9 @@ class LocalRunner:
         except NotTrainedError:
             if self._snapshot is None:
                 raise  # the caller tries again in a new process, whose weights are fresh
-            outcome = self._with_weights_restored(request)
+            # Earlier trials had trained the weights until the loss scaler saw only infinities.
+            self._snapshot.restore_weights()
+            outcome = self._run_cold(request)
         except StepFailedError as error:
             outcome = self._with_values_left(request, error)
         outcome = replace(
@@ -462,12 +467,6 @@ class LocalRunner:
         if self._work.ranks > 1 and not trial.passed:
             return outcome
         return self._settled(request, outcome)
-
-    def _with_weights_restored(self, request: Request) -> Outcome:
-        """Run a trial once more: earlier trials had trained the weights until the loss scaler saw only infinities."""
-        assert self._snapshot is not None
-        self._snapshot.restore_weights()
-        return self._run_cold(request)
 
     def _with_values_left(self, request: Request, error: StepFailedError) -> Outcome:
         """Run a trial that failed with a bug once more, with the values that the last trial left; raise the error if that fails too.
@@ -565,20 +564,6 @@ class LocalRunner:
                 put(state)
         self._is_cold = True
 
-    def _end_backward(self) -> None:
-        """Make the autograd thread let go of a failed backward's tensors, as it does before its next task.
-
-        Otherwise memory may be released while it still holds one, and the next trial starts in a segment that was not given back.
-        """
-        if self._device.on_host:
-            return
-        with (
-            suppress(Exception),
-            torch.inference_mode(False),
-            outside_modes(),
-        ):  # there may be no memory for it
-            torch.zeros((), device=self._device.torch_device, requires_grad=True).backward()  # type: ignore[no-untyped-call]
-
     def _settled(self, request: Request, outcome: Outcome) -> Outcome:
         """Clean up after a trial, and add what it has left and what memory is available."""
         leaked_bytes = self._baseline.settle(keeps=not self._tracker.is_exact)
@@ -675,7 +660,13 @@ class LocalRunner:
         """Return the verdict on a failure, once its tensors are gone: poisoned if the device no longer works."""
         if verdict is Verdict.POISONED or not self._device.healthy():
             return Verdict.POISONED
-        self._end_backward()
+        if not self._device.on_host:
+            # The autograd thread lets go of a failed backward's tensors before its next task. Otherwise memory may be released while
+            # it still holds one, and the next trial starts in a segment that was not given back.
+            place = self._device.torch_device
+            with suppress(Exception), torch.inference_mode(False), outside_modes():
+                # There may be no memory for it.
+                torch.zeros((), device=place, requires_grad=True).backward()  # type: ignore[no-untyped-call]
         return verdict
 
     def _with_growth(self, outcome: Outcome) -> Outcome:
@@ -691,7 +682,10 @@ class LocalRunner:
             outcome,
             trial=replace(outcome.trial, step_leaked_bytes=kept_bytes),
             holders=tuple(largest_added(self._tracker, look.SMALLEST_GROWTH_BYTES)),
-            gradients_hold_graphs=any(map(_sums_graphs, self._tracker.parameters())),
+            gradients_hold_graphs=any(
+                type(gradient.grad_fn).__name__ == SUM_OF_GRAPHS
+                for _, gradient in gradients_among(self._tracker.parameters())
+            ),
         )
 
     def _notes_after(self, trial: Trial) -> tuple[Note, ...]:
@@ -741,9 +735,3 @@ def _is_over_cap(usage: Usage, cap_bytes: int | None) -> bool:
     ):  # without reserved memory there is no such cache
         return False
     return (usage.peak_allocated_bytes or 0) > cap_bytes
-
-
-def _sums_graphs(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter's gradient is a sum that keeps the graphs of its parts, as ``backward(create_graph=True)`` makes."""
-    gradient = parameter.grad if parameter.is_leaf else None
-    return gradient is not None and type(gradient.grad_fn).__name__ == "AddBackward0"

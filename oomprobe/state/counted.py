@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from oomprobe.ground.units import known
 from oomprobe.state.contents import PLAIN, in_cells
 from oomprobe.state.places import access_to, is_source, is_written
 from oomprobe.state.references import REGISTRIES, gradient_of, is_made_in_python, slots_of
@@ -173,9 +174,7 @@ def _variables_named(variables: dict[str, Any], names: set[str], met: set[int]) 
 
 def _in_module(module: torch.nn.Module) -> Iterable[Any]:
     is_torchs = package_of(module) == "torch"
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is None:
-            continue
+    for tensor in known([*module._parameters.values(), *module._buffers.values()]):
         yield str(addresses_of(tensor))
         gradient = gradient_of(tensor)
         if gradient is not None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from oomprobe.ground.units import known
+
 # What reads the values that something holds, by key, and what identifies the place of a key.
 Holder = tuple[Callable[[], Any], Callable[[Any], object]]
 MISSING = object()
@@ -291,17 +293,15 @@ class References:
 
     def to(self, value: object) -> Reference | None:
         """Return the reference to an object; None if it has none."""
-        known = self._by_id.get(id(value))
-        if known is None or known.find() is not value:
+        reference = self._by_id.get(id(value))
+        if reference is None or reference.find() is not value:
             return None
-        return known
+        return reference
 
     def alive(self, kind: type) -> Iterator[Any]:
         """Yield the objects of a class that are there."""
-        for reference in self._by_id.values():
-            value = reference.find() if issubclass(reference.kind, kind) else None
-            if value is not None:
-                yield value
+        of_kind = [one for one in self._by_id.values() if issubclass(one.kind, kind)]
+        yield from known(reference.find() for reference in of_kind)
 
     def let_go(self, holders: Iterable[Holder], save: Callable[[Any], Any]) -> None:
         """Keep nothing alive any more that a step may let go of; `holders` are all from which it can be taken and put back."""
