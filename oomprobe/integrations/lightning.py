@@ -466,7 +466,7 @@ class Fit:
         environments = importlib.import_module(f"{fabric}.plugins.environments")
         dummy = importlib.import_module(f"{self.pl.__name__}.loggers.logger").DummyLogger
         folders = dict.fromkeys(("save_dir", "root_dir", "log_dir"), self.folder)
-        ranks: dict[str, Any] = {"devices": 1 if index is None else [index]}
+        ranks: dict[str, Any] = {"devices": 1 if index is None else [index], "limit_val_batches": 0}
         # Otherwise Lightning would detect a cluster, and handle the signals that requeue a job.
         environment = environments.LightningEnvironment()
         if isinstance(strategy, self.pl.strategies.DDPStrategy):
@@ -477,7 +477,7 @@ class Fit:
                 ddp_comm_wrapper=strategy._ddp_comm_wrapper,
                 **strategy._ddp_kwargs,
             )
-            ranks = {
+            ranks |= {
                 "devices": trainer.num_devices,
                 "strategy": again,
                 "use_distributed_sampler": False,
@@ -485,6 +485,7 @@ class Fit:
             environment = environments.TorchElasticEnvironment()
         if self.validates:
             ranks |= {
+                "limit_val_batches": EVAL_BATCHES,
                 "val_check_interval": framework.LOOP_STEPS * self.micro,
                 "check_val_every_n_epoch": None,
             }
@@ -501,7 +502,6 @@ class Fit:
             "inference_mode": trainer.validate_loop.inference_mode,
             "logger": [type("SilentLogger", (dummy,), folders)() for _ in trainer.loggers] or False,
             "num_sanity_val_steps": 0,
-            "limit_val_batches": EVAL_BATCHES if self.validates else 0,
             "default_root_dir": self.folder,
         }
 

@@ -129,11 +129,8 @@ def find_max_batch(
             split, text = _split_that_runs(loop, global_batch, result, options)
             log_notes([remark(text)])
             result = result._with_notes(after=[remark(text)])
-            if split is not None:
-                result = replace(
-                    result, written=f"{split.micro_batch} x {split.accumulation_steps}"
-                )
     if split is not None:
+        result = replace(result, written=f"{split.micro_batch} x {split.accumulation_steps}")
         args.per_device_train_batch_size, args.gradient_accumulation_steps = (
             split.micro_batch,
             split.accumulation_steps,
