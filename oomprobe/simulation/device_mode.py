@@ -106,11 +106,12 @@ class DeviceMode(TorchFunctionMode, ContextDecorator):
         return on_card is (name == "is_cuda")
 
     def _set_data(self, setter: Any, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        before = tensor.untyped_storage()
         if isinstance(tensor, FakeTensor):
-            value = self._card_mode.fakes.fake(value)
+            setter(tensor, self._card_mode.fakes.fake(value))
+            return
+        before = tensor.untyped_storage()
         setter(tensor, value)
-        if not isinstance(tensor, FakeTensor) and tensor.untyped_storage()._cdata != before._cdata:
+        if tensor.untyped_storage()._cdata != before._cdata:
             self._card_mode.fakes.take_off_card(before)
 
     # --- moving ---

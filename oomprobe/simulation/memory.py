@@ -250,9 +250,10 @@ class CardMemory:
         policy = self._policy
         if policy.kept:
             self._keep_workspace(False, handle)
-        if is_lt and policy.lt is LtWorkspace.KEPT:
+        lt = policy.lt if is_lt else LtWorkspace.SHARED
+        if lt is LtWorkspace.KEPT:
             self._keep_workspace(True, handle)
-        elif is_lt and policy.lt is LtWorkspace.EACH_CALL:
+        elif lt is LtWorkspace.EACH_CALL:
             self._borrow(LT_BYTES)
         elif not policy.kept:
             self._borrow(self._cublas_bytes)

@@ -69,12 +69,11 @@ class Values(NamedTuple):
         # The text of a tensor takes memory on its device.
         if not all(isinstance(part, PLAIN) for part in parts):
             key = type(key).__name__
+            parts = (key,)
         is_item = self.path and not self.path.endswith(".")
         if is_item:
             return f"{self.path}[{key!r}]"
-        if isinstance(key, tuple):
-            key = ".".join(map(str, key))
-        return f"{self.path}{key}"
+        return f"{self.path}{'.'.join(map(str, parts))}"
 
 
 def of_variables(

@@ -33,16 +33,15 @@ def flash(op: Operator) -> Launch | None:
 def _flash_steps(
     processors: Processors, width: int, batch: int, heads: int, length: int, keys: int
 ) -> Steps:
-    keys_per_block = 64
+    keys_per_block = step = 64
     if width <= 128:
-        keys_per_block = 256 if width <= 64 else 128
+        keys_per_block, step = 256 if width <= 64 else 128, 32
     rows = -(-length // 64)
     splits = _splits(
         batch * heads * rows, processors.multiprocessors * 2, -(-keys // keys_per_block)
     )
     if splits == 1:
         return (RESULT,)
-    step = 32 if width <= 128 else 64
     width_rounded = -(-width // step) * step
     row_bytes = splits * batch * heads * length * FLOAT_BYTES
     return RESULT, RESULT, row_bytes, row_bytes * width_rounded, RESULT
