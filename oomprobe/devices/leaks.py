@@ -71,29 +71,26 @@ class Baseline:
 
         With `keeps`, what the step holds is not put back, and belongs to every later trial, as in training.
         """
-        most_bytes = self._residue_bytes + TOLERATED_BYTES
-        leaked_bytes = self._cleaned()
-        if (
-            leaked_bytes > most_bytes
-        ):  # the autograd thread of a failed backward may hold its tensors a moment longer
-            leaked_bytes = until(
-                lambda leaked_bytes: leaked_bytes <= most_bytes,
-                self._cleaned,
-                wait=tenacity.wait_exponential(multiplier=0.05),
-                stop=tenacity.stop_after_attempt(4),
-            )
-        if leaked_bytes > most_bytes and keeps:
-            self._live_bytes, leaked_bytes = self._device.live_bytes(), 0
-        elif leaked_bytes > most_bytes:
-            self._residue_bytes = leaked_bytes
-        return leaked_bytes if leaked_bytes > TOLERATED_BYTES else 0
 
-    def _cleaned(self) -> int:
-        """Clean up and return the bytes above the baseline."""
-        self._clean()
-        return (
-            0 if self._live_bytes is None else max(0, self._device.live_bytes() - self._live_bytes)
+        def above_bytes() -> int:
+            self._clean()
+            live_bytes = self._device.live_bytes()
+            return 0 if self._live_bytes is None else max(0, live_bytes - self._live_bytes)
+
+        most_bytes = self._residue_bytes + TOLERATED_BYTES
+        # The autograd thread of a failed backward may hold its tensors a moment longer.
+        leaked_bytes = until(
+            lambda leaked_bytes: leaked_bytes <= most_bytes,
+            above_bytes,
+            wait=tenacity.wait_exponential(multiplier=0.05),
+            stop=tenacity.stop_after_attempt(5),
         )
+        if leaked_bytes > most_bytes:
+            if keeps:
+                self._live_bytes, leaked_bytes = self._device.live_bytes(), 0
+            else:
+                self._residue_bytes = leaked_bytes
+        return leaked_bytes if leaked_bytes > TOLERATED_BYTES else 0
 
     def refusal(
         self, trial: Trial, emptying: Sequence[str] = (), *, lives_on: bool = True

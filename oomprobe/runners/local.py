@@ -356,9 +356,9 @@ class TrialCalls:
     def trial(self, verdict: Verdict, failure: Failure | None, usage: Usage) -> Trial:
         """Return the record of the trial; of several steps it names the one that failed, or had the highest peak."""
         request, records, settles = self._request, self.records, self._request.settles
-        error, step_s, step_name, settled_after = None, None, None, None
+        error, where, step_s, step_name, settled_after = None, None, None, None, None
         if failure is not None:
-            error = failure.text
+            error, where = failure.text, failure.where
         elif verdict is Verdict.OOM:
             error = OVER_CAP
         if failure is None and not self._device.is_simulated:
@@ -383,7 +383,7 @@ class TrialCalls:
             host_bytes=usage.host_bytes,
             settled_after=settled_after,
             error=error,
-            where=None if failure is None else failure.where,
+            where=where,
             step_name=step_name,
         )
 

@@ -94,13 +94,13 @@ class TrialFiles:
         """Learn what a trial that began at a time of day has done."""
         if self._keeps_writes:
             return
-        if self._has_net:
-            self._denied = output.denied_line
         written = {*_files_below(folder / "files")}
         self._written |= written
         # What was moved away or replaced is hidden, too.
         self._removed |= {*_files_below(folder / "gone")} - written
-        if not self._has_net:
+        if self._has_net:
+            self._denied = output.denied_line
+        else:
             self._changed |= {*_changed_since(began_s, self._command, folder)}
 
     def check(self, size: int, folder: Path, words: str) -> None:

@@ -432,8 +432,6 @@ class CommandRunner:
         measured: Measured | None,
     ) -> Outcome:
         steps, step_s = seen.steps, seen.step_s
-        if self._card is not None:
-            step_s = None  # the simulation's time says nothing
         cap_bytes = request.cap_bytes
         if fractions and not cap_bytes:
             caps = [
@@ -446,7 +444,9 @@ class CommandRunner:
         served_bytes, allocations = max(map(max, seen.requested.values()), default=(0, 0))
         ranks = seen.ranks(passed=ending.verdict is Verdict.FITS)
         peak_bytes, upper_bytes = fullest.peak_reserved_bytes, None
-        if self._card is not None:  # if convolutions take the workspaces that they may want
+        if self._card is not None:
+            step_s = None  # the simulation's time says nothing
+            # If convolutions take the workspaces that they may want.
             wanted_bytes = peak_bytes + fullest.workspaces_bytes
             upper_bytes = max(peak_bytes, min(wanted_bytes, cap_bytes or 0))
         trial = Trial.of(

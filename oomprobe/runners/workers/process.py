@@ -215,19 +215,16 @@ class Process:
         """Ask the process to end; faulthandler then writes where it hangs."""
         self._child.terminate()
 
-    def end(
-        self, why: str | None = None, *, hung_up: bool = False, until_s: float | None = None
-    ) -> ExitStatus:
+    def end(self, why: str | None = None, *, hung_up: bool = False) -> ExitStatus:
         """End the process and all that it started. If it has `hung_up`, let it finish dumping its stack first.
 
-        If there is a reason `why`, ask it to end first. It is killed at `until_s` on the monotonic clock, if it was asked before.
+        If there is a reason `why`, ask it to end first.
         """
-        if until_s is None:
-            until_s = time.monotonic()
-            if why is not None:
-                self.terminate()
-            if why is not None or hung_up:
-                until_s += self._patience.ending_s
+        [status] = end_all([self], why, self._patience, hung_up=hung_up)
+        return status
+
+    def ended(self, why: str | None, until_s: float) -> ExitStatus:
+        """Return how it has ended; kill it at `until_s` on the monotonic clock, and all that it started."""
         while not self._child.has_ended() and time.monotonic() < until_s:
             self._read_stderr(pass_on=why is None)
             time.sleep(TICK_S / 5)
@@ -250,15 +247,20 @@ class Process:
 
 
 def end_all(
-    processes: Sequence[Process], why: str | None = None, patience: Patience = PATIENCE
+    processes: Sequence[Process],
+    why: str | None = None,
+    patience: Patience = PATIENCE,
+    *,
+    hung_up: bool = False,
 ) -> list[ExitStatus]:
     """End processes as `Process.end` does, all within the time that one may take."""
     until_s = time.monotonic()
-    if why is not None:
+    if why is not None or hung_up:
         until_s += patience.ending_s
+    if why is not None:
         for process in processes:
             process.terminate()
-    return [process.end(why, until_s=until_s) for process in processes]
+    return [process.ended(why, until_s) for process in processes]
 
 
 class Idle:
