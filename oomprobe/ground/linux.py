@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from oomprobe.ground.units import known
@@ -28,12 +29,8 @@ def free_bytes(root: Path = ROOT) -> int | None:
 
 def _cgroup_folders(root: Path) -> list[Path]:
     """Return the folders of this process's cgroup and its parents, version 2 and 1."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
     folders: list[Path] = []
-    for line in lines:
+    for line in _lines_of(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         top = root / "sys/fs/cgroup"
         if controllers:  # version 1
@@ -87,13 +84,16 @@ class OomKills:
         return now - self._before
 
 
+def _lines_of(file: Path) -> list[str]:
+    """Return the lines of a file; none if it cannot be read."""
+    with suppress(OSError):
+        return file.read_text().splitlines()
+    return []
+
+
 def _read_count(file: Path, name: str) -> int | None:
     """Return the number that follows `name` at the start of a line; None if there is none."""
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
+    for line in _lines_of(file):
         words = line.split()
         if words[:1] == [name]:
             return int(words[1])

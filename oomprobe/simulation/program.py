@@ -177,14 +177,12 @@ class Program:
         """Take an error that ends the program for a refusal, if it is about what a simulated card lacks."""
         if not isinstance(error, RuntimeError | AssertionError | AttributeError):
             return
-        try:
+        with suppress(SimulationError):  # its sentence is kept
             if isinstance(error, RuntimeError) and wants_data(error):
                 refuse_address(error)
             if needs_cuda(error):
                 where = raised_at(error) or "the program"
                 raise SimulationError(NEEDS_CUDA.format(where=where, error=error))
-        except SimulationError:
-            pass  # its sentence is kept
 
     @property
     def used(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -32,10 +33,9 @@ def same(first: Any, second: Any) -> bool:
         >>> same({float("nan"): 1}, {float("nan"): 1})
         True
     """
-    try:
+    with suppress(RecursionError):  # of a container that contains itself
         return _are_same(first, second)
-    except RecursionError:  # a container that contains itself
-        return True
+    return True
 
 
 def _are_same(first: Any, second: Any) -> bool:

@@ -6,7 +6,7 @@ import gc
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,9 @@ _UNREADABLE = object()
 
 def _value_of(get: Callable[[], Any]) -> Any:
     """Return the value, or `_UNREADABLE` if torch raises, as it does after its two precision interfaces were mixed."""
-    try:
+    with suppress(Exception):
         return get()
-    except Exception:
-        return _UNREADABLE
+    return _UNREADABLE
 
 
 def _accessors(owner: Any, name: str) -> GetterAndSetter:
@@ -119,13 +118,12 @@ class Surroundings:
         return failed
 
     def _set(self, name: str) -> bool:
-        try:
+        with suppress(Exception):  # continue with the others
             if self._differs(name):
                 _, put = self._global_flags[name]
                 put(self._values[name])
-        except Exception:  # continue with the others
-            return False
-        return True
+            return True
+        return False
 
     def differences(self) -> list[str]:
         """Return the names of the values that have changed."""

@@ -416,10 +416,9 @@ def _put_back_alive(places: Iterable[Place]) -> list[Place]:
     """Put back what is alive; return the places where something was freed, or that could not be read or written."""
     unfinished = []
     for place in places:
-        try:
+        is_back = False
+        with suppress(Exception):
             is_back = place.put_back_alive()
-        except Exception:
-            is_back = False
         if not is_back:
             unfinished.append(place)
     return unfinished
