@@ -597,10 +597,9 @@ class LocalRunner:
 
     def _usage(self) -> Usage:
         """Return the memory in use; nothing in a poisoned process, where every call fails."""
-        try:
+        with suppress(Exception):
             return self._device.usage()
-        except Exception:
-            return Usage()
+        return Usage()
 
     def _counted(self) -> list[object] | None:
         """Return what the user's code counts with: numbers, texts, lengths, small tensors, random states.

@@ -145,10 +145,9 @@ def _files_below(root: Path) -> Iterator[Path]:
 
 def _inductor_cache() -> Path:
     """The folder that torch.compile uses: a trial has a folder of its own for temporary files."""
-    try:
+    user = str(os.getuid())
+    with suppress(KeyError, OSError):  # a container's user may have no name
         user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
-        user = str(os.getuid())
     default = Path(tempfile.gettempdir(), f"torchinductor_{user}")
     return Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", default))
 

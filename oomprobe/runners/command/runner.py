@@ -8,6 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -146,12 +147,10 @@ def _why_no_program(word: str) -> str:
 
 
 def _text_of(word: str) -> str:
-    try:
+    with suppress(OSError, ValueError):
         path = Path(word)
         if path.is_file() and path.stat().st_size <= LARGEST_READ_BYTES:
             return path.read_text(errors="ignore")
-    except (OSError, ValueError):
-        pass
     return ""
 
 

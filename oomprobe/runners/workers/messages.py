@@ -105,11 +105,10 @@ def send(wire: Connection, message: Message) -> None:
 
 def receive(wire: Connection) -> Message | None:
     """Wait for a message; return None if the other end is closed."""
-    try:
+    with suppress(EOFError, ConnectionError):
         kind, data = json.loads(wire.recv_bytes())
-    except (EOFError, ConnectionError):
-        return None
-    return from_plain(_KINDS[kind], data)
+        return from_plain(_KINDS[kind], data)
+    return None
 
 
 def failed(error: BaseException, *, building: str | None = None) -> Failed:
