@@ -92,17 +92,15 @@ def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -
             failing[cause].append(rank)
     if not failing:
         return None
-    return min(
-        failing[min(failing)],
-        key=lambda rank: _left_bytes(answers[rank], available_bytes.get(rank, 0)),
-    )
+    cause, outcomes = min(failing), of_kind(Outcome, answers)
+    if cause is not Cause.LIMIT:
+        return failing[cause][0]
 
+    def left_bytes(rank: int) -> int:
+        peak_bytes = outcomes[rank].trial.peak_reserved_bytes or 0
+        return available_bytes.get(rank, 0) - peak_bytes
 
-def _left_bytes(answer: Answer, available_bytes: int) -> int:
-    """Return what a rank that ran out of memory had left; 0 for all others, of which the first counts."""
-    if isinstance(answer, Outcome) and _cause_of_failure(answer) is Cause.LIMIT:
-        return available_bytes - (answer.trial.peak_reserved_bytes or 0)
-    return 0
+    return min(failing[cause], key=left_bytes)
 
 
 def measured_of(every: Sequence[Measured | None]) -> Measured | None:
