@@ -83,7 +83,7 @@ LIVES_ON = (
     "returns, pass oomprobe.Step(step, is_loop=False)"
 )
 HELD_FRACTION = 0.01  # of the peak, which is worth a word
-# What computed a gradient that keeps the graphs of its parts, as ``backward(create_graph=True)`` makes.
+# What computed a gradient that keeps the graphs of its parts: ``backward(create_graph=True)``.
 SUM_OF_GRAPHS = "AddBackward0"
 
 
@@ -660,8 +660,9 @@ class LocalRunner:
         if verdict is Verdict.POISONED or not self._device.healthy():
             return Verdict.POISONED
         if not self._device.on_host:
-            # The autograd thread lets go of a failed backward's tensors before its next task. Otherwise memory may be released while
-            # it still holds one, and the next trial starts in a segment that was not given back.
+            # The autograd thread lets go of a failed backward's tensors before its next task.
+            # Otherwise memory may be released while it still holds one, and the next trial starts
+            # in a segment that was not given back.
             place = self._device.torch_device
             with suppress(Exception), torch.inference_mode(False), outside_modes():
                 # There may be no memory for it.

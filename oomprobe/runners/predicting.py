@@ -374,23 +374,22 @@ class Predicting:
     def _repeats(self, records: Sequence[CallRecord]) -> bool:
         """Return whether each further call would do what the last one did."""
         calls = self._card.calls
-        counts = self._counts is not None and any(record.counts for record in records)
+        assert self._asked is not None
         least = LEAST_CALLS
-        if (
-            self._asked is not None
-            and self._asked.confirms
-            and self._replays.predictor.lines is None
-        ):
+        if self._asked.confirms and self._replays.predictor.lines is None:
             least = UNPREDICTED_CALLS
-        if len(calls) < least or counts:
+        if len(calls) < least or self._may_count(records):
             return False
         has_stepped = any(record.stepped is not None for record in records)
         return has_stepped and calls[-1].repeats(calls[-2])
 
+    def _may_count(self, records: Sequence[CallRecord]) -> bool:
+        return self._counts is not None and any(record.counts for record in records)
+
     def _learn(self, request: Request, outcome: Outcome) -> Outcome:
         """Learn from a trial that ran, and replay the calls that it has not made."""
         trial, records = outcome.trial, outcome.records
-        if self._counts is not None and any(record.counts for record in records):
+        if self._may_count(records):
             later = zip(self._card.calls[1:], self._card.calls[2:], strict=False)
             is_alike = request.looks and all(call.repeats(before) for before, call in later)
             self._counts = None if is_alike else True

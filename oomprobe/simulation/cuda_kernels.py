@@ -79,7 +79,7 @@ class CudaKernels:
         return self
 
     def _where_active(self, op: Any, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a kernel that takes CUDA's path in the threads that are simulated, and the operator's own in others."""
+        """Return a kernel that takes CUDA's path in simulated threads, and the operator's own in others."""
 
         def choose(*args: Any, **kwargs: Any) -> Any:
             if self._active():
@@ -114,7 +114,7 @@ def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _linear(
     tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Add the bias in place if the input is not contiguous; torch itself does not do so for fakes."""
+    """Add the bias in place if the input is not contiguous; for fakes, torch does not."""
     is_gapped = tensor.dim() >= 3 and not tensor.is_contiguous()
     if is_gapped and bias is not None:
         return torch.matmul(tensor, weight.t()).add_(bias)

@@ -252,7 +252,10 @@ def _parse_to(*args: Any, **kwargs: Any) -> Any:
 
 
 def _named(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments with the card in place of its index: torch refuses numbers on a machine without a card."""
+    """Return arguments with the card in place of its index.
+
+    Torch refuses numbers on a machine without a card.
+    """
     if args and isinstance(args[0], int):
         SEEN.claim(args[0])
         return SEEN.device, *args[1:]

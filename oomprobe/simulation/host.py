@@ -78,7 +78,7 @@ class HostMemory:
 
 
 def freeing(storage: _Storage, owner: Any, key: int) -> weakref.ref[_Storage]:
-    """Return a reference to a storage, at whose death its owner, if it is there, frees what it has by that key."""
+    """Return a reference to a storage, at whose death its owner frees what it has by that key."""
     this = weakref.ref(owner)
 
     def died(_: object) -> None:

@@ -165,7 +165,7 @@ def _patches(card_mode: CardMode, device_mode: DeviceMode, kernels: CudaKernels)
     data_ptr = torch.UntypedStorage.data_ptr
 
     def address(storage: torch.UntypedStorage) -> int:
-        """Give storages on the meta device the address that torch gives them, while a model is built."""
+        """While a model is built, storages on the meta device have the address that torch says."""
         is_built = card_mode.is_building and storage.device.type == "meta"
         return 0 if is_built else data_ptr(storage)
 

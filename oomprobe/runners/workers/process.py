@@ -224,7 +224,10 @@ class Process:
         return status
 
     def ended(self, why: str | None, until_s: float) -> ExitStatus:
-        """Return how it has ended; kill it at `until_s` on the monotonic clock, and all that it started."""
+        """Return how it has ended, it and all that it started; at `until_s` it is killed.
+
+        `until_s` is on the monotonic clock.
+        """
         while not self._child.has_ended() and time.monotonic() < until_s:
             self._read_stderr(pass_on=why is None)
             time.sleep(TICK_S / 5)

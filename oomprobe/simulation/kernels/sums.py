@@ -61,7 +61,10 @@ INDEXED_BYTES = 16  # a value and its index
 
 
 def of_extremes(partial_bytes: Callable[[torch.dtype], int]) -> Rule:
-    """Return the rule of the largest or smallest of all elements, or their indices, read as contiguous; or of those in one dimension."""
+    """Return the rule of extremes, or their indices: of all elements, or in one dimension.
+
+    All elements are read as contiguous.
+    """
 
     def rule(op: Operator) -> Launch | None:
         tensor = op.args[0]

@@ -485,7 +485,7 @@ class Doors:
             self.overlay.hide(old)
 
     def check_replaceable(self, real, path, by_folder):
-        """Raise what the system raises if nothing of this kind may go, or be replaced: a file, or an empty folder."""
+        """Raise what the system raises unless a file, or an empty folder, is there to replace."""
         place = self.overlay.place(real)
         if not exists(place):
             return
