@@ -402,7 +402,8 @@ if not torch_versions.GROUP_NORM_KEEPS_FORMAT:
         *result[1:],
     )
 if hasattr(_aten, "_fused_rms_norm_backward"):
-    _AS_ON_CUDA[_aten._fused_rms_norm_backward.default] = _contiguous_first
+    of_layer_norm = _AS_ON_CUDA[_aten.native_layer_norm_backward.default]
+    _AS_ON_CUDA[_aten._fused_rms_norm_backward.default] = of_layer_norm
 
 
 def convolution_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
