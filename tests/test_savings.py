@@ -1,6 +1,7 @@
 """Savings on a simulated card: which are run, what the table says, and that nothing of the user's changes."""
 
 import contextlib
+import functools
 import json
 import os
 
@@ -58,11 +59,10 @@ def test_all_savings_and_the_best_two_together_are_run_and_compared_at_the_answe
     table = found(model, step_of(adamw(model)))
     answers = table.batch_sizes()
     assert [*answers][:7] == [
-        "as is", "expandable_segments", "bf16_autocast", "checkpoint", "fused_optimizer", "no_foreach",
-        "offload_activations",
+        "as is", "expandable_segments", "bf16_autocast", "fused_optimizer", "no_foreach", "checkpoint",
+        "checkpoint+offload_activations",
     ]  # fmt: skip
-    pair = [*answers][-1]
-    assert pair == "checkpoint+offload_activations"
+    assert [*answers][7:] == ["offload_activations"]  # copies more than with it
     assert answers["checkpoint"] > 2 * answers["as is"]
     size = table.savings.batch_size
     assert size == answers["as is"]
@@ -88,7 +88,7 @@ def test_a_size_that_grew_over_the_margin_does_not_run():
     assert any(trial.passed for trial in table.rows["as is"].trials if trial.batch_size == size)
     assert table.rows["as is"].batch_size < size
     assert table.at(size)["as is"] is None
-    assert table.cheapest(size) == "checkpoint"
+    assert table.cheapest(size) == "checkpoint first 2 of 3"
 
 
 class Flagged(Mixer):
@@ -402,3 +402,57 @@ def test_a_compiled_model_is_compiled_once():
         optimizer.step()
     assert len(graphs) == 1
     torch._dynamo.reset()
+
+
+# --- some of the model's blocks ---
+
+SIZE, BLOCKS = 16 * 1024, 4
+
+
+def residuals():
+    return nn.Sequential(nn.Linear(8, WIDTH), Mixer(ByHand(""), layers=BLOCKS))
+
+
+def step_of_residuals(model):
+    optimizer = adamw(model)
+    return training_step(optimizer, lambda batch_size: torch.randn(batch_size, 8))
+
+
+def with_blocks(model, name, **options):
+    """Return the table of a search with one row, at one size."""
+    only = {"min_batch": SIZE, "max_batch": SIZE}
+    return found(model, step_of_residuals(model), name, SIZE, **only, **options)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpoint first 1",
+        "checkpoint last 3",
+        "offload_activations first 3",
+        "offload_activations last 1",
+    ],
+)
+def test_blocks_take_what_they_take_with_the_code_that_is_to_be_typed(name):
+    name = f"{name} of {BLOCKS}"
+    table = with_blocks(residuals(), name)
+    model = residuals()
+    known = {"checkpoint": torch.utils.checkpoint.checkpoint, "functools": functools}
+    exec(table.savings.typed[name], {"model": model, "torch": torch, **known})
+    options = {"device": "sim:1GiB", "progress": "off", "confirm_steps": 2, "patience": QUICK}
+    by_hand = oomprobe.check(model, step_of_residuals(model), SIZE, **options)
+    trial = by_hand.trials[-1]
+    assert table.at(SIZE)[name] == (trial.peak_allocated_bytes, trial.peak_reserved_bytes)
+    assert table.rows[name].pinned_bytes == by_hand.pinned_bytes
+    assert bool(by_hand.pinned_bytes) == name.startswith("offload")
+
+
+def test_the_fewest_blocks_are_those_of_an_exhaustive_search():
+    model, options = residuals(), {"device": "sim:300MiB", "memory_fraction": 1.0}
+    table = found(model, step_of_residuals(model), "checkpoint", SIZE, **options)
+    for end in ("first", "last"):
+        names = [f"checkpoint {end} {count} of {BLOCKS}" for count in range(1, BLOCKS)]
+        peaks = with_blocks(model, names, **options).at(SIZE)
+        running = [name for name in names if peaks.get(name) is not None]
+        assert running
+        assert [name for name in table.rows if name in names] == running[:1], end

@@ -35,8 +35,9 @@ TOO_LARGE = NothingFitsError("the model alone")
 class Limited(ARunner):
     """A runner whose trials pass up to a limit, or raise one that is an error."""
 
-    def __init__(self, limit, typed):
+    def __init__(self, limit, typed, blocks=0):
         super().__init__()
+        self.blocks = blocks
         self.limit, self.typed, self.sizes = limit, typed, []
 
     def run(self, request):
@@ -46,11 +47,14 @@ class Limited(ARunner):
         verdict = Verdict.FITS if request.batch_size <= self.limit else Verdict.OOM
         trial = a_trial(request.batch_size, verdict, request.phase, steps=len(request.calls))
         return Outcome(
-            trial=trial, records=records(trial.steps), typed=self.typed if trial.passed else {}
+            trial=trial,
+            records=records(trial.steps),
+            typed=self.typed if trial.passed else {},
+            blocks=self.blocks,
         )
 
 
-def search(wanted="all", required=None, limits=LIMITS, acts=True, **options):
+def search(wanted="all", required=None, limits=LIMITS, acts=True, blocks=0, **options):
     """Return the table, and the session of each row in the order in which they started."""
     sessions, order = {}, Order(options=Options(**options))
 
@@ -61,7 +65,9 @@ def search(wanted="all", required=None, limits=LIMITS, acts=True, **options):
         if limits["as is"] is TOO_LARGE:
             raise TOO_LARGE
         runner = Limited(
-            limits.get(name, limits["as is"]), dict.fromkeys(order.savings, "typed") if acts else {}
+            limits.get(name, limits["as is"]),
+            dict.fromkeys(order.savings, "typed") if acts else {},
+            blocks,
         )
         sessions[name] = Session(runner, order.options, Reporter(), Clock(order.options), [])
         yield sessions[name]
@@ -91,9 +97,60 @@ def test_pairs_run_where_they_may_reach_the_required_size(required, pairs, missi
         required is not None,
     )
     assert all((required or 64) in session.runner.sizes for session in sessions.values())
-    assert {*table.savings.not_run} == {"expandable_segments"}  # a process must start with them
+    not_run = {*table.savings.not_run} - {"expandable_segments"}  # a process must start with them
+    assert all(name.endswith("first or last K of N") for name in not_run)  # no blocks are repeated
     for name in missing:
         assert {*sessions[name].runner.sizes} == {required}
+
+
+TOTAL = 6
+
+
+def fewest(running, required=100, wanted=CHECKPOINT):
+    """Return the rows where a size runs with a saving on so many of the model's first, and last, blocks."""
+    limits = {"as is": 64, wanted: 128 if TOTAL in running else 80}
+    for end in ("first", "last"):
+        for count in range(1, TOTAL):
+            limits[f"{wanted} {end} {count} of {TOTAL}"] = 110 if count in running else 64
+    table, sessions = search(wanted, required, limits=limits, blocks=TOTAL)
+    rows = [name for name in table.rows if name.startswith(f"{wanted} ")]
+    assert {name for name in table.savings.typed if " of " in name} == {*rows}
+    assert not [
+        name for name in sessions if " of " in name and {*sessions[name].runner.sizes} != {required}
+    ]
+    return table, rows
+
+
+@pytest.mark.parametrize("wanted", [CHECKPOINT, OFFLOAD])
+@pytest.mark.parametrize(
+    "running",
+    [
+        *(
+            {*range(least, TOTAL + 1)} for least in range(1, TOTAL + 1)
+        ),  # memory falls with each block
+        *({least, *range(least + 2, TOTAL + 1)} for least in range(1, TOTAL)),  # but for one
+        set(),
+    ],
+)
+def test_the_fewest_blocks_from_either_end_that_run_the_required_size_are_a_row(running, wanted):
+    table, rows = fewest(running, wanted=wanted)
+    least = min(running, default=TOTAL)
+    expected = [f"{wanted} {end} {least} of {TOTAL}" for end in ("first", "last")]
+    assert rows == [name for name in expected if least < TOTAL]
+    assert table.cheapest(100) == min(rows + [wanted] * (TOTAL in running), default=None)
+    said = [f"batch 100 ran with {name}, and failed with one block fewer" for name in expected]
+    assert [note for note in table.notes if "fewer" in note] == (said if running else [])
+
+
+@pytest.mark.parametrize(("required", "running"), [(None, {*range(1, TOTAL + 1)}), (64, {TOTAL})])
+def test_blocks_are_not_counted_without_a_need(required, running):
+    assert fewest(running, required)[1] == []
+
+
+def test_a_model_without_repeated_blocks_has_no_such_row():
+    table, _ = search(OFFLOAD, 100)
+    assert table.savings.not_run == {f"{OFFLOAD} first or last K of N": "no repeated blocks"}
+    assert [*table.rows] == ["as is", OFFLOAD]
 
 
 def test_memory_is_broken_down_at_the_size_that_is_compared_or_at_the_answer():

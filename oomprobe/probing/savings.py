@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import torch
 
@@ -28,10 +30,21 @@ from oomprobe.probing.tables import Rows
 from oomprobe.records import savings
 from oomprobe.records.axis import Axis
 from oomprobe.records.patience import Clock
-from oomprobe.records.savings import AS_IS, AUTOCAST, EXPANDABLE, Comparison, Saving, label
+from oomprobe.records.savings import (
+    AS_IS,
+    AUTOCAST,
+    EXPANDABLE,
+    FIRST,
+    LAST,
+    Comparison,
+    Saving,
+    label,
+)
 from oomprobe.records.trials import Phase, RunnerInfo
-from oomprobe.results.savings import last_run, runs
+from oomprobe.results.savings import from_the_cheapest, last_run, runs
 from oomprobe.results.table import ProbeTable
+from oomprobe.rules.search import NEAREST
+from oomprobe.runners.savings import NO_BLOCKS
 
 Open = Callable[[Order], AbstractContextManager[Session]]
 
@@ -43,6 +56,7 @@ OWN_PROCESS = "a process must start with it: probe a target, oomprobe run train.
 OWN_CARD = "name the card by a text, such as 'sim:24GiB'"
 IDLE = "it had nothing to act on: no optimizer of torch's stepped, or no module ran forward"
 CUT_OFF = "time limit: {missing} were not run. Allow more time, or name fewer savings"
+FEWEST = "batch {size} ran with {name}, and failed with one block fewer"
 TOO_LARGE = "nor does batch {size} run with {names}"
 
 
@@ -69,9 +83,7 @@ def search_savings(
     chosen = savings.chosen(wanted)
     if batch_size is not None:
         check_size("batch_size", batch_size)
-    every = [(name,) for name in savings.ORDER[1:]]
-    in_order = sorted({(), *every, *savings.pairs_of(every), *(chosen or ())}, key=savings.cost)
-    with Rows(Axis(savings.AXIS, tuple(map(label, in_order))), target) as rows:
+    with Rows(Axis(savings.AXIS), target) as rows:
         search = _Search(rows, order, opened, batch_size)
         try:
             search.run(())
@@ -92,12 +104,15 @@ class _Search:
         self._facts: RunnerInfo | None = None
         self._typed, self._not_run = dict[str, str](), dict[str, str]()
         self._recomputed: dict[str, float] = {}
+        self._blocks = 0  # that the model repeats
+        self._searches: dict[str, Session] = {}  # by row
 
     def run_all(self, chosen: list[Saving] | None) -> None:
         """Run the savings that are chosen; of all, also the best two together, and pairs that reach the required size."""
         if chosen is not None:
             for saving in chosen:
                 self.run(saving)
+            self._divide()
             return
         able = []
         for saving in self._singles():
@@ -105,11 +120,41 @@ class _Search:
             if self._answer(saving) > self._answer(()):
                 able.append(saving)
         able.sort(key=self._answer, reverse=True)
+        self._divide()
         best = savings.best_pair(able)
         if best is not None:
             self.run(best)
         if self._required is not None:
             self._reach(self._required, savings.pairs_of(able))
+
+    def _divide(self) -> None:
+        """Find how few of the model's blocks, from either end, run the required size."""
+        size = self._required
+        if size is None or runs(self._rows.results[AS_IS], size):
+            return
+        for kind, end in product(savings.DIVISIBLE, (FIRST, LAST)):
+            if kind in self._searches:
+                self._bisect(size, kind, end)
+
+    def _bisect(self, size: int, kind: str, end: str) -> None:
+        """Enter the fewest blocks from one end that run a size."""
+        results, total = self._rows.results, self._blocks
+        if not total:
+            self._not_run[f"{kind} first or last K of N"] = NO_BLOCKS
+            return
+        of_part = partial(savings.DIVIDED.format, name=kind, end=end, total=total)
+        tried = {0: False, total: runs(results[kind], size)}
+        while (count := savings.next_count(tried)) is not None:
+            name = of_part(count=count)
+            self.run((name,), only_if_runs=size, follows=self._searches[kind])
+            if name in self._not_run:
+                return
+            tried[count] = name in results
+        passed = [of_part(count=count) for count in sorted(tried) if tried[count]]
+        if passed:
+            self._rows.notes.append(FEWEST.format(size=size, name=passed[0]))
+        for name, entered in product(passed[1:], (results, self._typed, self._recomputed)):
+            entered.pop(name, None)
 
     def _reach(self, size: int, pairs: list[Saving]) -> None:
         """Run pairs, the cheapest first, until enough savings reach a size."""
@@ -143,21 +188,39 @@ class _Search:
             return 0
         return result.batch_size
 
-    def run(self, saving: Saving, *, only_if_runs: int | None = None) -> None:
-        """Search, and run the size at which all are compared; only if a size runs, if one is given."""
+    def run(
+        self, saving: Saving, *, only_if_runs: int | None = None, follows: Session | None = None
+    ) -> None:
+        """Search, and run the size at which all are compared.
+
+        Args:
+            saving: Those that are on.
+            only_if_runs: A size without which there is no row.
+            follows: The search with the same saving on all blocks; then only that size is run.
+        """
+        rows, name = self._rows, label(saving)
+        with self._reported(saving):
+            with self._started(saving) as session:
+                if follows is not None:
+                    session.follow(follows, NEAREST)
+                if only_if_runs is not None:
+                    largest = session.confirm_only(only_if_runs)
+                    if largest.batch_size is None:
+                        return
+                if follows is None:
+                    largest = session.find()
+                self._learn(saving, session)
+                finish(session, largest, broken_down_at=self._compared(session))
+            rows.results[name] = result_of(session, largest, rows.target)
+            self._searches[name] = session
+        self._compare()
+
+    @contextmanager
+    def _reported(self, saving: Saving) -> Iterator[None]:
+        """Enter into the table why a saving has no answer."""
         name, rows = label(saving), self._rows
         try:
-            with self._expandable(saving):
-                with self._started(saving) as session:
-                    if (
-                        only_if_runs is not None
-                        and session.confirm_only(only_if_runs).batch_size is None
-                    ):
-                        return
-                    largest = session.find()
-                    self._learn(saving, session)
-                    finish(session, largest, broken_down_at=self._compared(session))
-                rows.results[name] = result_of(session, largest, rows.target)
+            yield
         except NothingFitsError as error:
             if self._facts is None:  # not even the model does
                 raise
@@ -171,7 +234,6 @@ class _Search:
         except OomProbeError as error:
             error.args = (f"{name}: {error}",)
             raise
-        self._compare()
 
     @contextmanager
     def _expandable(self, saving: Saving) -> Iterator[None]:
@@ -198,7 +260,8 @@ class _Search:
     def _started(self, saving: Saving) -> Iterator[Session]:
         """Open a session with savings, for as long as the table may take."""
         options = self._clock.left_of(self._order.options)
-        with self._opened(replace(self._order, savings=saving, options=options)) as session:
+        order = replace(self._order, savings=saving, options=options)
+        with self._expandable(saving), self._opened(order) as session:
             session.reporter.row(label(saving))
             self._facts = session.runner.facts
             yield session
@@ -216,6 +279,7 @@ class _Search:
         if idle:
             raise NotApplicableError(IDLE)
         self._typed |= shown.typed
+        self._blocks = shown.blocks or self._blocks
         if session.device.is_simulated:
             self._recomputed[label(saving)] = shown.recomputed
 
@@ -246,13 +310,15 @@ class _Search:
         """Give the table what it shows beside the answers."""
         size = self._size()
         if size is not None:
-            self._rows.savings = Comparison(
+            self._rows.savings = compared = Comparison(
                 batch_size=size,
                 required=self._required is not None,
                 typed=self._typed,
                 recomputed=self._recomputed,
                 not_run=self._not_run,
             )
+            in_order = from_the_cheapest(self._rows.results, compared)
+            self._rows.axis = Axis(savings.AXIS, tuple(in_order))
 
     def _size(self) -> int | None:
         """Return the size at which all are compared; None while the answer without savings is not known."""

@@ -110,7 +110,8 @@ class Session:
         self.comparable = self.options.sizes  # with the answer, to show that the step uses its size
         self._ends: dict[tuple[int, int | None, int], Trial] = {}  # by batch size, cap and calls
         self._known: Reply | None = None  # what the look of another row found
-        self._near = search.NEAR  # how near to `start_batch` the limit is expected then
+        # How near to `start_batch` the limit is expected then, and whether its calls repeated.
+        self._near, self._is_steady = search.NEAR, False
         # Before predictions were dropped, by batch size and cap.
         self._ran: dict[tuple[int, int | None], Trial] = {}
 
@@ -129,7 +130,7 @@ class Session:
         self.budget.expect(last.budget)
         self.program.follow(last.program)
         self._learned = last._learned
-        self._near = near
+        self._near, self._is_steady = near, last.program.is_steady
         tolerance = bracket_tolerance(self.program.needed)
         self._known = Reply(passed=True, varies=last.program.varies, tolerance=tolerance)
 
@@ -258,11 +259,13 @@ class Session:
         return self.clock.suffices_to_confirm(size, self.trials, calls=calls, starting_s=starting_s)
 
     def confirm_only(self, size: int) -> Found:
-        """Run one size under the cap. Rerun it if it failed, or if the cap shrank below its peak once kernels were loaded."""
+        """Run one size under the cap. Rerun it if it failed for no certain reason, or if the cap shrank below its peak once kernels were loaded."""
         self.comparable = replace(self.comparable, first=1)
         self.budget.take(self.runner.measure(), is_final=False)
         first_budget_bytes = self.budget.total_bytes
         trial = first = self.run(self.requested(size, Phase.CONFIRM, self.budget.search_cap()))
+        if self.budget.decided(trial, self.trials, is_steady=self._is_steady):
+            return Found(batch_size=None)
         reruns = self.runner.facts.confirmations - 1
         if not trial.passed:
             reruns += 1
@@ -277,9 +280,8 @@ class Session:
             varies |= self._varies(trial)
             if not trial.passed:
                 return Found(batch_size=None)
-        if first.passed or varies:
-            return Found(batch_size=size, limit=size)
-        return Found(batch_size=size, limit=size, transient=(size,))
+        transient = () if first.passed or varies else (size,)
+        return Found(batch_size=size, limit=size, transient=transient)
 
     # --- one trial, with second tries ---
 

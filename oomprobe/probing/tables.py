@@ -40,7 +40,7 @@ class Rows:
     """The rows of a table while it is made. As a context manager it attaches those that are finished to an error."""
 
     def __init__(self, axis: Axis, target: str | None) -> None:
-        self._axis, self.target = axis, target
+        self.axis, self.target = axis, target
         self._opened: Session | None = None
         self.results: dict[Any, ProbeResult | None] = {}
         self.unfit: dict[Any, str] = {}
@@ -66,11 +66,11 @@ class Rows:
     def table(self) -> ProbeTable:
         """Return the table. Once the session of all its rows is closed, which restores and compares the state, each row has its notes."""
         rows = {}
-        for value in self._axis.values:
+        for value in self.axis.values:
             if value in self.results:
                 rows[value] = self._with_notes(self.results[value])
         return ProbeTable(
-            axis=self._axis.name,
+            axis=self.axis.name,
             rows=rows,
             unfit=self.unfit,
             required=self.required,
@@ -93,15 +93,15 @@ class Rows:
         Above a value that does not fit, none is tried.
         """
         self._opened, last = opened, None
-        for row, value in enumerate(self._axis.values):
+        for row, value in enumerate(self.axis.values):
             smaller = next(filter(partial(is_larger, value), self.unfit), None)
             if smaller is not None:
                 self.results[value] = None
                 self.unfit[value] = NOT_TRIED.format(
-                    axis=self._axis.name, value=text_of_value(smaller)
+                    axis=self.axis.name, value=text_of_value(smaller)
                 )
                 continue
-            label = self._axis.label(row)
+            label = self.axis.label(row)
             opened.reporter.row(label)
             session = self._session(opened, row, last)
             try:
@@ -113,8 +113,8 @@ class Rows:
                 if not isinstance(error, TimeLimitError) or not has_answers:
                     error.args = (f"{label}: {error}",)
                     raise
-                values = ", ".join(map(text_of_value, self._axis.values[row:]))
-                self.notes.append(CUT_OFF.format(axis=self._axis.name, values=values))
+                values = ", ".join(map(text_of_value, self.axis.values[row:]))
+                self.notes.append(CUT_OFF.format(axis=self.axis.name, values=values))
                 return
             else:
                 self.results[value] = result
@@ -126,22 +126,22 @@ class Rows:
         """Note answers that are all alike, and lower those that do not train in turn."""
         answers = {
             row: result
-            for row, value in enumerate(self._axis.values)
+            for row, value in enumerate(self.axis.values)
             if (result := self.results[value]) is not None
         }
         sizes = [result.batch_size for result in answers.values()]
         is_limited = {result.limited_by for result in answers.values()} == {"memory"}
         is_limited &= not session.device.on_host
         if len(answers) > 1 and is_limited and max(sizes) <= ALIKE * min(sizes):
-            self.notes.append(UNUSED.format(axis=self._axis.name))
-        if self._axis.epochs and answers:
+            self.notes.append(UNUSED.format(axis=self.axis.name))
+        if self.axis.epochs and answers:
             self._train(session, answers)
 
     def _train(self, session: Session, answers: Mapping[int, ProbeResult]) -> None:
         """Lower the answers to the share of them with which the epoch trains, each row a bucket."""
-        values = self._axis.values
+        values = self.axis.values
         buckets = BucketOrders.of(
-            self._axis,
+            self.axis,
             session.runner.facts.step_names,
             {row: result.batch_size for row, result in answers.items()},
             session.options.sizes,
@@ -191,7 +191,7 @@ class Rows:
             near = nearness(self._expected, result.batch_size)
         # Where trials are predicted, small sizes teach the prediction, and large ones then take no time.
         if not any(trial.replayed for trial in result.trials):
-            ratio = (magnitude(value) or 1) / (magnitude(self._axis.values[row]) or 1)
+            ratio = (magnitude(value) or 1) / (magnitude(self.axis.values[row]) or 1)
             start = options.sizes.nearest(int(ratio * result.batch_size))
         following = Session(
             opened.runner,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
@@ -21,7 +22,7 @@ EXPANDABLE, BF16, FP16, CHECKPOINT = (
 )
 FUSED, NO_FOREACH, OFFLOAD = "fused_optimizer", "no_foreach", "offload_activations"
 SAME, ROUNDING = "same numbers", "changes rounding"
-# From the cheapest: a setting, faster kernels, a third more computing, slower updates, and copies over the bus.
+# In the order in which they run, and in which a pair is named; `from_the_cheapest` sorts their rows.
 NUMBERS = {
     AS_IS: SAME,
     EXPANDABLE: SAME,
@@ -36,7 +37,51 @@ ORDER = tuple(NUMBERS)
 EXCLUDE_EACH_OTHER = ({BF16, FP16}, {FUSED, NO_FOREACH})
 AUTOCAST = {"bf16": BF16, "fp16": FP16}  # by `DeviceInfo.half`
 
+DIVISIBLE = (CHECKPOINT, OFFLOAD)  # can act on some of the model's blocks
+DIVIDED = "{name} {end} {count} of {total}"  # the name of such a saving
+FIRST, LAST = "first", "last"
+PART = re.compile(
+    rf"({CHECKPOINT}|{OFFLOAD}) ({FIRST}|{LAST}) ([1-9]\d{{0,5}}) of ([1-9]\d{{0,5}})"
+)
+
 Saving = tuple[str, ...]  # the names of those that act together; none: as is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The blocks, of those that a model repeats, on which a saving acts.
+
+    Attributes:
+        places, others: Those on which it acts, and all others.
+        total: How many blocks there are; 0: it acts on all, however many these are.
+
+    Examples:
+        >>> part = Part.of("checkpoint last 3 of 12")
+        >>> "abcdefghijkl"[part.places], "abcdefghijkl"[part.others]
+        ('jkl', 'abcdefghi')
+        >>> Part.of("checkpoint").total
+        0
+    """
+
+    places: slice
+    others: slice
+    total: int
+
+    @classmethod
+    def of(cls, name: str) -> Part:
+        """Return what the name of a saving says."""
+        match = PART.fullmatch(name)
+        if match is None:
+            return cls(places=slice(None), others=slice(0), total=0)
+        _, end, count, total = match.groups()
+        if end == FIRST:
+            return cls(places=slice(int(count)), others=slice(int(count), None), total=int(total))
+        return cls(places=slice(-int(count), None), others=slice(-int(count)), total=int(total))
+
+
+def saving_of(name: str) -> str:
+    """Return the saving of a name, which may say on which blocks it acts."""
+    return name.partition(" ")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +117,7 @@ def names_in(row: str) -> Saving:
 
 def numbers_of(saving: Saving) -> str:
     """Return what savings do to the numbers that training computes."""
-    if all(NUMBERS.get(name) == SAME for name in saving):
+    if all(NUMBERS.get(saving_of(name)) == SAME for name in saving):
         return SAME
     return ROUNDING
 
@@ -84,7 +129,7 @@ def cost(saving: Saving) -> tuple[int, ...]:
         >>> sorted([(CHECKPOINT,), (BF16, CHECKPOINT), (), (EXPANDABLE, OFFLOAD), (BF16,)], key=cost)
         [(), ('bf16_autocast',), ('checkpoint',), ('bf16_autocast', 'checkpoint'), ('expandable_segments', 'offload_activations')]
     """
-    places = sorted(map(ORDER.index, saving), reverse=True)
+    places = sorted(map(ORDER.index, map(saving_of, saving)), reverse=True)
     return (len(places), *places)
 
 
@@ -95,9 +140,10 @@ def go_together(saving: Saving) -> bool:
         >>> go_together((BF16, CHECKPOINT)), go_together((BF16, BF16))
         (True, False)
     """
-    if len({*saving}) < len(saving):
+    kinds = {*map(saving_of, saving)}
+    if len(kinds) < len(saving):
         return False
-    return not any(pair.issubset(saving) for pair in EXCLUDE_EACH_OTHER)
+    return not any(pair.issubset(kinds) for pair in EXCLUDE_EACH_OTHER)
 
 
 def pairs_of(savings: Iterable[Saving]) -> list[Saving]:
@@ -112,6 +158,32 @@ def best_pair(savings: Sequence[Saving]) -> Saving | None:
         if go_together(best + second):
             return tuple(sorted(best + second, key=ORDER.index))
     return None
+
+
+def next_count(tried: Mapping[int, bool]) -> int | None:
+    """Return on how many blocks to try a saving next, until the fewest that run a size are known.
+
+    Under a cap, memory need not fall with each block more: one count may fail between two that
+    run. So bisect, and then try the next but one below the fewest that run.
+
+    Args:
+        tried: Whether the size ran, by count; with that of none, and that of all blocks.
+
+    Examples:
+        >>> tried = {0: False, 12: True}
+        >>> while (count := next_count(tried)) is not None:
+        ...     tried[count] = count in (3, 5, 6, 7, 8, 9, 10, 11, 12)
+        >>> sorted(tried)
+        [0, 1, 2, 3, 6, 12]
+    """
+    fewest = min((count for count, runs in tried.items() if runs), default=max(tried) + 1)
+    failing = max(count for count in tried if count < fewest)
+    following = (failing + fewest) // 2
+    if following == failing:
+        following = fewest - 2
+    if following in tried or following < 1:
+        return None
+    return following
 
 
 def chosen(savings: str | Sequence[str]) -> list[Saving] | None:
@@ -133,12 +205,12 @@ def chosen(savings: str | Sequence[str]) -> list[Saving] | None:
     for row in rows:
         saving = names_in(row)
         for name in saving:
-            if name not in ORDER[1:]:
+            if name not in ORDER[1:] and not PART.fullmatch(name):
                 known = ", ".join(ORDER[1:])
                 raise InvalidArgumentError(
                     f"there is no saving {name!r}{did_you_mean(name, ORDER) or '.'} Name some of {known}, or 'all'"
                 )
         if not go_together(saving):
             raise InvalidArgumentError(f"{row} cannot act together: name each by itself")
-        named.add(tuple(sorted(saving, key=ORDER.index)))
-    return sorted(named - {()}, key=cost)
+        named.add(tuple(sorted(saving, key=lambda name: cost((name,)))))
+    return sorted(named - {()}, key=lambda saving: (cost(saving), saving))

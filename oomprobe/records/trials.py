@@ -465,6 +465,7 @@ class Outcome:
         0.0  # share of the forward's module calls that backward made again, for a saving
     )
     typed: Mapping[str, str] = field(default_factory=dict)  # what to type for each saving
+    blocks: int = 0  # that the model repeats, where a saving acts on them
 
 
 class Runner(Protocol):

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.ground.words import clean, rate
 from oomprobe.records.breakdown import KINDS
-from oomprobe.records.savings import AS_IS, SAME, Comparison, names_in, numbers_of
+from oomprobe.records.savings import (
+    AS_IS,
+    OFFLOAD,
+    PART,
+    SAME,
+    Comparison,
+    cost,
+    names_in,
+    numbers_of,
+    saving_of,
+)
 from oomprobe.records.trials import Trial
 from oomprobe.results.blocks import UNKNOWN, Block, Row, Table, cell, measured_columns
 
@@ -26,9 +37,14 @@ HEADS = (
     "step",
     "samples/s",
     "recomputed",
+    "pinned",
 )
 RAISES = "raises the peak, so it saves nothing here"
 FAILED = "out of memory"
+RULE = (
+    "the cheapest first: on a card by the time of a step; else settings and kernels, then what "
+    "computes less again, then what takes less pinned memory for copies"
+)
 CHEAPEST = "the cheapest that runs batch {size}{same}: {name}"
 NONE_RUNS = "none that was run runs batch {size}{same}"
 ACCUMULATE = "global_batch={size} (--global-batch {size}) plans and runs it as smaller batches that accumulate"
@@ -66,6 +82,20 @@ def runs(result: ProbeResult | None, batch_size: int) -> bool:
     if trial is not None:
         return trial.passed
     return result is not None and result.batch_size >= batch_size
+
+
+def from_the_cheapest(rows: Results, compared: Comparison) -> list[str]:
+    """Return the rows in the order of what they cost, as RULE says it."""
+
+    def cost_of(name: str) -> tuple[Any, ...]:
+        saving, trial = names_in(name), trial_at(rows[name], compared.batch_size)
+        copies = OFFLOAD in map(saving_of, saving)
+        step_s = getattr(trial, "step_s", None) or math.inf
+        copied_bytes = getattr(trial, "pinned_bytes", None) or 0
+        recomputed = compared.recomputed.get(name, 0.0)
+        return (name != AS_IS, step_s, copies, copied_bytes, recomputed, cost(saving))
+
+    return sorted(rows, key=cost_of)
 
 
 def cheapest(rows: Results, batch_size: int, *, same_numbers: bool) -> str | None:
@@ -116,12 +146,16 @@ def _cheapest(rows: Results, size: int, *, same_numbers: bool) -> str:
 def blocks_of_savings(rows: Results, compared: Comparison) -> Iterator[Block]:
     """Yield the table, what to type for each saving, and where each acts if that was recorded."""
     yield Block(
-        f"peaks at batch {compared.batch_size}, and the largest batch:",
+        f"peaks at batch {compared.batch_size}, and the largest batch",
         _rows_of_savings(rows, compared),
+        RULE,
     )
     yield Block(
         "what to type:",
-        [f"{name} ({numbers_of((name,))}): {line}" for name, line in compared.typed.items()],
+        [
+            f"{name} ({numbers_of((name,))}): {', then '.join(text.splitlines())}"
+            for name, text in compared.typed.items()
+        ],
     )
     yield Block("not run:", [f"{name}: {reason}" for name, reason in compared.not_run.items()])
     parts = {}
@@ -157,9 +191,11 @@ def _rows_of_savings(rows: Results, compared: Comparison) -> Table:
 def _cells_of_saving(rows: Results, name: str, compared: Comparison) -> list[str]:
     result, trial = rows[name], trial_at(rows[name], compared.batch_size)
     largest = cell(getattr(result, "batch_size", None))
+    if PART.fullmatch(name):  # which has run this size alone
+        largest = f">= {largest}"
     recomputed = cell(compared.recomputed.get(name) or None, "{:.0%}".format)
     if trial is None or not trial.passed:
-        return [name, FAILED, UNKNOWN, UNKNOWN, largest, UNKNOWN, UNKNOWN, recomputed]
+        return [name, FAILED, UNKNOWN, UNKNOWN, largest, UNKNOWN, UNKNOWN, recomputed, UNKNOWN]
     difference = UNKNOWN
     before_bytes = _peak_at(rows.get(AS_IS), compared.batch_size)
     now_bytes = _peak_at(result, compared.batch_size)
@@ -175,6 +211,7 @@ def _cells_of_saving(rows: Results, name: str, compared: Comparison) -> list[str
         cell(trial.step_s, format_seconds),
         cell(trial.samples_per_s, rate),
         recomputed,
+        cell(trial.pinned_bytes or None, format_bytes),
     ]
 
 

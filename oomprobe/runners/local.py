@@ -452,6 +452,7 @@ class LocalRunner:
             in_steps_s=self._in_steps_s,
             recomputed=self._work.savings.recomputed,
             typed=self._work.savings.typed,
+            blocks=self._work.savings.blocks,
             notes=self._notes_after(outcome.trial),
             learned=self._stepping.learned(),
             is_spent=self._snapshot is None and self._tracker.has_replaced_parameters,

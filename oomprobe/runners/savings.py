@@ -7,6 +7,7 @@ parameter groups of torch/optim/adam.py.
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,18 @@ from oomprobe.devices import Device
 from oomprobe.devices.recorder import backward_wrapped
 from oomprobe.errors import NotApplicableError
 from oomprobe.ground.replaced import ABSENT, put, replaced
-from oomprobe.records.savings import BF16, CHECKPOINT, EXPANDABLE, FP16, FUSED, NO_FOREACH, OFFLOAD
+from oomprobe.records.savings import (
+    BF16,
+    CHECKPOINT,
+    DIVISIBLE,
+    EXPANDABLE,
+    FP16,
+    FUSED,
+    NO_FOREACH,
+    OFFLOAD,
+    Part,
+    saving_of,
+)
 
 HALVES = {BF16: torch.bfloat16, FP16: torch.float16}
 HAVE_FUSED = (
@@ -51,16 +63,24 @@ SWITCHES: dict[str, tuple[dict[str, Any], str]] = {
 FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 ALREADY_ON = "already on"
 NO_BLOCKS = "no repeated blocks"
+OTHER_BLOCKS = "the model repeats {count} blocks"
 HALF_ALREADY = "its parameters are {dtype} already"
 NO_FUSED = "{kind} has no fused version here"
 NO_LISTS = "{kind} makes no lists of tensors"
 TYPED = {
     BF16: 'with torch.autocast("{type}", torch.bfloat16): loss = ...',
     FP16: 'with torch.autocast("{type}", torch.float16): loss = ..., and a GradScaler',
-    CHECKPOINT: "checkpoint(block, x, use_reentrant=False), for each {kind}",
     FUSED: "{optimizer}(..., fused=True)",
     NO_FOREACH: "{optimizer}(..., foreach=False)",
     OFFLOAD: "with torch.autograd.graph.save_on_cpu(pin_memory=True):",
+}
+OTHERS_OFF = "\nfor block in {blocks}: block.{flag} = False"
+TYPED_IN_BLOCKS = {
+    CHECKPOINT: "for block in {blocks}: block.forward = "
+    "functools.partial(checkpoint, block.forward, use_reentrant=False)",
+    OFFLOAD: "saved = torch.autograd.graph.save_on_cpu(pin_memory=True)\nfor block in {blocks}: "
+    "block.register_forward_pre_hook(lambda *_: saved.__enter__()), "
+    "block.register_forward_hook(lambda *_: saved.__exit__())",
 }
 
 
@@ -94,6 +114,7 @@ class Savings:
 
     Attributes:
         typed: What to type for each, once a call has shown it.
+        blocks: That the model repeats, where one may act on some of them.
     """
 
     def __init__(self, saving: Sequence[str] = (), device: Device | None = None) -> None:
@@ -101,12 +122,17 @@ class Savings:
         self._saving = tuple(name for name in saving if name != EXPANDABLE)
         self._type = "cuda" if device is None or device.is_simulated else device.torch_device.type
         self.typed: dict[str, str] = {}
+        self._repeated: list[torch.nn.Module] = []
         self._why_not: dict[str, str] = {}  # the savings that did nothing in a call
         self._scopes: list[_Scope] = []
         self._scaler: Any = None
         self._hook: Any = None
         self._in_backward = False
         self._forward_calls = self._recomputed_calls = 0
+
+    @property
+    def blocks(self) -> int:
+        return len(self._repeated)
 
     @property
     def recomputed(self) -> float:
@@ -133,6 +159,8 @@ class Savings:
             BF16: self._autocast, FP16: self._autocast, CHECKPOINT: self._checkpoint, FUSED: self._optimizer,
             NO_FOREACH: self._optimizer, OFFLOAD: self._offload,
         }  # fmt: skip
+        if not {*map(saving_of, self._saving)}.isdisjoint(DIVISIBLE):
+            self._repeated = repeated_blocks(model)
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             # The next one.
@@ -141,7 +169,7 @@ class Savings:
             stack.enter_context(backward_wrapped(self._outside_forward))
             stack.callback(self._leave_scopes)
             for name in self._saving:
-                stack.enter_context(ways[name](name, model))
+                stack.enter_context(ways[saving_of(name)](name, model))
             yield
         for reason in self._why_not.values():
             raise NotApplicableError(reason)
@@ -261,19 +289,38 @@ class Savings:
             self._why_not[name] = ALREADY_ON
             yield
             return
+        part, flag = Part.of(name), FLAGS[0]
+        has_flags = {hasattr(type(block), flag) for block in self._repeated} == {True}
         with ExitStack() as stack:
-            if not self._switched(modules, stack):
-                blocks = repeated_blocks(model)
-                if not blocks:
-                    self._why_not[name] = NO_BLOCKS
-                for block in blocks:
-                    self.typed[name] = TYPED[name].format(kind=type(block).__name__)
-                    stack.enter_context(
-                        replaced([(block, "forward", self._recomputing(block.forward))])
-                    )
+            switches = (
+                has_flags or not part.total
+            )  # some blocks can be left out only by their flags
+            if not (switches and self._switched(name, modules, stack)):
+                stack.enter_context(self._in_blocks(name, model, self._recomputing))
+            elif part.total:
+                others = self._repeated[part.others]
+                stack.enter_context(replaced((block, flag, False) for block in others))
+                named = _in_python(model, self._repeated, part.others)
+                self.typed[name] += OTHERS_OFF.format(blocks=named, flag=flag)
             yield
 
-    def _switched(self, modules: list[torch.nn.Module], stack: ExitStack) -> bool:
+    @contextmanager
+    def _in_blocks(
+        self, name: str, model: torch.nn.Module, around: Callable[[Callable[..., Any]], Any]
+    ) -> Iterator[None]:
+        """Put something around the forward of each of the blocks on which a saving acts."""
+        blocks, part = self._repeated, Part.of(name)
+        if not blocks:
+            self._why_not[name] = NO_BLOCKS
+        elif part.total not in (0, len(blocks)):
+            self._why_not[name] = OTHER_BLOCKS.format(count=len(blocks))
+        else:
+            named = _in_python(model, blocks, part.places)
+            self.typed[name] = TYPED_IN_BLOCKS[saving_of(name)].format(blocks=named)
+        with replaced((block, "forward", around(block.forward)) for block in blocks[part.places]):
+            yield
+
+    def _switched(self, name: str, modules: list[torch.nn.Module], stack: ExitStack) -> bool:
         """Let the model recompute its blocks by a method of its own, if it has one; what that sets is put back when `stack` closes."""
         for module in modules:
             for method, (arguments, typed) in SWITCHES.items():
@@ -286,7 +333,7 @@ class Savings:
                     for attribute, value in vars(changed).items():
                         if values.get(attribute, ABSENT) is not value:
                             stack.callback(put, changed, attribute, values.get(attribute, ABSENT))
-                self.typed[CHECKPOINT] = typed
+                self.typed[name] = typed
                 return True
         return False
 
@@ -324,9 +371,22 @@ class Savings:
 
     @contextmanager
     def _offload(self, name: str, model: torch.nn.Module) -> Iterator[None]:
-        kind = torch.autograd.graph.save_on_cpu
-        with self._seen(name, kind, lambda _: True):
-            self._scopes.append(_Scope(name, lambda: kind(pin_memory=True)))
+        own = torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+        def offloading(forward: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(forward)
+            def offloaded(*args: Any, **kwargs: Any) -> Any:
+                with own:
+                    return forward(*args, **kwargs)
+
+            return offloaded
+
+        with ExitStack() as stack:
+            stack.enter_context(self._seen(name, type(own), lambda context: context is not own))
+            if Part.of(name).total:
+                stack.enter_context(self._in_blocks(name, model, offloading))
+            else:
+                self._scopes.append(_Scope(name, lambda: own))
             yield
 
 
@@ -360,6 +420,20 @@ def _set_flags(name: str, optimizer: torch.optim.Optimizer, stack: ExitStack) ->
         stack.enter_context(replaced([(optimizer, "_step_supports_amp_scaling", True)]))
 
 
+def _in_python(model: torch.nn.Module, blocks: list[torch.nn.Module], places: slice) -> str:
+    """Write an expression for some of the repeated blocks, such as ``[*model.layers][:3]``."""
+    names = {id(module): name for name, module in model.named_modules()}
+    lists = dict.fromkeys(names[id(block)].rpartition(".")[0] for block in blocks)
+    listed = [child for name in lists for child in model.get_submodule(name).children()]
+    every = ", ".join(f"*model.{name}".rstrip(".") for name in lists)
+    text = re.sub(r"\.(\d+)", r"[\1]", f"[{every}]")
+    if listed != blocks:
+        text = (
+            f"[block for block in {text} if type(block).__name__ == {type(blocks[0]).__name__!r}]"
+        )
+    return text + f"[{places.start}:{places.stop}]".replace("None", "").removesuffix("[:]")
+
+
 MOST_OF_A_STAGE = 0.75  # of the parameters of repeated stages: where blocks in them hold more, the blocks are meant
 
 
@@ -381,8 +455,7 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     blocks = max(_by_class(lists).values(), key=_parameter_bytes, default=[])
     outer = {*map(id, blocks)}
     blocks = [block for block in blocks if outer.isdisjoint(map(id, [*block.modules()][1:]))]
-    if len(blocks) < 2:
-        return []
+    blocks = [*dict.fromkeys(blocks)]
     sequences = [
         module
         for block in blocks
@@ -397,13 +470,16 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _by_class(
     lists: Iterable[torch.nn.ModuleList | torch.nn.Sequential],
 ) -> dict[type, list[torch.nn.Module]]:
-    """Return the modules in lists, by class. One without children, such as an activation, is no block."""
+    """Return the modules in lists, by class, of those with several.
+
+    A module without children, such as an activation, is no block.
+    """
     members: dict[type, list[torch.nn.Module]] = defaultdict(list)
     for modules in lists:
         for module in modules:
             if [*module.children()]:
                 members[type(module)].append(module)
-    return members
+    return {kind: modules for kind, modules in members.items() if len(modules) > 1}
 
 
 def _parameter_bytes(modules: Iterable[torch.nn.Module]) -> int:
