@@ -283,7 +283,7 @@ def _probe(arguments: argparse.Namespace, options: dict[str, Any]) -> ProbeResul
     global_batch, world_size = options.get("global_batch"), arguments.world_size or 1
     if global_batch is not None:
         options["global_batch"] = -(-global_batch // world_size)
-    probed = search(what, **options)
+    probed: ProbeResult | ProbeTable = search(what, **options)
     is_planned = global_batch is not None or world_size > 1
     if not is_planned or isinstance(probed, ProbeTable) or "nproc_per_node" in options:
         return probed
@@ -667,11 +667,13 @@ def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str |
         return TWO_TARGETS.format(target=arguments.target)
     of_targets = (
         *("breakdown", "epoch", "host_memory", "isolate"),
-        *("nproc_per_node", "over", "savings", "tokens"),
+        *("nproc_per_node", "over", "tokens"),
     )
     options = _flags([name for name in of_targets if hasattr(arguments, name)])
     if options:
         return NOT_FOR_COMMANDS.format(options=options)
+    if "savings" in given:
+        savings.check_settings(given["savings"])  # raises
     if _cards(arguments):
         return ONE_CARD
     if "device" in given:

@@ -26,7 +26,7 @@ from oomprobe.probing.tables import Rows
 from oomprobe.records.axis import CARDS, NO_AXIS, Axis
 from oomprobe.records.epoch import Epoch, tokens_of
 from oomprobe.records.options import RESOLUTION, Options, Steps
-from oomprobe.records.savings import ALL
+from oomprobe.records.savings import ALL, check_settings
 from oomprobe.results.log import logged
 from oomprobe.results.progress import Progress
 from oomprobe.results.result import ProbeResult
@@ -488,13 +488,38 @@ def check_target(
         )
 
 
+@overload
+def probe_command(
+    command: Sequence[str],
+    *,
+    passes_after_s: float | None = ...,
+    keep_writes: bool = ...,
+    savings: None = None,
+    **options: Unpack[SearchOptions],
+) -> ProbeResult: ...
+
+
+@overload
+def probe_command(
+    command: Sequence[str],
+    *,
+    passes_after_s: float | None = ...,
+    keep_writes: bool = ...,
+    savings: str | Sequence[str],
+    require: int | None = ...,
+    **options: Unpack[SearchOptions],
+) -> ProbeTable: ...
+
+
 def probe_command(
     command: Sequence[str],
     *,
     passes_after_s: float | None = None,
     keep_writes: bool = False,
+    savings: str | Sequence[str] | None = None,
+    require: int | None = None,
     **options: Unpack[SearchOptions],
-) -> ProbeResult:
+) -> ProbeResult | ProbeTable:
     """Find the largest batch size with which a command runs, whatever launches it (Linux only).
 
     Each trial is a run of the command, as cold as training. It passes once every rank has made `steps` optimizer steps after
@@ -509,6 +534,9 @@ def probe_command(
             it has done. None: such a trial passes when the command exits with 0.
         keep_writes: Whether trials change your files. Otherwise Python changes copies, which go
             after each trial.
+        savings: ``"expandable_segments"``, for a table with and without this setting of the
+            environment; all other savings need a target.
+        require: Only with `savings`: the `batch_size` of `find_savings`.
         **options: Those of `find_max_batch`, except `preserve`, `host_memory` and `breakdown`.
             `device` is None, for the devices that the command chooses, or a simulated card for each of its processes that trains, such as ``"sim:24GiB"``. `resolution` is 1/64 by
             default, and the plan for `global_batch` is printed but not run.
@@ -531,7 +559,13 @@ def probe_command(
     with FramesHidden():
         _refuse_for_commands(options)
         order = Order.of(options, resolution=COMMAND_RESOLUTION)
-        return _answer(open_command(order, command, passes_after_s, keep_writes=keep_writes))
+        opened = partial(
+            open_command, command=command, passes_after_s=passes_after_s, keep_writes=keep_writes
+        )
+        if savings is None:
+            return _answer(opened(order))
+        check_settings(savings)
+        return logged(search_savings(savings, order, opened, require))
 
 
 def check_command(

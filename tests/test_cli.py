@@ -294,7 +294,7 @@ WRONG = [
         ["run", "x:y", "--savings", "all", "--over", "length=1,2"],
         "--savings makes a table of its own",
     ),
-    (["run", "--savings", "all", *COMMAND], "--savings cannot be given for a command"),
+    (["run", "--savings", "all", *COMMAND], "can be given expandable_segments alone"),
     (
         ["run", "--device", "cuda", "--breakdown", *COMMAND],
         "--breakdown cannot be given for a command",

@@ -211,6 +211,7 @@ class _Search:
                     largest = session.find()
                 self._learn(saving, session)
                 finish(session, largest, broken_down_at=self._compared(session))
+                self._facts = session.runner.facts  # a command's device is known once it has run
             rows.results[name] = result_of(session, largest, rows.target)
             self._searches[name] = session
         self._compare()

@@ -44,6 +44,11 @@ PART = re.compile(
     rf"({CHECKPOINT}|{OFFLOAD}) ({FIRST}|{LAST}) ([1-9]\d{{0,5}}) of ([1-9]\d{{0,5}})"
 )
 
+ONLY_SETTINGS = (
+    f"of the savings, a command can be given {EXPANDABLE} alone, a setting of its environment. For "
+    "the others, write a target: oomprobe run path/to/train.py:build --savings all"
+)
+
 Saving = tuple[str, ...]  # the names of those that act together; none: as is
 
 
@@ -214,3 +219,9 @@ def chosen(savings: str | Sequence[str]) -> list[Saving] | None:
             raise InvalidArgumentError(f"{row} cannot act together: name each by itself")
         named.add(tuple(sorted(saving, key=lambda name: cost((name,)))))
     return sorted(named - {()}, key=lambda saving: (cost(saving), saving))
+
+
+def check_settings(savings: str | Sequence[str]) -> None:
+    """Raise InvalidArgumentError for savings that cannot be set from outside of a process."""
+    if chosen(savings) != [(EXPANDABLE,)]:
+        raise InvalidArgumentError(ONLY_SETTINGS)

@@ -399,6 +399,25 @@ def test_a_command_is_probed_like_any_and_sizes_that_follow_from_two_runs_are_re
     assert [trial.phase for trial in runs][-2:] == ["confirm", "confirm"]
 
 
+def test_a_setting_is_a_saving_of_a_command_and_all_others_need_a_target(tmp_path):
+    is_set = "any('expandable_segments:True' in value for value in os.environ.values())"
+    script = SCRIPT.replace("options.batch_size", f"options.batch_size // (1 + {is_set})")
+    words = command(tmp_path, script=script)
+    options = {"device": "sim:64MiB", "max_batch": 512, "progress": "off"}
+    table = oomprobe.probe_command(
+        words, savings="expandable_segments", require=512, multiple_of=512, **options
+    )
+    peaks = table.at(512)
+    assert [*peaks] == ["as is", "expandable_segments"]
+    assert peaks["expandable_segments"][0] < peaks["as is"][0]  # the script has seen it
+    assert table.savings.required
+    assert "expandable_segments:True" in table.savings.typed["expandable_segments"]
+    assert not [name for name in os.environ if name.endswith("ALLOC_CONF")]
+    for others in ("all", "checkpoint", "expandable_segments,checkpoint"):
+        with pytest.raises(oomprobe.InvalidArgumentError, match=r"write a target: oomprobe run"):
+            oomprobe.probe_command(words, savings=others, **options)
+
+
 @pytest.mark.parametrize(
     ("words", "python", "script", "said"),
     [
