@@ -425,17 +425,18 @@ def with_blocks(model, name, **options):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "places"),
     [
-        "checkpoint first 1",
-        "checkpoint last 3",
-        "offload_activations first 3",
-        "offload_activations last 1",
+        ("checkpoint first 1", "[:1]"),
+        ("checkpoint last 3", "[-3:]"),
+        ("offload_activations first 3", "[:3]"),
+        ("offload_activations last 1", "[-1:]"),
     ],
 )
-def test_blocks_take_what_they_take_with_the_code_that_is_to_be_typed(name):
+def test_blocks_take_what_they_take_with_the_code_that_is_to_be_typed(name, places):
     name = f"{name} of {BLOCKS}"
     table = with_blocks(residuals(), name)
+    assert f"for block in [*model[1].layers]{places}:" in table.savings.typed[name]
     model = residuals()
     known = {"checkpoint": torch.utils.checkpoint.checkpoint, "functools": functools}
     exec(table.savings.typed[name], {"model": model, "torch": torch, **known})
