@@ -4,7 +4,7 @@ import pytest
 
 from oomprobe.tape.calls import ALLOCATED, FREED, RELEASED, SWITCHED, RecordedCall, peak_bytes
 from oomprobe.tape.fit import Predictor, borrow_slopes, lines_through, recognize_reductions
-from oomprobe.tape.record import POOLS, STREAMS, NotRecorded, cut_calls
+from oomprobe.tape.record import POOLS, STREAMS, NotRecorded, cut_calls, record_calls
 from oomprobe.tape.reductions import Processors, Reduction, buffers
 
 A100 = Processors((8, 0), 108, 2048)
@@ -31,7 +31,8 @@ def test_a_history_is_cut_where_calls_end():
         *(*freed(2), asked(1, 30), *freed(100), *freed(1)),
         asked(3, 40),  # after the last call
     ]
-    first, second = cut_calls(entries, [99, 100], [(2, 1), (3, 4)], may_retry=False)
+    parts = cut_calls(entries, [(2, 1), (3, 4)])
+    first, second = record_calls(parts, [99, 100], may_retry=False)
     assert first == RecordedCall(((ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (FREED, 0, 0)), (10, 20))
     # The second block of the call before, and the second of those before the trial.
     assert second.events == ((FREED, 1, 1), (ALLOCATED, 0, 0), (FREED, 0, 0), (FREED, 2, 1))
@@ -40,25 +41,25 @@ def test_a_history_is_cut_where_calls_end():
 
 @pytest.mark.parametrize(("may_retry", "events"), [(False, [(RELEASED, 0, 0)]), (True, [])])
 def test_only_a_step_that_meets_no_retry_gives_back_segments(may_retry, events):
-    [call] = cut_calls([GAVE_BACK, GAVE_BACK, asked(1, 10)], [], [(1, 0)], may_retry=may_retry)
+    [call] = record_calls([[GAVE_BACK, GAVE_BACK, asked(1, 10)]], [], may_retry=may_retry)
     assert [*call.events] == [*events, (ALLOCATED, 0, 0)]
 
 
 def test_a_stream_is_switched_to_once():
-    [call] = cut_calls([asked(1, 10, 5), asked(2, 20, 5)], [], [(2, 0)], may_retry=False)
+    [call] = record_calls([[asked(1, 10, 5), asked(2, 20, 5)]], [], may_retry=False)
     assert call.events == ((SWITCHED, 5, 0), (ALLOCATED, 0, 0), (ALLOCATED, 1, 0))
 
 
 @pytest.mark.parametrize(
-    ("entries", "ends", "why"),
+    ("entries", "why"),
     [
-        ([asked(1, 10), freed(1)[0], asked(2, 10), freed(1)[1]], (2, 1), STREAMS),
-        ([asked(1, 10, pool_id=(0, 1))], (1, 0), POOLS),
+        ([asked(1, 10), freed(1)[0], asked(2, 10), freed(1)[1]], STREAMS),
+        ([asked(1, 10, pool_id=(0, 1))], POOLS),
     ],
 )
-def test_what_a_tape_cannot_tell_is_refused(entries, ends, why):
+def test_what_a_tape_cannot_tell_is_refused(entries, why):
     with pytest.raises(NotRecorded, match=why):
-        cut_calls(entries, [], [ends], may_retry=False)
+        record_calls([entries], [], may_retry=False)
 
 
 # --- bare sizes ---

@@ -18,7 +18,7 @@ from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.devices.statistics import Statistics
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.tape.calls import LiveBlocks, RecordedCall
-from oomprobe.tape.record import Beginning, NotRecorded, TapedTrial, cut_calls
+from oomprobe.tape.record import Beginning, NotRecorded, TapedTrial, cut_calls, record_calls
 from oomprobe.tape.recording import MOST_EVENTS
 from oomprobe.tape.reductions import Processors
 from oomprobe.tape.snapshot import Snapshot, snapshots_of
@@ -183,8 +183,9 @@ class CallHistory:
             return
         self._is_on, entries = False, self._history.stop()
         may_retry = self._counts()[2] > self._before[2]
+        parts = cut_calls(entries, self._ends)
         try:
-            self.calls = cut_calls(entries, self._history.blocks(), self._ends, may_retry=may_retry)
+            self.calls = record_calls(parts, self._history.blocks(), may_retry=may_retry)
         except NotRecorded as error:
             self.reason = str(error)
 

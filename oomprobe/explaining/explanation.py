@@ -25,6 +25,7 @@ from oomprobe.ground.words import clip, shortened
 from oomprobe.records.files import read_file
 from oomprobe.results.why import BESIDE, ENGINE_NAMES, Explanation
 from oomprobe.tape.history import Contradiction, History, Moment
+from oomprobe.tape.orders import reorder
 from oomprobe.tape.replay import NotSimulated, Replay, replayed
 from oomprobe.tape.snapshot import MOST_FILE_BYTES, Event, Snapshot, is_pickle, read_snapshot
 from oomprobe.tape.stacks import UNKNOWN, Stacks, total_by
@@ -238,6 +239,9 @@ def of_snapshot(
         expansion = expansion_beside(snapshot.settings)
         if cause == "fragmentation" and not history.is_expandable:
             known["advice"] = (*expansion, *ADVICE[cause])
+        if cause == "fragmentation" and replay is not None:
+            is_cap = history.is_capped()
+            known["reordered"] = reorder(history, replay.settings, available_bytes, is_cap=is_cap)
         runs_expandable = replay is not None and (
             replay.least(is_cap=history.is_capped())[1] <= available_bytes
         )
@@ -323,7 +327,7 @@ def _notes_on_others(
         yield f"{len(chosen.refused())} requests were refused; this is about the last."
     if chosen.events and {*kinds} <= {UNKNOWN}:
         yield "No stacks were recorded, so that no line can be named: leave context and stacks of _record_memory_history at their defaults."
-    streams = {event.stream for event in chosen.events if event.action == "alloc"}
+    streams = chosen.streams()
     if len(streams) > 1:
         yield f"Blocks of {len(streams)} streams: each stream reuses its own, and a block counts as live until all streams are done with it."
     if private_bytes := chosen.held_bytes(private=True):

@@ -18,6 +18,7 @@ from oomprobe.records.timeline import Timeline
 from oomprobe.results.blocks import Block, Fact, Report, Row, Table, as_text
 from oomprobe.results.html import page
 from oomprobe.results.plot import segments_figure, timeline_figure
+from oomprobe.tape.orders import Reordered
 from oomprobe.tape.stacks import UNKNOWN, Modules
 
 if TYPE_CHECKING:
@@ -82,6 +83,9 @@ class Explanation:
             torch counts a whole request, also where some of its pages are mapped, and not what the
             last page has beyond the request.
         timeline: Of a snapshot with history: memory over time.
+        reordered: After fragmentation, how many of 40 other orders of the recorded calls run in the
+            memory that they had, and how many with ``expandable_segments``; None where a recording
+            has no calls that could change places.
         advice: What to type.
         notes: How certain this is, and what the file does not say.
 
@@ -124,6 +128,7 @@ class Explanation:
     least_bytes_expandable: int | None = None
     least_cap_bytes: Bytes | None = None
     timeline: Timeline | None = None
+    reordered: Reordered | None = None
     advice: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -160,6 +165,7 @@ class Explanation:
         ranks = [f"{rank}: {TITLES.get(cause, cause)}" for rank, cause in self.ranks.items()]
         if len(ranks) < 2:
             ranks = []
+        orders = self.reordered.lines() if self.reordered else []
         blocks = (
             Block("memory", {label: about for label, about in facts.items() if about}),
             Block("ranks, in the order of their errors", ranks[:MOST_ROWS]),
@@ -167,6 +173,7 @@ class Explanation:
             _shares("by kind", self.kinds),
             Block("calls of equal modules", calls[:MOST_ROWS]),
             Block("the least memory for torch in which the same requests run", self._least()),
+            Block("the same calls in other orders, in the memory that it had", orders),
             Block("what to type", self.advice),
             Block("notes:", self.notes),
         )

@@ -139,8 +139,8 @@ class History:
             totals = [*self.live_totals()]
             number = totals.index(max(totals))
             held_bytes = max(reserved, default=self.reserved_at_end)
-        else:  # of equal ones the last
-            number = len(self.events) - 1 - self.events[::-1].index(refused)
+        else:
+            number = self.number_of(refused)
             held_bytes = reserved[number]
         live, _ = next(islice(self.states(), number, None))
         return Moment(refused, tuple(live.values()), held_bytes, number)
@@ -148,6 +148,10 @@ class History:
     def last_refused(self) -> Event | None:
         """Return the last request that was refused: a program, or cuDNN, may have done with less after those before it."""
         return next((event for event in reversed(self.events) if event.action == "oom"), None)
+
+    def number_of(self, event: Event) -> int:
+        """Return the number of an event, of equal ones that of the last."""
+        return len(self.events) - 1 - self.events[::-1].index(event)
 
     def is_capped(self) -> bool:
         """Return whether the last refusal was a cap's: the device had room for any segment."""

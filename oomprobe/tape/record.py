@@ -114,7 +114,7 @@ class TapedTrial:
         )
 
 
-_GIVES_BACK = ("segment_free", "segment_unmap")
+GIVES_BACK = ("segment_free", "segment_unmap")
 Entry = Mapping[str, Any]
 
 
@@ -122,20 +122,15 @@ class NotRecorded(Exception):
     """A history has what a tape cannot tell; the text says what."""
 
 
-def cut_calls(
-    entries: Sequence[Entry],
-    before: Iterable[int],
-    ends: Sequence[tuple[int, int]],
-    *,
-    may_retry: bool,
+def record_calls(
+    parts: Iterable[Sequence[Entry]], before: Iterable[int], *, may_retry: bool
 ) -> list[RecordedCall]:
-    """Return what each call asked for, from a device's entries since the start of a trial.
+    """Return what each call asked for, from its part of a device's entries since a trial began.
 
     Args:
-        entries: In the order in which they happened. Those after the last call are left out.
+        parts: Of each call, in the order in which they happened.
         before: Addresses of the blocks in use at the start, in an order that is the same in each
             trial.
-        ends: For each call, how many requests and how many frees there had been once it had ended.
         may_retry: Whether the allocator has emptied its cache to serve a request; otherwise it is
             the step that has given back segments.
 
@@ -144,7 +139,7 @@ def cut_calls(
     """
     names = {address: (0, index) for index, address in enumerate(before)}
     calls, stream = list[RecordedCall](), 0
-    for number, part in enumerate(_each_call(entries, ends), start=1):
+    for number, part in enumerate(parts, start=1):
         events, sizes = list[Event](), list[int]()
         requested: Entry = {}
         for entry in part:
@@ -166,16 +161,19 @@ def cut_calls(
             elif action == "free_completed":
                 call, index = names.pop(address)
                 events.append((FREED, number - call, index))
-            elif action in _GIVES_BACK and not may_retry and events[-1:] != [(RELEASED, 0, 0)]:
+            elif action in GIVES_BACK and not may_retry and events[-1:] != [(RELEASED, 0, 0)]:
                 events.append((RELEASED, 0, 0))
         calls.append(RecordedCall(in_order(events), tuple(sizes)))
     return calls
 
 
-def _each_call(
+def cut_calls(
     entries: Sequence[Entry], ends: Sequence[tuple[int, int]]
 ) -> Iterator[Sequence[Entry]]:
-    """Yield the entries of each call."""
+    """Yield the entries of each call; those after the last one are left out.
+
+    `ends` are, for each call, how many requests and frees there had been once it had ended.
+    """
     begin = end = requests = frees = 0
     for counts in ends:
         while (requests, frees) != counts:

@@ -12,13 +12,13 @@ from oomprobe.allocator.settings import AllocatorSettings, BlockOrder
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 from oomprobe.tape.history import Contradiction, History
+from oomprobe.tape.record import GIVES_BACK
 from oomprobe.tape.snapshot import MOST_INT, NO_POOL, Event
 
 _UNLIMITED = 2**41  # more than any card has, and little beside the addresses that there are
-_RELEASES = ("segment_free", "segment_unmap")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """What replaying showed.
 
@@ -29,6 +29,7 @@ class Replay:
         least_bytes_expandable: The same with expandable segments.
         least_cap_bytes: The smallest cap on a larger card in which it runs.
         least_cap_bytes_expandable: The same with expandable segments.
+        settings: The allocator's, by the rule that fits best.
     """
 
     same: int
@@ -37,6 +38,7 @@ class Replay:
     least_bytes_expandable: int
     least_cap_bytes: int
     least_cap_bytes_expandable: int
+    settings: AllocatorSettings
 
     def least(self, *, is_cap: bool) -> tuple[int, int]:
         """Return what the recording needs, as recorded and with expandable segments."""
@@ -94,7 +96,13 @@ def _replayed(history: History, as_recorded: AllocatorSettings) -> Replay:
     if not history.is_expandable:
         least_bytes = cap_bytes = _least_bytes(history, as_recorded)
     return Replay(
-        same, requests, least_bytes, least_bytes_expandable, cap_bytes, cap_bytes_expandable
+        same=same,
+        requests=requests,
+        least_bytes=least_bytes,
+        least_bytes_expandable=least_bytes_expandable,
+        least_cap_bytes=cap_bytes,
+        least_cap_bytes_expandable=cap_bytes_expandable,
+        settings=as_recorded,
     )
 
 
@@ -166,15 +174,13 @@ def _serve(
     history: History, settings: AllocatorSettings, allocator: CachingAllocator
 ) -> Iterator[Event]:
     """Give an empty allocator the requests of a history, and yield each event once it has happened, a request before it is refused."""
-    blocks = _begin(
-        history, allocator, requests_begin=settings.expandable_segments and not history.tells_pages
-    )
+    blocks = begin(history, allocator)
     releasing: tuple[int, ...] | None = None  # the pool whose segments are given back
     # With these, the allocator gives back some segments and keeps others; pages always all.
     is_partial = bool(settings.max_split_size_mb or settings.garbage_collection_threshold)
     is_partial &= not settings.expandable_segments
     for event in history.events:
-        is_release = event.action in _RELEASES
+        is_release = event.action in GIVES_BACK
         match event.action:
             case "alloc":
                 _turn_to(allocator, event.stream, event.pool)
@@ -218,13 +224,16 @@ def _number(pool: tuple[int, ...]) -> int:
     return pool[0] << 62 | pool[1]
 
 
-def _begin(
-    history: History, allocator: CachingAllocator, *, requests_begin: bool
-) -> dict[int, int]:
+def begin(history: History, allocator: CachingAllocator) -> dict[int, int]:
     """Bring an empty allocator into the state in which the history begins; return the handles of blocks by address.
 
     The segments are taken over as they were, or the blocks are requested anew: a layout is of one setting.
+
+    Raises:
+        AllocatorOutOfMemory: they are larger than its memory.
+        Contradiction: the blocks overlap.
     """
+    requests_begin = allocator.settings.expandable_segments and not history.tells_pages
     blocks: dict[int, int] = {}
     addresses = sorted(history.begins)
     if requests_begin:

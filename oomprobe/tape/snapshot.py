@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,6 +64,19 @@ class Event:
     pool: tuple[int, ...]
     frames: Frames
 
+    def is_inside(self, function: re.Pattern[str]) -> bool:
+        """Whether its stack has a frame whose name and file this matches."""
+        return any(
+            function.match(f"{raw.get('name')} {raw.get('filename')}")
+            for raw in self.frames[:MOST_FRAMES]
+            if isinstance(raw, dict)
+        )
+
+    def entry(self) -> dict[str, Any]:
+        """Return it as torch writes it, without its stack."""
+        place = {"addr": self.address, "size": self.size, "stream": self.stream}
+        return {"action": self.action, **place, "pool_id": self.pool}
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -95,6 +109,10 @@ class Snapshot:
     def refused(self) -> list[Event]:
         """Return the requests that were refused."""
         return [event for event in self.events if event.action == "oom"]
+
+    def streams(self) -> set[int]:
+        """Return the streams that made requests."""
+        return {event.stream for event in self.events if event.action == "alloc"}
 
     def held_bytes(self, *, private: bool = False) -> int:
         """Return what the allocator held when the snapshot was taken, in all or in private pools."""

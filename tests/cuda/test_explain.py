@@ -12,6 +12,7 @@ from torch import nn
 
 import oomprobe
 from oomprobe.ground.torch_versions import VERSION
+from oomprobe.tape import orders
 from oomprobe.tape.snapshot import read_snapshot
 
 MIB, GIB = 2**20, 2**30
@@ -39,37 +40,48 @@ class Net(nn.Module):
         return x
 
 
-def record(path, lengths, *, late=0, fraction=None, entries=100_000, streams=False, **recorded):
+def record(
+    path, lengths, *, late=0, fraction=None, entries=100_000, streams=False, kept=0, **recorded
+):
     """Train with batches of these lengths until memory runs out; return what torch says then, or at the end."""
     record_history = partial(
         torch.cuda.memory._record_memory_history, max_entries=entries, **recorded
     )
-    if not late:
+    if path and not late:
         record_history()
     side = torch.cuda.Stream()
     if fraction is not None:
         torch.cuda.set_per_process_memory_fraction(fraction)
     model = Net().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    refused = ""
+    refused, losses = "", []
     for number, length in enumerate(lengths):
         if late and number == late:
             record_history()
+        served = torch.cuda.memory_stats()["allocation.all.allocated"]
         try:
             x = torch.randn(length, 256, device="cuda")
             if streams:
                 with torch.cuda.stream(side):
                     x = x + 1
                 x.record_stream(torch.cuda.current_stream())
-            model(x).square().mean().backward()
+            loss = model(x).square().mean()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            if kept:
+                losses = [*losses[-kept:], loss.detach()]
+            del loss
         except torch.OutOfMemoryError as error:
             refused = str(error)
             break
-    torch.cuda.memory._dump_snapshot(path)
+    if path:
+        torch.cuda.memory._dump_snapshot(path)
     return {
         "refused": refused,
+        "calls": number,
+        "served": torch.cuda.memory_stats()["allocation.all.allocated"]
+        - served,  # in the last call
         "peak": torch.cuda.max_memory_allocated(),
         "reserved": torch.cuda.max_memory_reserved(),
     }
@@ -160,7 +172,7 @@ PROGRAMS = {  # lengths, memory, other arguments, environment, cause
 def test_a_program(name, tmp_path):
     lengths, memory, more, variables, cause = PROGRAMS[name]
     path = tmp_path / "snapshot.pickle"
-    seen = forked(partial(record, path, lengths, **more), memory=memory, **variables)
+    seen = forked(partial(record, path, lengths, **more), memory=memory, context="0", **variables)
     explanation = oomprobe.explain(path)
     assert explanation.cause == cause
     requests = re.fullmatch(
@@ -204,6 +216,50 @@ def test_a_program(name, tmp_path):
         )
         least, too_much = (float(number) * MIB for number in told.groups())
         assert least <= more["fraction"] * 4 * GIB < too_much
+
+
+@pytest.mark.parametrize(
+    ("seed", "memory", "fraction"),
+    [(1, "800MiB", None), (7, "700MiB", None), (1, "8GiB", 800 / 8192)],
+)
+def test_orders_of_the_calls_end_as_trainings_do(seed, memory, fraction, tmp_path, monkeypatch):
+    """The same batches in those orders, each in a process of its own: does it serve what was refused?"""
+    monkeypatch.setattr(orders, "ORDERS", 12)
+    path, drawn = tmp_path / "snapshot.pickle", random.Random(seed)
+    lengths = [round(drawn.lognormvariate(9, 0.5)) for _ in range(24)]
+    options = {"memory": memory, "context": "0"}
+    seen = forked(partial(record, path, lengths, fraction=fraction), **options)
+    explanation = oomprobe.explain(path)
+    reordered = explanation.reordered
+    if fraction:  # a snapshot tells what the cap allowed at least
+        fraction = explanation.available_bytes / (8 * GIB)
+    first, *movable = lengths[: seen["calls"] - 1]
+    last = lengths[seen["calls"] - 1 : seen["calls"] + 1]
+    assert (reordered.calls, reordered.orders) == (len(movable), 12)
+    counts = []
+    for variables in ({}, EXPANDABLE):
+        counts.append(0)
+        for number in range(12):
+            order = [first, *random.Random(number).sample(movable, len(movable)), *last]
+            trained = forked(partial(record, "", order, fraction=fraction), **options, **variables)
+            is_last = trained["calls"] == len(order) - 1
+            counts[-1] += not trained["refused"] or (is_last and trained["served"] > seen["served"])
+    assert [reordered.run, reordered.run_expandable] == counts
+    assert 0 < reordered.run < 12
+    said = f"as recorded: {reordered.run} of 12 orders of {len(movable)} calls run"
+    assert said in str(explanation)
+
+
+@pytest.mark.parametrize("more", [{"context": None}, {"kept": 3}])
+def test_calls_that_cannot_change_places_are_not_replayed(more, tmp_path):
+    """Without stacks, and where a call frees what several before it have made."""
+    path, drawn = tmp_path / "snapshot.pickle", random.Random(1)
+    lengths = [round(drawn.lognormvariate(9, 0.5)) for _ in range(24)]
+    forked(partial(record, path, lengths, **more), memory="800MiB", context="0")
+    explanation = oomprobe.explain(path)
+    assert explanation.cause == "fragmentation"
+    assert explanation.reordered is None
+    assert "other orders" not in str(explanation)
 
 
 @pytest.mark.parametrize(
