@@ -42,7 +42,7 @@ def program(
     assert [*made.learn(made.growing(8), Outcome(trial=passed, records=tuple(shown)))] == []
     made.needed = needed
     if period:
-        made._period = period
+        made._settling_period = period
     return made
 
 

@@ -18,7 +18,7 @@ class Dying(ARunner):
         self.verdicts, self.ranks, self.asked = [*verdicts], ranks, []
 
     def run(self, request):
-        self.asked.append((request.phase, request.fresh, request.exact))
+        self.asked.append((request.phase, request.fresh, request.must_run))
         verdict = self.verdicts.pop(0) if self.verdicts else FITS
         return Outcome(
             trial=a_trial(

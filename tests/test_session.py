@@ -97,7 +97,7 @@ def test_a_request_of_the_search_depends_on_its_phase(phase, known, calls, fresh
     if known:
         session._known = Reply(passed=True)
     request = session.requested(8, phase, 7)
-    assert (len(request.calls), request.fresh, request.exact, request.cap_bytes) == (
+    assert (len(request.calls), request.fresh, request.must_run, request.cap_bytes) == (
         calls,
         fresh,
         exact,
@@ -195,7 +195,7 @@ def test_the_same_memory_at_every_size_is_no_answer():
     replayed, ran = SAME | {"replayed": True}, Told(*[SAME | {"replayed": True}] * 11, SAME)
     with pytest.raises(UnreliableError, match="batch 1024 needs no more memory than batch 1,"):
         grow(ran, 11)
-    assert (len(ran.requests), ran.requests[-1].exact) == (12, True)
+    assert (len(ran.requests), ran.requests[-1].must_run) == (12, True)
     contradicts = replayed | {"replayed": False, "contradicts_replay": True}
     with pytest.raises(ContradictedError):
         grow(Told(*[replayed] * 11, contradicts), 11)

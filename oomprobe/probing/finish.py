@@ -78,7 +78,7 @@ def _run_half(session: Session, now: Trial) -> Trial | None:
     request = session.requested(size, Phase.GROW, session.budget.search_cap())
     try:
         with suppress(ContradictedError):  # it ran, whatever was predicted of it
-            session.run(replace(request, exact=True, watches_inputs=True))
+            session.run(replace(request, must_run=True, watches_inputs=True))
     except (TimeLimitError, StepFailedError) as error:
         why = str(error).splitlines()[0]
         session.notes.add(remark(diagnosis.UNCOMPARED.format(size=size, why=why), size))
@@ -168,7 +168,7 @@ def explain_failure(session: Session, largest: Found) -> None:
     if failed.verdict is not Verdict.OOM or answer.replayed:
         return
     request = session.requested(failed.batch_size, failed.phase, failed.cap_bytes)
-    request = replace(request, exact=True, fresh=False, as_built=False, explains=True)
+    request = replace(request, must_run=True, fresh=False, as_built=False, explains=True)
     with suppress(OomProbeError):  # the answer stands without it
         outcome = session.runner.run(session.with_evidence(request))
         session.in_steps_s += outcome.in_steps_s

@@ -153,8 +153,10 @@ class _Search:
         passed = [of_part(count=count) for count in sorted(tried) if tried[count]]
         if passed:
             self._rows.notes.append(FEWEST.format(size=size, name=passed[0]))
-        for name, entered in product(passed[1:], (results, self._typed, self._recomputed)):
-            entered.pop(name, None)
+        for name in passed[1:]:
+            results.pop(name, None)
+            self._typed.pop(name, None)
+            self._recomputed.pop(name, None)
 
     def _reach(self, size: int, pairs: list[Saving]) -> None:
         """Run pairs, the cheapest first, until enough savings reach a size."""
@@ -293,7 +295,7 @@ class _Search:
         if trial is None or not session.budget.holds(trial):  # sizes grow without the cap
             request = session.requested(size, Phase.BISECT, session.budget.search_cap())
             with suppress(ContradictedError):  # it ran, whatever was predicted of it
-                session.run(replace(request, exact=True))
+                session.run(replace(request, must_run=True))
             trial = session.trials[-1]
         if not trial.passed:
             return None

@@ -53,7 +53,7 @@ class Deaths:
         if self._clock.is_over:
             raise self.time_is_up(trial)
         self._died = trial
-        return replace(request, phase=Phase.RECHECK, fresh=True, exact=True)
+        return replace(request, phase=Phase.RECHECK, fresh=True, must_run=True)
 
     def _compare(self, died: Trial, again: Trial) -> None:
         """Note a death that did not recur, or a sticky error that did."""

@@ -215,15 +215,15 @@ class Session:
             request = self.program.growing(size)
         else:
             request = self.program.bisecting(size, phase)
-        exact = phase is Phase.CONFIRM
+        confirms = phase is Phase.CONFIRM
         # These show whether the model gets what is asked for: at 1 it may get one of anything.
         is_first = all(trial.batch_size == 1 for trial in self.trials)
         return replace(
             request,
             cap_bytes=cap_bytes,
             fresh=phase in SECOND_OPINIONS,
-            exact=exact,
-            watches_inputs=exact or is_first,
+            must_run=confirms,
+            watches_inputs=confirms or is_first,
         )
 
     def look(self, size: int) -> Reply:
@@ -316,7 +316,7 @@ class Session:
         """Add the deadline and the evidence from earlier trials."""
         return replace(
             request,
-            exact=request.exact or self.host.is_taken,
+            must_run=request.must_run or self.host.is_taken,
             deadline_s=self.clock.deadline_s(),
             passed=tuple(
                 {
@@ -378,7 +378,7 @@ class Session:
             # The sizes from which it follows may have had different lengths: it runs.
             self.trials.remove(now)
             asked = self.requested(now.batch_size, now.phase, now.cap_bytes)
-            self.run(replace(asked, exact=True))
+            self.run(replace(asked, must_run=True))
             smaller = self._same_memory_smaller()
         if smaller is not None:
             raise self.flat(now, smaller)

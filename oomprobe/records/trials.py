@@ -339,7 +339,8 @@ class Request:
     watches_inputs: bool = False  # whether to count what reaches the model
     fresh: bool = False  # whether nothing may have run before: in a new process, if there are any, and compiled anew
     as_built: bool = False  # whether the first trial of a process that `builds` keeps what building left in the cache
-    exact: bool = True  # whether the trial must run rather than be replayed
+    # Whether it may not be replayed. A search sets it where it confirms; what is not asked by one runs.
+    must_run: bool = True
     records: bool = False  # whether to record what each call asks of the allocator
     explains: bool = False  # whether to say why it runs out of memory
     deadline_s: float | None = (
@@ -489,7 +490,7 @@ class Runner(Protocol):
       trials that grow have no cap.
     - `Outcome.measured` is sampled after the first pass, when the step has loaded its kernels, and on host memory after each
       trial. `outside_before_bytes` and `outside_after_bytes` are sampled around each trial, where known.
-    - The request carries what one process must know from another: which optimizers step (`Request.learned`). `exact`
+    - The request carries what one process must know from another: which optimizers step (`Request.learned`). `must_run`
       concerns only runners that replay.
     """
 

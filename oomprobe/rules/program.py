@@ -4,6 +4,10 @@ A trial makes a list of calls, which is fixed before it begins, because with sev
 makes the lists from what earlier trials showed of the step. Two kinds of trial go on after their list, by the calls that `further`
 adds from what the trial itself has shown: the first one, when nobody knows yet how many calls a full step takes, and one that makes
 many calls, which may end once these repeat.
+
+By default a trial makes a first full step and `Options.steps` (1) more, a look makes
+`Patience.look_calls` (50) calls, and a confirmation at least `SEEN_STEPS` (3) full steps after the
+first and up to 50 calls, unless they repeat before. A step that counts on and on never does.
 """
 
 from __future__ import annotations
@@ -83,7 +87,9 @@ class Program:
         )  # the first: fewer if a late call failed with a bug
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
         self._decided = 0  # calls of the last trial that passed and was no confirmation
-        self._period = 0  # calls after which those of this row's own look repeated; 0: they did not
+        self._settling_period = (
+            0  # calls after which those of this row's own look repeated; 0: they did not
+        )
         self.period = (
             1  # calls after which a step does the same again, as far as any trial has shown
         )
@@ -135,7 +141,7 @@ class Program:
     def looking(self, size: int, calls: int) -> Request:
         """Return the look: many calls of a small size, which tell how many calls each later trial needs."""
         request = self._request(Phase.GROW, size, calls, extra_from=self._passed_after)
-        return replace(request, looks=True, exact=False)
+        return replace(request, looks=True, must_run=False)
 
     def accumulating(self, size: int, micro_batches: int) -> Request:
         """Return the trial of an accumulation plan: one full step, which creates optimizer state, and then the micro-batches."""
@@ -168,10 +174,10 @@ class Program:
         if not self._full:
             return self._to_learn(phase, size)
         total, settles = max(calls, at_most), None
-        if total > calls and self._period:
+        if total > calls and self._settling_period:
             # Its list ends a period before it may end, if need be after one call: `further` adds the calls that would repeat others.
-            settles = Settling(period=self._period, most_calls=total)
-            total = max(1, calls - self._period)
+            settles = Settling(period=self._settling_period, most_calls=total)
+            total = max(1, calls - self._settling_period)
         listed = self._in_turns(size, total, extra_from=extra_from)
         return Request(phase=phase, calls=listed, settles=settles)
 
@@ -210,7 +216,7 @@ class Program:
     @property
     def is_steady(self) -> bool:
         """Whether a call asks for the same memory each time, as this row's own look has shown."""
-        return self._period > 0 and not self.is_long and self._facts.world_size == 1
+        return self._settling_period > 0 and not self.is_long and self._facts.world_size == 1
 
     @property
     def is_long(self) -> bool:
@@ -306,7 +312,7 @@ class Program:
 
     def _learn_from_look(self, outcome: Outcome) -> Iterator[Note]:
         trial, ordinary = outcome.trial, self._ordinary(self._options.steps)
-        self.looked, self._period = trial, 0
+        self.looked, self._settling_period = trial, 0
         if not trial.passed:
             return
         needed = look.needed(outcome.records, ordinary, starts_alike=outcome.starts_alike)
@@ -314,7 +320,7 @@ class Program:
         if len(self._names) == 1:  # of several steps, calls do not follow each other
             self.period = look.period_of(outcome.records, ordinary, times=2) or self.period
             if trial.steps >= self._patience.look_calls:
-                self._period = look.period_of(outcome.records, ordinary)
+                self._settling_period = look.period_of(outcome.records, ordinary)
         self.varies = needed > ordinary
         if self.varies:
             yield remark(LONG_CALLS.format(calls=self.needed))
@@ -334,15 +340,15 @@ class Program:
             longest = min(self._most, max(most_calls(request) // steps, failed))
             # A call before any can settle is like those of the look: memory that calls have divided ends it, not what it asks for.
             # Once: a loop that counts, say examples, may do something large ever earlier as sizes grow.
-            if self.is_long or self._period != 1 or failed > self._ordinary(EARLY):
-                failed, self._period = AHEAD * failed, 0  # the look has not met that call
+            if self.is_long or self._settling_period != 1 or failed > self._ordinary(EARLY):
+                failed, self._settling_period = AHEAD * failed, 0  # the look has not met that call
             self.needed = max(self.needed, min(longest, failed))
             yield _failed_late(trial, before=steps * self._decided, calls=steps * self.needed)
 
     def lengthen(self, size: int) -> None:
         """Make as many calls as there is time for from now on, because the step varies."""
         self.needed = max(self.needed, self.affordable(size))
-        self._period = 0
+        self._settling_period = 0
 
 
 def _shows_full_steps(outcome: Outcome) -> bool:

@@ -21,9 +21,9 @@ STRIDE = 1 / 128
 # Fraction of the size: how far above the bracket to look past a hole, which is a failing size below the limit. On CUDA's
 # allocator one size in five to twenty is a hole, and a search that stopped at one would answer up to a tenth too low.
 PAST_HOLES = 1 / 64
-# The look runs at the size that ran, divided by this. At size 1, a call with four times the usual batch allocates 0.8 % more
+# The look runs at the size that ran, divided by this, and by twice as much where that leaves LOOK_LEAST samples. At size 1, a call with four times the usual batch allocates 0.8 % more
 # bytes than the others, because the parameters' own memory hides it; at 256 (of an MLP that runs 4096), 180 % more.
-# It is divided by twice as much while LOOK_LEAST samples are left: at a few samples, calls may differ by chance.
+# At a few samples, calls may differ by chance.
 LOOK_DIVISOR, LOOK_LEAST = 16, 16
 NEAR = 1 / 16  # of a size that is expected to be near the limit: the first stride from there
 # Where a failure costs as much as many passes, as with ranks, which must be started and built anew: bisect at this place in the

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
 from oomprobe.records.trials import (
@@ -41,20 +42,20 @@ if TYPE_CHECKING:
     from oomprobe.tape.record import TapedTrial
     from oomprobe.tape.reductions import Processors
 
+# --- of a simulated card (`Predicting`) ---
 FEW_CALLS = 2  # of a trial, that run before anything is known of the next
 LEAST_CALLS, UNPREDICTED_CALLS = 3, 6  # that run before others are replayed; the latter to confirm
 MORE_CALLS = 2  # that a trial makes to show whether its calls repeat
 CALLS_A_TURN = 6  # that run of a turn of one of several steps: they are not replayed
-REPLAYED_CALLS = 8  # of a trial that is answered, at least, where its calls repeat
-REACH = 8  # times the largest size that ran: how far a prediction is trusted on a real card
-# To a trial on a real card while it grows: its calls must be seen to repeat.
-ADDED_CALLS = 2
-FURTHEST = (
-    64  # times it: while sizes grow, one this large runs too, so that the time of a call is known
-)
+# --- of a real one (`PredictingOnCard`) ---
+REACH = 8  # times the largest size that ran: how far a prediction is trusted
+FURTHEST = 64  # times it: while sizes grow, such a size runs too, to know the time of a call
+ADDED_CALLS = 2  # to a trial that may teach something: its calls must be seen to repeat
 HOPEFUL_SIZES = 6  # that run with more calls although no two of them have shown how sizes grow
 MOST_CALLS = 24  # of a trial, that are recorded to predict others
-MOST_MISTAKES = 2  # of replays on a real card, after which nothing is predicted
+MOST_MISTAKES = 2  # of replays, after which nothing is predicted
+# --- of both ---
+REPLAYED_CALLS = 8  # of a trial that is answered, at least, where its calls repeat
 WRONG = "a size failed that should have run"
 COUNTS_VALUES = "what it allocates depends on values of the batch"
 
@@ -207,8 +208,13 @@ class PredictingOnCard:
         return trials[-1] if trials else None
 
     def _may_answer(self, request: Request, expected: Trial) -> bool:
-        """Return whether a replay will do. If it passes, a size near the limit must have run."""
-        if request.exact or request.phase is Phase.RECHECK:
+        """Return whether a replay will do.
+
+        The first size of which `REACH` times as much fails a replay runs, as does one that is
+        `FURTHEST` times what has run. So the largest that ran is no less than an eighth of the
+        limit when sizes near it are replayed.
+        """
+        if request.must_run or request.phase is Phase.RECHECK:
             return False
         if request.phase is not Phase.GROW or not expected.passed:
             return True
@@ -315,7 +321,7 @@ class Predicting:
             outcome = self.runner.run(request)
             taped = self._card.taped_trial()
             return replace(outcome, taped=(taped,) if taped else ())
-        must_run = request.exact and not (self._runs_nothing and request.confirms)
+        must_run = request.must_run and not (self._runs_nothing and request.confirms)
         if not must_run and not (request.looks and self._counts):
             trial = self._replays.predict(request)
             if trial is not None:
@@ -344,7 +350,7 @@ class Predicting:
             if request.accumulation_steps > 1 or len(self.facts.step_names) == 1:
                 return request
             kept = list[Call]()
-            for _, turn in groupby(request.calls):
+            for _, turn in groupby(request.calls, attrgetter("step")):
                 kept += islice(turn, CALLS_A_TURN)
             return replace(request, calls=tuple(kept))
         self._left = [*request.calls[FEW_CALLS:]]
@@ -469,6 +475,8 @@ def _is_plain(request: Request) -> bool:
     """Return whether a trial makes the same call of one step again and again."""
     first = request.calls[0]
     ordinary = not (first.accumulates or first.is_recorded)
+    if request.learns is not None and len({*request.learns.turns}) > 1:
+        return False
     return ordinary and {replace(call, is_extra=False) for call in request.calls} == {
         replace(first, is_extra=False)
     }
