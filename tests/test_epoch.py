@@ -452,7 +452,12 @@ def test_orders_run_side_by_side_and_in_their_order():
 
 
 def test_a_recording_crosses_to_another_process():
-    began = Beginning(segments=[(2**40, 2**21, 0, [(2**40, 512)])], settings={}, most_bytes=2**30)
+    began = Beginning(
+        segments=[(2**40, 2**21, 0, [(2**40, 512)])],
+        settings={},
+        most_bytes=2**30,
+        total_bytes=2**30,
+    )
     allocator, live = began.allocator()
     recording = TapedTrial(
         calls=(call_at(2, 3),), allocator=allocator, live=live, began=began,

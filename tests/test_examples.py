@@ -63,7 +63,12 @@ def test_only_public_names_are_used(path):
     [
         words
         for words in commands(
-            "plain_loop.py", "length_table.py", "savings.py", "ddp.py", simulated=True
+            "plain_loop.py",
+            "varying_lengths.py",
+            "length_table.py",
+            "savings.py",
+            "ddp.py",
+            simulated=True,
         )
         if "--savings" not in words
     ],

@@ -161,7 +161,10 @@ class CallHistory:
             blocks = [*in_use(segment).items()]
             segments.append((segment["address"], segment["total_size"], segment["stream"], blocks))
         return Beginning(
-            segments=segments, settings=self._history.settings, most_bytes=self._usable_bytes()
+            segments=segments,
+            settings=self._history.settings,
+            most_bytes=self._usable_bytes(),
+            total_bytes=torch.cuda.get_device_properties(self._device).total_memory,
         )
 
     def end_call(self) -> None:

@@ -46,6 +46,11 @@ MISMATCH = (
     "requests came as predicted, "
     "{reserved} were reserved, {expected} expected; {ended}, {expected_end} expected"
 )
+MANY = 10  # structures of a step: a dozen shapes mostly have one
+MANY_KINDS = (
+    ". Its calls made {count} different lists of requests, as where a step generates token by token: "
+    "let it round the number of tokens up, so that there are fewer (docs/recipes.md)"
+)
 EXPANDS = (
     "with {setting}, set before training, {deaths} of {orders} orders run out of memory at batch "
     "{size}: probe again with it"
@@ -199,13 +204,17 @@ class EpochSearch:
         is_near = abs(reserved_bytes - expected.peak_reserved_bytes) <= TOLERANCE * reserved_bytes
         if died == expected.died and matched_fraction >= MATCHED and (died or is_near):
             return trial, ""
-        return trial, MISMATCH.format(
+        kinds, instead = max(tape.structures for tape in self._tapes), ""
+        if kinds > MANY:
+            instead = MANY_KINDS.format(count=kinds)
+        reason = MISMATCH.format(
             matched=100 * matched_fraction,
             reserved=format_bytes(reserved_bytes),
             expected=format_bytes(expected.peak_reserved_bytes),
             ended=_ended(died),
             expected_end=_ended(expected.died),
         )
+        return trial, reason + instead
 
     def _match(self, calls: Iterable[Call], taped: Sequence[TapedTrial | None]) -> float:
         """Return the share of the requests that came as predicted."""

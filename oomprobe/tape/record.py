@@ -40,11 +40,13 @@ class Beginning:
             in the order of their making.
         settings: By torch's names.
         most_bytes: What the process may reserve.
+        total_bytes: The card's memory, by which expandable segments get address space.
     """
 
     segments: Sequence[tuple[int, int, int, Sequence[tuple[int, int]]]]
     settings: Mapping[str, Any]
     most_bytes: int
+    total_bytes: int
 
     def allocator(self) -> tuple[CachingAllocator, LiveBlocks]:
         """Return its model, and the blocks in use.
@@ -53,14 +55,15 @@ class Beginning:
             InvalidArgumentError, ValueError: it has settings or blocks that no model has.
         """
         allocator = CachingAllocator(
-            self.most_bytes, AllocatorSettings.from_snapshot(self.settings)
+            self.most_bytes,
+            AllocatorSettings.from_snapshot(self.settings),
+            total_bytes=self.total_bytes,
         )
         handles, room_ends = list[int](), sys.maxsize
         for start, nbytes, stream, blocks in self.segments:
             allocator.use_stream(stream)
-            room = min(
-                room_ends - start - nbytes, self.most_bytes
-            )  # for pages, if it is expandable
+            # For pages, if it is expandable: torch reserves 9/8 of the card for each.
+            room = min(room_ends - start, self.total_bytes * 9 // 8) - nbytes
             handles += adopt(allocator, start, nbytes, [(at, size) for at, size in blocks], room)
             room_ends = start
         allocator.use_stream(0)

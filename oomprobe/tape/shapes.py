@@ -361,6 +361,11 @@ class ShapedTape:
                 if known and not structure.sizes.is_scaled:
                     structure.borrow(known)
 
+    @property
+    def structures(self) -> int:
+        """In how many structures the later calls of a step came, at most."""
+        return max(map(len, self._structures.values()))
+
     def call(self, step: str, shape: Shape, number: int) -> RecordedCall:
         """Predict the call of a step that has this number among those of the trial, from 0."""
         phase = number % self._period
