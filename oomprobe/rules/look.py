@@ -199,9 +199,14 @@ def calls_needed(
         >>> calls_needed([90, 10, 10, 10, 10, 10], [90] * 6, [5, 5, 5, 8, 8, 8], **trial)
         5
     """
-    largest = _largest_calls(served_bytes, first_calls)
+    # Without those that created state.
+    level = (1 - LARGER) * max(served_bytes[first_calls:], default=0)
+    largest = [
+        number for number in range(first_calls, len(served_bytes)) if served_bytes[number] >= level
+    ]
     needed = ordinary_calls
-    gap = _longest_gap(largest)
+    # The calls until the first of the largest, or from one to the next.
+    gap = max((later - earlier for earlier, later in pairwise([-1, *largest])), default=0)
     if gap > ordinary_calls:
         needed = gap + 1  # the call after the largest runs in a cache that the largest has split
     has_no_period = len(largest) == 1
@@ -211,21 +216,6 @@ def calls_needed(
     # What a call leaves is in memory when the next one peaks.
     needed = max(needed, _last_rise(live_bytes, first_calls) + 2)
     return min(needed, len(served_bytes))
-
-
-def _largest_calls(served_bytes: Sequence[int], first_calls: int) -> list[int]:
-    """Return the numbers of the calls that handed out the most, counted from 0, without those that created state."""
-    level = (1 - LARGER) * max(served_bytes[first_calls:], default=0)
-    return [
-        number for number in range(first_calls, len(served_bytes)) if served_bytes[number] >= level
-    ]
-
-
-def _longest_gap(largest: Sequence[int]) -> int:
-    """Return the most calls that it takes to meet one of the largest: the first of them, or the next."""
-    if not largest:
-        return 0
-    return max([largest[0] + 1, *(later - earlier for earlier, later in pairwise(largest))])
 
 
 def _last_rise(numbers: Sequence[int], first_calls: int) -> int:

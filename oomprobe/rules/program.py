@@ -286,7 +286,7 @@ class Program:
         call_s = look.step_s(records)
         if call_s:
             self._call_s[trial.batch_size] = call_s
-        if not self._full and _shows_full_steps(outcome):
+        if not self._full and trial.passed and records and not is_plan:
             # Without an optimizer too: the second call finds memory that the first has divided.
             self.first = max(1, *map(look.first_calls, look.by_step(records).values()))
             self.period = self._full = max(map(look.step_calls, look.by_step(records).values()))
@@ -349,12 +349,6 @@ class Program:
         """Make as many calls as there is time for from now on, because the step varies."""
         self.needed = max(self.needed, self.affordable(size))
         self._settling_period = 0
-
-
-def _shows_full_steps(outcome: Outcome) -> bool:
-    if outcome.trial.accumulation_steps > 1:  # a plan's
-        return False
-    return outcome.trial.passed and bool(outcome.records)
 
 
 def _failed_late(trial: Trial, *, before: int, calls: int) -> Note:

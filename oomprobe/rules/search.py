@@ -299,10 +299,12 @@ class _Search:
     def enter_cap(self) -> None:
         """Move the bracket under the cap: if its lower end does not run there, that becomes the upper end."""
         self.good, self.bad = self.full_good, self.full_bad
-        last_good = self.full_good
+        last_good, first = self.full_good, self.sizes.first
         assert last_good is not None
         holds_under_cap = not self.has_cap or self.within_cap == last_good
-        is_left_to_confirm = self._only_choice()
+        # Where nothing is below or between, confirmation alone decides.
+        second = self.sizes.up(first, self.sizes.step)
+        is_left_to_confirm = (self.good, self.bad) == (first, second)
         if (
             not holds_under_cap
             and not is_left_to_confirm
@@ -339,12 +341,6 @@ class _Search:
         """Return the first stride from a size that is expected to be near the limit."""
         step, share = self.sizes.step, LONG_STRIDE if self.failures_cost else self.near
         return max(step, int(share * size) // step * step)
-
-    def _only_choice(self) -> bool:
-        """Return whether only the first size is left, with nothing below or between: confirmation alone decides it."""
-        return self.good == self.sizes.first and self.bad == self.sizes.up(
-            self.sizes.first, self.sizes.step
-        )
 
     def bisect(self) -> None:
         """Close the bracket under the cap. Its upper end must fail there too, not just with all the memory."""
@@ -456,6 +452,7 @@ class _Search:
         If it fails in a later call than the trials before it made, bisect again below it, by longer trials.
         """
         good, bad, size, stride = None, self.bad, self.good, 0
+        first = self.sizes.first
         while size is not None:
             reply = self._confirmed(size)
             if reply.passed:
@@ -464,31 +461,26 @@ class _Search:
                 self.unconfirmed.append(size)
                 bad = size
             if good is not None:
-                size = self._between(good, bad) if self.unconfirmed else None
+                share = max(self.resolution, self.least_tolerance)
+                closest = max(self._stride(good), share * good)
+                if not self.unconfirmed or bad is None or bad - good <= closest:
+                    break
+                if self.out_of_time(good, bad):
+                    break
+                size = self.sizes.middle(good, bad)
             elif reply.lengthens:
-                self._search_below(size, reply.tolerance)
+                self.good, self.bad, self.varies = None, size, True
+                self.least_tolerance = max(STRIDE, reply.tolerance)
+                self.passed.clear()
+                self.begin_at(size - self._near(size))
+                self.bisect()
                 bad, size = self.bad, self.good
+            elif size == first:
+                break
             else:
                 stride = max(2 * stride, self._stride(size), self.sizes.step)
-                size = None if size == self.sizes.first else max(size - stride, self.sizes.first)
+                size = max(size - stride, first)
         return good, bad
-
-    def _search_below(self, size: int, tolerance: float) -> None:
-        self.good, self.bad, self.varies, self.least_tolerance = (
-            None,
-            size,
-            True,
-            max(STRIDE, tolerance),
-        )
-        self.passed.clear()
-        self.begin_at(size - self._near(size))
-        self.bisect()
-
-    def _between(self, good: int, bad: int | None) -> int | None:
-        closest = max(self._stride(good), self.resolution * good, self.least_tolerance * good)
-        if bad is None or bad - good <= closest or self.out_of_time(good, bad):
-            return None
-        return self.sizes.middle(good, bad)
 
     def _stride(self, size: int) -> int:
         share = LONG_STRIDE if self.failures_cost else STRIDE
