@@ -84,7 +84,13 @@ class Neighbours:
                 self.notes.add(
                     remark(DISCARDED.format(grown=grown, size=trial.batch_size), trial.batch_size)
                 )
-                self._wait_for_quiet(look)
+                until(
+                    lambda grown_bytes: grown_bytes <= self._tolerated_bytes,
+                    lambda: self._grown_bytes(look() or 0),
+                    wait=tenacity.wait_exponential(multiplier=self._patience.neighbour_s),
+                    stop=tenacity.stop_after_attempt(LOOKS),
+                    sleep=self._patience.sleep,
+                )
                 return request
             which = self.names_in_brackets()
             self.notes.add(
@@ -104,16 +110,6 @@ class Neighbours:
         if trial.cap_bytes is not None and left_bytes >= trial.cap_bytes:
             return False
         return self._grown_bytes(outside_bytes) > self._tolerated_bytes
-
-    def _wait_for_quiet(self, look: Callable[[], int | None]) -> None:
-        """Wait until the others are back at their normal level."""
-        until(
-            lambda grown_bytes: grown_bytes <= self._tolerated_bytes,
-            lambda: self._grown_bytes(look() or 0),
-            wait=tenacity.wait_exponential(multiplier=self._patience.neighbour_s),
-            stop=tenacity.stop_after_attempt(LOOKS),
-            sleep=self._patience.sleep,
-        )
 
     def _grown_bytes(self, outside_bytes: int) -> int:
         return 0 if self._expected_bytes is None else outside_bytes - self._expected_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import re
 from collections.abc import Iterator
@@ -155,25 +156,23 @@ def _limited_by(session: Session, answer: int, deciding: Trial | None) -> str:
 
 def nothing_fits(session: Session) -> NothingFitsError:
     """Return the error for a probe in which not even the smallest size ran."""
-    options = session.options
+    options, facts = session.options, session.runner.facts
     *_, last = (trial for trial in session.trials if not trial.passed)
-    memory, which, step, where, others = (
-        "with all available memory",
-        ", the smallest allowed,",
-        "",
-        "",
-        "",
-    )
+    memory, which = "with all available memory", ", the smallest allowed,"
+    step = where = others = ""
     advice = ["a smaller model or sample"]
-    if session.runner.facts.runs_plans:
+    if facts.runs_plans:
         advice.append("what takes less memory: --savings all (find_savings) runs each such saving")
     if options.min_batch == options.max_batch:
         which = ""
         advice.insert(0, "a smaller batch size")
     elif options.min_batch > 1:
         advice.append(f"min_batch below {options.min_batch}")
-    if options.memory_fraction < 1 and _ran_in_the_budget(session, last):
-        budget = format_bytes(last.cap_bytes or 0)
+    cap_bytes = last.cap_bytes or 0
+    # A trial that grows may have more than the margin leaves.
+    most_bytes = math.inf if facts.grows_capped else session.budget.total_bytes
+    if options.memory_fraction < 1 and 0 < cap_bytes <= most_bytes:
+        budget = format_bytes(cap_bytes)
         memory = f"within a budget of {budget} (memory_fraction={options.memory_fraction})"
         advice.append("a larger memory_fraction")
     if last.step_name:
@@ -187,13 +186,6 @@ def nothing_fits(session: Session) -> NothingFitsError:
         f"batch {last.batch_size}{which} does not fit on {session.device.name} {memory}{step}: {last.verdict}{where}\n"
         f"  {shortened(last.error)}\n{others}Try {'; or '.join(advice)}."
     )
-
-
-def _ran_in_the_budget(session: Session, trial: Trial) -> bool:
-    """Return whether the cap was what the margin leaves; a trial that grows may have more."""
-    if trial.cap_bytes is None:
-        return False
-    return session.runner.facts.grows_capped or trial.cap_bytes <= session.budget.total_bytes
 
 
 def _environment(session: Session) -> dict[str, Any]:
@@ -261,7 +253,10 @@ def _notes(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
         yield remark(f"passed a trial but failed confirmation: batch {sizes}", *largest.unconfirmed)
     if _device(session) == SIMULATED:
         yield _simulation_note(session, answer)
-        yield from _of_prediction(session)
+        if session.outcome is not None and session.outcome.unpredicted:
+            trials, seconds = len(session.trials), session.in_steps_s
+            why = session.outcome.unpredicted
+            yield remark(UNPREDICTED.format(why=why, trials=trials, seconds=seconds))
     yield from _leaks(session, answer)
     if is_pressed(answer):
         retries = count(answer.alloc_retries, "allocator retry", "allocator retries")
@@ -292,10 +287,9 @@ def _of_compiling(session: Session) -> Iterator[Note]:
 
 def _gaps(session: Session, largest: Found, answer: Trial) -> Iterator[Note]:
     """Yield a note if memory between tensors decided: at the answer, or at the failure above it."""
-    setting = to_expand(allocator_settings(), torch.__version__)
-    is_of_command = "command" in session.runner.facts.environment
-    if largest.deciding is None or not setting or session.device.on_host or is_of_command:
-        return  # a command may set it itself
+    setting = _to_set(session)
+    if largest.deciding is None or not setting or session.device.on_host:
+        return
     deciding = last_of(session.trials, largest.deciding, passed=False)
     for trial, before in ((answer, ""), (deciding, " before it failed")):
         allocated, reserved = trial.peak_allocated_bytes, trial.peak_reserved_bytes
@@ -319,11 +313,16 @@ def _of_data(session: Session, largest: Found) -> Iterator[Note]:
     if most == session.options.max_batch and is_bound:
         unit = TOKENS if session.axis.counts_tokens else "examples"
         yield remark(LITTLE_DATA.format(count=most, unit=unit))
-    setting = to_expand(allocator_settings(), torch.__version__)
-    is_of_command = "command" in session.runner.facts.environment  # which may set it itself
-    has_epoch = session.epoch is not None
-    if session.program.has_varied and setting and not (is_of_command or has_epoch):
+    setting = _to_set(session)
+    if session.program.has_varied and setting and session.epoch is None:
         yield remark(FRAGMENTS.format(setting=setting))
+
+
+def _to_set(session: Session) -> str:
+    """Return the setting against fragmentation; nothing for a command, which may set it itself."""
+    if "command" in session.runner.facts.environment:
+        return ""
+    return to_expand(allocator_settings(), torch.__version__)
 
 
 def _of_torch(session: Session) -> Iterator[Note]:
@@ -390,15 +389,6 @@ def _simulation_note(session: Session, answer: Trial) -> Note:
         sizes.append(max(roomy))
     text += f". Where one does not fit, torch takes another plan of cuDNN's, so this batch runs, but convolutions may be slower {slower}"
     return remark(text, *sizes)
-
-
-def _of_prediction(session: Session) -> Iterator[Note]:
-    """Yield a note if every size ran, although two sizes mostly predict the others."""
-    if session.outcome is not None and session.outcome.unpredicted:
-        trials, seconds = len(session.trials), session.in_steps_s
-        yield remark(
-            UNPREDICTED.format(why=session.outcome.unpredicted, trials=trials, seconds=seconds)
-        )
 
 
 def _not_covered(session: Session) -> list[str]:

@@ -437,20 +437,15 @@ def appendix(result: ProbeResult) -> list[Block]:
     """Return what the page adds: where and when the probe ran, and its options."""
     blocks = []
     for title, part in (("environment", result.environment), ("options", result.options)):
-        given = {
-            name: [Fact(_text(value))]
-            for name, value in part.items()
-            if value not in (None, {}, "")
-        }
+        given = {}
+        for name, value in part.items():
+            if isinstance(value, Mapping):
+                value = ", ".join(f"{key}={item}" for key, item in value.items())
+            if value not in (None, ""):
+                given[name] = [Fact(str(value))]
         if part:
             blocks.append(Block(title, given))
     return blocks
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}={item}" for name, item in value.items())
-    return str(value)
 
 
 def _mentioned(sentences: Facts) -> set[int]:
@@ -465,9 +460,8 @@ def _mentioned(sentences: Facts) -> set[int]:
 def facts_of(result: ProbeResult, *, verbose: bool) -> Facts:
     """Return the sentences of the report under each label."""
     sentences = {"command": _command(result)}
-    if _is_check(result):
-        sentences["checked"] = [_checked_size(result)]
-    else:
+    sentences["checked"] = _checked_size(result)
+    if not sentences["checked"]:
         sentences["limited by"] = [_limit(result)]
     sentences["epoch"] = facts.epoch(result.epoch)
     if result.confirmation is not None:
@@ -508,23 +502,20 @@ def _command(result: ProbeResult) -> list[Fact]:
     return lines
 
 
-def _is_check(result: ProbeResult) -> bool:
-    """Return whether one size was checked, beside half of it; a search would grow to it."""
+def _checked_size(result: ProbeResult) -> list[Fact]:
+    """Say that one size was checked, beside half of it; nothing of a search, which would grow to it."""
+    size, half = result.batch_size, result.batch_size // 2
     sizes = {trial.batch_size for trial in result.trials}
-    phases = {trial.phase for trial in result.trials if trial.batch_size == result.batch_size}
-    is_alone = sizes <= {result.batch_size, result.batch_size // 2}
-    return is_alone and phases in ({Phase.CONFIRM}, {Phase.CONFIRM, Phase.RECHECK})
-
-
-def _checked_size(result: ProbeResult) -> Fact:
+    phases = {trial.phase for trial in result.trials if trial.batch_size == size}
+    if not sizes <= {size, half} or phases - {Phase.RECHECK} != {Phase.CONFIRM}:
+        return []
     ran = "ran" if result.confirmation is not None else "did not run"
-    sentence = f"batch {result.batch_size} was asked for, and {ran}"
+    sentence = f"batch {size} was asked for, and {ran}"
     if result.limiting_step is not None:
         sentence += f"; step {result.limiting_step!r} takes the most memory"
-    half = result.batch_size // 2
-    if any(trial.batch_size == half for trial in result.trials):
-        return Fact(f"{sentence}; batch {half} ran too, to compare", (result.batch_size, half))
-    return Fact(f"{sentence}; no other size was tried", (result.batch_size,))
+    if half in sizes:
+        return [Fact(f"{sentence}; batch {half} ran too, to compare", (size, half))]
+    return [Fact(f"{sentence}; no other size was tried", (size,))]
 
 
 def _limit(result: ProbeResult) -> Fact:
