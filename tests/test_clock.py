@@ -1,5 +1,6 @@
 """Deadlines: the earlier of two limits, and time to confirm."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ def test_times_count_from_the_start(now):
     of_a_table = Clock(Options(time_limit_s=60), end_s=120.0)
     now.s = 110.0
     assert told(limited) == (10, 50, 160, 117, False)
-    assert told(free) == (10, None, None, None, False)
+    assert told(free) == (10, math.inf, None, None, False)
     assert told(of_a_table) == (10, 10, 120, 120, False)
     limited.limit(5)
     free.limit(30)

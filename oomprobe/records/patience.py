@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -86,14 +87,14 @@ class Clock:
         return time.monotonic() - self._started_s
 
     @property
-    def left_s(self) -> float | None:
-        """Seconds until the end; None for no limit."""
-        return None if self.end_s is None else self.end_s - time.monotonic()
+    def left_s(self) -> float:
+        """Seconds until the end; infinite without a limit."""
+        return math.inf if self.end_s is None else self.end_s - time.monotonic()
 
     def left_of(self, options: Options) -> Options:
         """Return options of one row of a table, which may take what is left of the table's time."""
         left_s = self.left_s
-        if left_s is None:
+        if left_s == math.inf:
             return options
         return replace(options, time_limit_s=max(1e-3, left_s))
 
@@ -106,7 +107,7 @@ class Clock:
     @property
     def is_over(self) -> bool:
         """Whether the time of the whole probe has passed."""
-        return self.end_s is not None and time.monotonic() >= self.end_s
+        return self.left_s <= 0
 
     def suffices_to_confirm(
         self, size: int, trials: Iterable[Trial], *, calls: int = 0, starting_s: float = 0.0
@@ -115,7 +116,7 @@ class Clock:
         rates = [t.step_s / t.batch_size for t in trials if t.step_s]
         calls = max(calls, 1 + (self.options.confirm_steps or UNSEEN_STEPS))
         needed_s = starting_s + CONFIRM_SLACK * calls * size * (rates[-1] if rates else 0.0)
-        return self.end_s is None or self.end_s - time.monotonic() >= needed_s
+        return self.left_s >= needed_s
 
     def time_is_up(self, when: str) -> TimeLimitError:
         """Return the error for a time limit that passed, such as ``"while the target was built"``."""

@@ -269,8 +269,7 @@ class Program:
                 if self._facts.device.on_host
                 else max(self._look_s, self._clock.elapsed_s)
             )
-        if self._clock.left_s is not None:
-            limit_s = min(limit_s, share * self._clock.left_s)
+        limit_s = min(limit_s, share * self._clock.left_s)
         if self._options.trial_time_limit_s is not None:
             limit_s = min(limit_s, CONFIRM_SHARE * self._options.trial_time_limit_s)
         call_s = _expected_s(self._call_s, size, grows=not self._facts.device.is_simulated)
