@@ -283,12 +283,6 @@ class CachingAllocator:
         self._peak = self._allocated
         self.segments.peak_reserved_bytes = self.reserved_bytes
 
-    def count_as(self, copy: CachingAllocator) -> None:
-        """Take over the peaks and counts of failures of a copy."""
-        self._peak = copy._peak
-        self.segments.peak_reserved_bytes = copy.peak_reserved_bytes
-        self.alloc_retries, self.ooms = copy.alloc_retries, copy.ooms
-
     @property
     def allocated_bytes(self) -> int:
         return self._allocated >> BYTE_BITS
