@@ -28,7 +28,7 @@ from oomprobe.records import savings
 from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.epoch import Epoch, read_numbers, tokens_of
 from oomprobe.records.files import is_writable, write_file
-from oomprobe.records.options import Options
+from oomprobe.records.options import Options, only_of_searches
 from oomprobe.results.blocks import as_text
 from oomprobe.results.plot import NO_FORMAT, new_figure
 from oomprobe.results.result import ProbeResult
@@ -277,7 +277,7 @@ def _probe(arguments: argparse.Namespace, options: dict[str, Any]) -> ProbeResul
         what, check, search = arguments.command, probe.check_command, probe.probe_command
     if arguments.quiet and options["progress"] == "auto":
         options["progress"] = "off"
-    if arguments.require is not None and not _cards(arguments) and "savings" not in options:
+    if arguments.require is not None and "require" not in options:  # which is of a table
         options.pop("multiple_of", None)
         return check(what, arguments.require, **options)
     global_batch, world_size = options.get("global_batch"), arguments.world_size or 1
@@ -536,7 +536,12 @@ def _parse_axis(text: str) -> tuple[str, list[object]]:
     axis = re.fullmatch(r"([^=]+)=([^(]+)", text)
     if axis is None:
         raise argparse.ArgumentTypeError(WITH_COMMAS.format(text=text))
-    return axis[1], [*map(_parse_number, axis[2].split(","))]
+    values: list[object] = [*axis[2].split(",")]
+    for place, value in enumerate(axis[2].split(",")):
+        for kind in (float, int):  # a whole number is both
+            with contextlib.suppress(ValueError):
+                values[place] = kind(value)
+    return axis[1], values
 
 
 def _parse_files(text: str) -> dict[str, Path]:
@@ -554,14 +559,6 @@ def _parse_savings(text: str) -> str:
         savings.chosen(text)
     except InvalidArgumentError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
-def _parse_number(text: str) -> object:
-    """Return an integer or another number, if the text is one."""
-    for kind in (int, float):
-        with contextlib.suppress(ValueError):
-            return kind(text)
     return text
 
 
@@ -674,7 +671,7 @@ def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str |
         return NOT_FOR_COMMANDS.format(options=options)
     if "savings" in given:
         savings.check_settings(given["savings"])  # raises
-    if _cards(arguments):
+    if "over" in given:
         return ONE_CARD
     if "device" in given:
         from oomprobe.devices import simulated_for_command  # imports torch
@@ -686,7 +683,7 @@ def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str |
 def _about_table(arguments: argparse.Namespace, given: dict[str, Any]) -> str | None:
     """Return why a table cannot be made, or what only a table can take; None if all is well."""
     axes = len(getattr(arguments, "over", []))
-    if "savings" in given and (axes or _cards(arguments)):
+    if {"over", "savings"} <= given.keys():
         return TWO_TABLES
     if not axes:
         return None
@@ -708,15 +705,8 @@ def _about_check(arguments: argparse.Namespace, given: dict[str, Any]) -> str | 
         return None
     if required % multiple_of:
         return NO_MULTIPLE.format(size=required, multiple_of=multiple_of)
-    ignored = []
-    for option in dataclasses.fields(Options):
-        if (
-            option.name in given
-            and option.name != "multiple_of"
-            and not option.metadata["in_checks"]
-        ):
-            ignored.append(option.name)
-    if not ignored or _cards(arguments) or "savings" in given:
+    ignored = only_of_searches(given.keys() - {"multiple_of"})
+    if not ignored or "require" in given:  # which is of a table
         return None
     return NO_SEARCH.format(options=_flags(ignored))
 

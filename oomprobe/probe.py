@@ -458,10 +458,9 @@ def probe_target(
             if over is not None:
                 raise InvalidArgumentError(TWO_TABLES)
             return logged(search_savings(savings, Order.of(options), open_order, require, name))
-        axis = NO_AXIS if over is None and require is None else _axis(over, require)
-        order = Order.of(options, axis=axis)
-        if over is None:
-            return _answer(open_order(order), target=name)
+        if over is None and require is None:
+            return _answer(open_order(Order.of(options)), target=name)
+        order = Order.of(options, axis=_axis(over, require))
         return _table(order.axis, open_order(order), target=name)
 
 

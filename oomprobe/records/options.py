@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -203,10 +203,7 @@ class Options:
             InvalidArgumentError: one of those given is about a search.
         """
         check_size("batch_size", batch_size)
-        ignored = []
-        for option in fields(cls):
-            if option.name in given and not option.metadata["in_checks"]:
-                ignored.append(option.name)
+        ignored = only_of_searches(given)
         if ignored:
             raise InvalidArgumentError(
                 f"a check runs one size and no search, so it would ignore {', '.join(ignored)}"
@@ -237,6 +234,12 @@ class Options:
     def sizes(self) -> Sizes:
         """The sizes that may be tried."""
         return Sizes.between_limits(self.min_batch, self.max_batch, self.multiple_of)
+
+
+def only_of_searches(names: Container[str]) -> list[str]:
+    """Return the options of these names that a check of one size does not take."""
+    ignored = [option.name for option in fields(Options) if not option.metadata["in_checks"]]
+    return [name for name in ignored if name in names]
 
 
 def named_steps(step_fn: object, axis: Axis = NO_AXIS) -> dict[str, Step]:
