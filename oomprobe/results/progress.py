@@ -63,19 +63,15 @@ def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic)
         raise InvalidArgumentError(
             f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}"
         )
+    told: _Log | _StatusLine = _Log()
     if progress == "auto" and (screen := _screen()):
-        show, close = screen
-        line = _StatusLine(show, clock)
-        return Reporter(
-            opened=line.opened,
-            row=line.row,
-            started=line.started,
-            finished=line.finished,
-            close=close,
-        )
-    log = _Log()
+        told = _StatusLine(*screen, clock)
     return Reporter(
-        opened=log.opened, row=log.row, started=log.started, finished=log.finished, close=log.close
+        opened=told.opened,
+        row=told.row,
+        started=told.started,
+        finished=told.finished,
+        close=told.close,
     )
 
 
@@ -121,8 +117,10 @@ _Show = Callable[[str], None]
 class _StatusLine:
     """One line: the current trial, the bracket, the elapsed time, and how many trials are left."""
 
-    def __init__(self, show: _Show, clock: Callable[[], float]) -> None:
-        self._show, self._clock, self._start_s = show, clock, clock()
+    def __init__(
+        self, show: _Show, close: Callable[[], object], clock: Callable[[], float]
+    ) -> None:
+        self._show, self.close, self._clock, self._start_s = show, close, clock, clock()
         self._trials: list[Trial] = []
         self._row = ""
         self._step, self._resolution = 1, 0.0

@@ -127,7 +127,6 @@ def find(
     """
     search = _Search(
         try_size,
-        look,
         sizes,
         capped,
         out_of_time,
@@ -142,8 +141,8 @@ def find(
         search.follow(known)
     search.grow()
     ran = search.full_good
-    if ran is not None and search.can_look_below(ran):
-        search.look(ran)
+    if look is not None and ran is not None and search.can_look_below(ran):
+        search.look(look, ran)
     if search.full_good is not None:
         search.enter_cap()
         if search.guess is not None:
@@ -178,7 +177,6 @@ class _Search:
     """A search while it runs."""
 
     try_size: TrySize
-    look_at: Callable[[int], Reply] | None
     sizes: Sizes
     has_cap: bool
     out_of_time: Callable[[int, int], bool]
@@ -212,7 +210,7 @@ class _Search:
 
     def can_look_below(self, size: int) -> bool:
         """Return whether there is a size below, at which many calls are cheap, and no earlier search has found that they vary."""
-        return self.look_at is not None and not self.varies and look_size(self.sizes, size) < size
+        return not self.varies and look_size(self.sizes, size) < size
 
     def follow(self, known: Reply) -> None:
         """Begin with what the look of an earlier search of the same step has found."""
@@ -220,14 +218,14 @@ class _Search:
         if known.varies:
             self.varies, self.least_tolerance = True, known.tolerance
 
-    def ask(self, size: int, phase: Phase, *, capped: bool, looks: bool = False) -> Reply:
+    def ask(self, size: int, phase: Phase, *, capped: bool) -> Reply:
         if phase is Phase.RECHECK and size in self.certain:
             return Reply(passed=False)
         is_capped = capped and self.has_cap
-        if looks and self.look_at is not None:
-            reply = self.look_at(size)
-        else:
-            reply = self.try_size(size, phase, capped=is_capped)
+        return self.keep(size, self.try_size(size, phase, capped=is_capped), is_capped=is_capped)
+
+    def keep(self, size: int, reply: Reply, *, is_capped: bool = False) -> Reply:
+        """Keep how a size ended, and return that."""
         if reply.passed:
             self.passed.add(size)
             return reply
@@ -271,15 +269,14 @@ class _Search:
             size = self.sizes.up(size, (reply.grows_by - 1) * stride)
             stride *= reply.grows_by
 
-    def look(self, largest: int) -> None:
+    def look(self, look: Callable[[int], Reply], largest: int) -> None:
         """Look for what happens only at some calls, at a size where many calls are cheap. If it does, believe only that size."""
         size = look_size(self.sizes, largest)
-        reply = self.ask(size, Phase.GROW, capped=False, looks=True)
-        while (
-            not reply.passed and size > self.sizes.first
-        ):  # a late call needs far more memory than the others
+        reply = self.keep(size, look(size))
+        # A late call needs far more memory than the others.
+        while not reply.passed and size > self.sizes.first:
             self.full_bad, size = size, self.sizes.down(size, LOOK_DIVISOR)
-            reply = self.ask(size, Phase.GROW, capped=False, looks=True)
+            reply = self.keep(size, look(size))
         if reply.is_certain:
             self.certain |= self.failed
         if not reply.passed:
@@ -313,7 +310,7 @@ class _Search:
             self.good, self.bad = self.within_cap, last_good
         last = self.sizes.last
         # If nothing failed, and the last size has not passed, the look took back what growing had passed.
-        if self.look_at is not None and self.bad is None and last is not None and self.good != last:
+        if self.bad is None and last is not None and self.good != last:
             if self.ask(last, Phase.BISECT, capped=True).passed:
                 self.good = last
             else:
