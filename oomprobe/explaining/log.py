@@ -326,14 +326,12 @@ def _with_figures(error: OomText, kind: MessageKind, message: str) -> OomText:
                 sizes[name] = size
     if kind.engine == "tensorflow" and (nbytes := tensor_bytes(message)):
         sizes.setdefault("requested", nbytes)
-    old_form = _OLD_FORM.search(message)
-    settings = _SETTINGS.search(message)
     error = replace(
         error,
         engine=kind.engine,
         stated=kind.cause,
-        old_form=old_form[1] if old_form else "",
-        settings=settings[0] if settings else "",
+        old_form=next(iter(_OLD_FORM.findall(message)), ""),
+        settings=next(iter(_SETTINGS.findall(message)), ""),
         line=_quoted(error.line, message),
     )
     if kind.engine != "torch":

@@ -464,12 +464,11 @@ def _percent(share: float) -> str:
 
 def _rows_of_cards(table: ProbeTable) -> Table:
     heads = ["card", "batch", "memory", "reserved", "of memory", "answer"]
-    smallest, required = table.smallest(), table.required
+    smallest, required, sizes = table.smallest(), table.required, table.batch_sizes()
     rows, has_replays = [], False
     for name, result in table.rows.items():
-        if result is None:
-            cells, runs = [name, *[UNKNOWN] * 5], "no"
-        else:
+        cells = [name, *[UNKNOWN] * 5]
+        if result is not None:
             has_replays |= result.was_replayed
             peak_bytes = last_of(result.trials, result.batch_size).peak_reserved_bytes or 0
             cells = [
@@ -477,9 +476,8 @@ def _rows_of_cards(table: ProbeTable) -> Table:
                 *(format_bytes(peak_bytes), _percent(peak_bytes / max(1, result.available_bytes))),
                 "replay" if result.was_replayed else "ran",
             ]
-            runs = "yes" if result.batch_size >= (required or 0) else "no"
         if required is not None:
-            cells.insert(-1, runs)
+            cells.insert(-1, "yes" if sizes.get(name, 0) >= required else "no")
         rows.append(_row_of(table, name, cells, is_answer=name == smallest))
     if required is not None:
         heads.insert(-1, f"runs {required}")
