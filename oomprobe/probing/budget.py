@@ -28,13 +28,14 @@ class HostBudget:
     def judge(self, outcome: Outcome) -> Outcome:
         """Let a trial that passed fail if it took more."""
         trial = outcome.trial
-        taken_bytes = max(trial.host_bytes or 0, trial.pinned_bytes or 0)
+        pinned_bytes = trial.pinned_bytes or 0
+        taken_bytes = max(trial.host_bytes or 0, pinned_bytes)
         self.is_taken |= taken_bytes > 0 and self._limit_bytes < math.inf
         if not trial.passed or taken_bytes <= self._limit_bytes:
             return outcome
         error = OVER_HOST.format(
             taken=format_bytes(taken_bytes),
-            pinned=format_bytes(trial.pinned_bytes or 0),
+            pinned=format_bytes(pinned_bytes),
             limit=format_bytes(self._limit_bytes),
         )
         return replace(outcome, trial=replace(trial, verdict=Verdict.HOST_OOM, error=error))

@@ -144,7 +144,7 @@ class _Search:
         """Run the answer of the smallest card on which the required size runs."""
         while True:
             name = self._rows.table().smallest()
-            result = None if name is None else self._rows.results[name]
+            result = self._rows.results.get(name)
             if result is None or not result.was_replayed:
                 return
             self.run(name)

@@ -223,10 +223,13 @@ class TokenBudget(Sampler):
                 length = self.lengths[at]
                 more = tokens + length if self.packed else (count + 1) * max(longest, length)
                 if count and more > budget:
-                    yield {SIZE: count, "length": tokens if self.packed else longest}
+                    yield self._of(count, longest, tokens)
                     count, longest, tokens = 0, 0, 0
                 count, longest, tokens = count + 1, max(longest, length), tokens + length
-            yield {SIZE: count, "length": tokens if self.packed else longest}
+            yield self._of(count, longest, tokens)
+
+    def _of(self, count: int, longest: Number, tokens: Number) -> Arguments:
+        return {SIZE: count, "length": tokens if self.packed else longest}
 
     def usual(self, budget: int) -> Arguments:
         """Return the arguments of a full call: of the longest examples, or of all tokens."""

@@ -126,18 +126,14 @@ class RecordedCall:
     @cached_property
     def closed(self) -> bool:
         """Whether the call frees exactly the blocks that an identical call before it leaves."""
-        left, freed = (
-            set(),
-            set(),
-        )  # blocks of this call, and blocks of earlier calls, as the next call names them
+        left = set[Name]()  # as the next call names them
         for kind, index, detail in self.events:
             if kind == ALLOCATED:
                 left.add((1, index))
-            elif kind == FREED and index == 0:
-                left.discard((1, detail))
             elif kind == FREED:
-                freed.add((index, detail))
-        return left == freed
+                left.discard((index + 1, detail))
+        freed, _ = self._earlier
+        return left == freed.keys()
 
     def repeats(self, before: RecordedCall) -> bool:
         """Whether it did what the call before it did, so that another one would too."""
