@@ -63,15 +63,15 @@ def reporter(progress: Progress, *, clock: Callable[[], float] = time.monotonic)
         raise InvalidArgumentError(
             f"progress must be 'auto', 'plain', 'off' or a callable, not {progress!r}"
         )
-    told: _Log | _StatusLine = _Log()
+    shown: _Log | _StatusLine = _Log()
     if progress == "auto" and (screen := _screen()):
-        told = _StatusLine(*screen, clock)
+        shown = _StatusLine(*screen, clock)
     return Reporter(
-        opened=told.opened,
-        row=told.row,
-        started=told.started,
-        finished=told.finished,
-        close=told.close,
+        opened=shown.opened,
+        row=shown.row,
+        started=shown.started,
+        finished=shown.finished,
+        close=shown.close,
     )
 
 

@@ -503,7 +503,7 @@ def _command(result: ProbeResult) -> list[Fact]:
 
 
 def _checked_size(result: ProbeResult) -> list[Fact]:
-    """Say that one size was checked, beside half of it; nothing of a search, which would grow to it."""
+    """Say that one size was checked, beside half of it; a search would grow to it."""
     size, half = result.batch_size, result.batch_size // 2
     sizes = {trial.batch_size for trial in result.trials}
     phases = {trial.phase for trial in result.trials if trial.batch_size == size}
