@@ -209,6 +209,11 @@ def test_every_option_is_one_of_the_command_line():
     assert given == {"progress": "auto", **{name: VALUES.get(name, 4) or True for name in FLAGS}}
 
 
+def test_values_of_an_axis_are_numbers_where_they_can_be():
+    (values,) = given_options(parsed("--over", "length=512,0.5,short"))["over"].values()
+    assert list(map(repr, values)) == ["512", "0.5", "'short'"]
+
+
 @pytest.mark.parametrize("option", FLAGS)
 def test_require_refuses_options_it_would_ignore(option):
     check_run(parsed(*FLAGS[option]))

@@ -1,5 +1,7 @@
 """Tables of simulated cards: each row equals a search on that card, whether it ran or was replayed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import find_hastily
@@ -94,6 +96,10 @@ def test_the_smallest_card_for_a_size_is_run_with_its_plan():
     assert table == oomprobe.ProbeTable.from_dict(table.to_dict())
     none = oomprobe.find_max_batches(*attention(), device=["sim:2GiB"], require=10**6, **QUIET)
     assert "batch 1000000 runs on 0 of 1 card\n" in str(none)
+    least = min(table.batch_sizes().values())
+    shown = [line.lstrip("* ").split() for line in str(replace(table, required=least)).splitlines()]
+    runs = {cells[0]: cells[-2] for cells in shown if cells[:1] in ([name] for name in table.rows)}
+    assert runs == {name: "yes" if result else "no" for name, result in table.rows.items()}
 
 
 def test_cards_are_drawn_below_one_another():
