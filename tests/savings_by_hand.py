@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Gpt
 
 CLASSES = 10
+LAST_BLOCK = "checkpoint last 1 of 2"
 HALVES = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}
 
 
@@ -158,8 +159,10 @@ def transformer_of_a_library(saving):
     model = GPT2LMHeadModel(
         GPT2Config(n_layer=2, n_embd=96, n_head=4, vocab_size=1000, n_positions=64)
     ).cuda()
-    if saving == "checkpoint":
+    if saving.startswith("checkpoint"):
         model.activation_checkpointing_enable({"use_reentrant": False})
+    if saving == LAST_BLOCK:
+        model.transformer.h[0].gradient_checkpointing = False
     optimizer = hand.optimizer(torch.optim.AdamW, model.parameters())
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
 

@@ -43,6 +43,7 @@ from oomprobe.records.savings import (
 from oomprobe.records.trials import Phase, RunnerInfo
 from oomprobe.results.savings import from_the_cheapest, last_run, runs
 from oomprobe.results.table import ProbeTable
+from oomprobe.rules.program import Program
 from oomprobe.rules.search import NEAREST
 from oomprobe.runners.savings import NO_BLOCKS
 
@@ -105,7 +106,8 @@ class _Search:
         self._typed, self._not_run = dict[str, str](), dict[str, str]()
         self._recomputed: dict[str, float] = {}
         self._blocks = 0  # that the model repeats
-        self._searches: dict[str, Session] = {}  # by row
+        # What each row's search has learned of the step, and nothing that holds its model.
+        self._programs: dict[str, Program] = {}
 
     def run_all(self, chosen: list[Saving] | None) -> None:
         """Run the savings that are chosen; of all, also the best two together, and pairs that reach the required size."""
@@ -133,7 +135,7 @@ class _Search:
         if size is None or runs(self._rows.results[AS_IS], size):
             return
         for kind, end in product(savings.DIVISIBLE, (FIRST, LAST)):
-            if kind in self._searches:
+            if kind in self._programs:
                 self._bisect(size, kind, end)
 
     def _bisect(self, size: int, kind: str, end: str) -> None:
@@ -146,7 +148,7 @@ class _Search:
         tried = {0: False, total: runs(results[kind], size)}
         while (count := savings.next_count(tried)) is not None:
             name = of_part(count=count)
-            self.run((name,), only_if_runs=size, follows=self._searches[kind])
+            self.run((name,), only_if_runs=size, follows=self._programs[kind])
             if name in self._not_run:
                 return
             tried[count] = name in results
@@ -191,14 +193,14 @@ class _Search:
         return result.batch_size
 
     def run(
-        self, saving: Saving, *, only_if_runs: int | None = None, follows: Session | None = None
+        self, saving: Saving, *, only_if_runs: int | None = None, follows: Program | None = None
     ) -> None:
         """Search, and run the size at which all are compared.
 
         Args:
             saving: Those that are on.
             only_if_runs: A size without which there is no row.
-            follows: The search with the same saving on all blocks; then only that size is run.
+            follows: Of the search with the same saving on all blocks; then only that size is run.
         """
         rows, name = self._rows, label(saving)
         with self._reported(saving):
@@ -215,7 +217,7 @@ class _Search:
                 finish(session, largest, broken_down_at=self._compared(session))
                 self._facts = session.runner.facts  # a command's device is known once it has run
             rows.results[name] = result_of(session, largest, rows.target)
-            self._searches[name] = session
+            self._programs[name] = session.program
         self._compare()
 
     @contextmanager

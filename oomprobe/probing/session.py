@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -103,7 +102,6 @@ class Session:
         self.reporter = reporter
         self.held_by_step = ""  # a sentence that names what grows from call to call
         self.gradients_hold_graphs = False  # as in `Outcome`
-        self._learned: Mapping[str, Sequence[int]] = {}  # which optimizers step
         self._asked_calls = 0  # of the last trial
         self.calls: dict[int, Calls] = {}  # by batch size
         self.examples: dict[int, int] = {}  # that reached the model, by batch size
@@ -125,14 +123,12 @@ class Session:
         """Whether another row's session has shown what the step does."""
         return self._known is not None
 
-    def follow(self, last: Session, near: float) -> None:
+    def follow(self, last: Program, near: float) -> None:
         """Begin with what another row's session has learned of the step; the limit is expected this near to `start_batch`."""
-        self.budget.expect(last.budget)
-        self.program.follow(last.program)
-        self._learned = last._learned
-        self._near, self._is_steady = near, last.program.is_steady
+        self.program.follow(last)
+        self._near, self._is_steady = near, last.is_steady
         tolerance = bracket_tolerance(self.program.needed)
-        self._known = Reply(passed=True, varies=last.program.varies, tolerance=tolerance)
+        self._known = Reply(passed=True, varies=last.varies, tolerance=tolerance)
 
     # --- the search ---
 
@@ -325,14 +321,14 @@ class Session:
                     if trial.passed and not trial.replayed
                 }
             ),
-            learned=self._learned,
+            learned=self.program.learned,
         )
 
     def take_over(self, outcome: Outcome) -> None:
         """Add up what belongs to the probe rather than to the trial."""
         self.notes.extend(outcome.notes)
         self.in_steps_s += outcome.in_steps_s
-        self._learned = outcome.learned or self._learned
+        self.program.learned = outcome.learned or self.program.learned
         self.gradients_hold_graphs |= outcome.gradients_hold_graphs
         self.outcome = outcome
         if outcome.holders:

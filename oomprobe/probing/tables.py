@@ -202,5 +202,6 @@ class Rows:
             row=row,
         )
         self._expected = start
-        following.follow(session, near)
+        following.budget.expect(session.budget)
+        following.follow(session.program, near)
         return following

@@ -13,7 +13,7 @@ first and up to 50 calls, unless they repeat before. A step that counts on and o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from oomprobe.ground import words
@@ -70,6 +70,7 @@ class Program:
         needed: Calls that meet the one that needs the most memory, as a look or a failed confirmation found; 0 if each is like the last.
         confirmed: Calls of the last confirmation.
         looked: The trial of the look.
+        learned: Which optimizers step, as `Outcome.learned`.
     """
 
     def __init__(self, facts: RunnerInfo, options: Options, clock: Clock, row: int = 0) -> None:
@@ -96,11 +97,12 @@ class Program:
         self.has_varied = False  # whether calls of a confirmation asked for different amounts
         self.varies = False  # whether a look found that later calls need more than earlier ones
         self.looked: Trial | None = None
+        self.learned: Mapping[str, Sequence[int]] = {}
 
     def follow(self, last: Program) -> None:
         """Begin with what another row of the table has shown of the step; its look and its confirmation count for all rows."""
         self.first, self._full, self._most = last.first, last._full, last._most
-        self.period = last.period
+        self.period, self.learned = last.period, last.learned
         self.needed, self.looked, self.varies = last.needed, last.looked, last.varies
         self._most_to_confirm = ROW_CALLS
 

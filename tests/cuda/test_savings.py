@@ -7,7 +7,7 @@ import savings_by_hand
 import torch
 from bed import forked
 from ledger import Log
-from savings_by_hand import LOOPS
+from savings_by_hand import LAST_BLOCK, LOOPS
 from zoo import peaks
 
 import oomprobe
@@ -67,12 +67,20 @@ def test_each_saving_takes_what_it_takes_by_hand(loop, savings):
         assert found[saving] == pytest.approx(by_hand(loop, saving), rel=share, abs=0), saving
 
 
-@pytest.mark.parametrize(("isolate", "savings"), [(True, SAVINGS[:1]), (False, SAVINGS[1:])])
-def test_on_a_card_the_same_is_run(isolate, savings):
-    bed = {"memory": "40GiB", "card": CARD, "limit_s": 300}
-    found = forked(lambda: in_a_table("decoder", None, savings, isolate=isolate), **bed)
+@pytest.mark.parametrize(
+    ("loop", "isolate", "savings"),
+    [
+        ("decoder", True, SAVINGS[:1]),
+        ("decoder", False, SAVINGS[1:]),
+        ("transformers", True, (LAST_BLOCK,)),  # a worker
+        ("transformers", False, (LAST_BLOCK,)),  # after a row whose model is in cycles
+    ],
+)
+def test_on_a_card_the_same_is_run(loop, isolate, savings):
+    bed = {"memory": "40GiB", "card": CARD, "limit_s": 300, "CUDASTUB_ASSERT": 0}
+    found = forked(lambda: in_a_table(loop, None, savings, isolate=isolate), **bed)
     for saving in ("as is", *savings):
-        allocated, reserved = by_hand("decoder", saving)
+        allocated, reserved = by_hand(loop, saving)
         assert found[saving][0] == allocated, saving
         assert found[saving][1] == pytest.approx(reserved, rel=0.02), (
             saving
