@@ -29,6 +29,7 @@ _aten = torch.ops.aten
 _set_autocast_enabled = torch.set_autocast_enabled
 _FLASH_MAX_HEAD = 256
 _CUDNN_MAX_HEAD = 128
+_OWN_MODES = 2  # the card's, and that of its fakes
 _MAX_GRID = 65_535  # blocks in the second dimension of a kernel's grid: flash attention's has one for each sample
 _HALF = (torch.float16, torch.bfloat16)
 _EFFICIENT_MULTIPLES = {
@@ -114,11 +115,21 @@ def _dropout(tensor: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 def _linear(
     tensor: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Add the bias in place if the input is not contiguous; for fakes, torch does not."""
+    """Add the bias to the product if the input is not contiguous."""
     is_gapped = tensor.dim() >= 3 and not tensor.is_contiguous()
     if is_gapped and bias is not None:
-        return torch.matmul(tensor, weight.t()).add_(bias)
+        return _added(torch.matmul(tensor, weight.t()), bias)
     return _composite(_aten.linear.default, tensor, weight, bias)  # type: ignore[no-any-return]
+
+
+def _added(tensor: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Add in place, but not where a dispatch mode of the user's own sees it, such as that of selective checkpointing.
+
+    Torch then takes all tensors for subclasses, and adds out of place.
+    """
+    if torch._C._len_torch_dispatch_stack() > _OWN_MODES:
+        return tensor.add(bias)
+    return tensor.add_(bias)
 
 
 @entry(_KERNELS, _aten.batch_norm.default)
@@ -210,7 +221,7 @@ def _attend_step_by_step(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, dropout_p: float,
     is_causal: bool, scale: float | None,
 ) -> Any:  # fmt: skip
-    """_scaled_dot_product_attention_math, which adds the mask in place unless its tensors are fakes."""
+    """_scaled_dot_product_attention_math; for fakes, torch does not add the mask in place."""
     if mask is not None and mask.dtype is torch.bool:
         mask = _additive(mask, query)
     dtype = query.dtype
@@ -226,7 +237,7 @@ def _attend_step_by_step(
         del allowed
     weights = scaled @ (key.transpose(-2, -1) * factor)
     if mask is not None:
-        weights = weights.add_(mask)
+        weights = _added(weights, mask)
     weights = _aten._safe_softmax.default(weights, -1)
     if dropout_p > 0:
         weights = torch.nn.functional.dropout(weights, dropout_p)
