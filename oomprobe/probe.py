@@ -288,9 +288,10 @@ def find_savings(
 
     Each row of the table is a whole search in which every call of the step runs with a saving, as if you had written it, and without
     it again afterwards: ``expandable_segments``, ``bf16_autocast`` or ``fp16_autocast`` (whichever the card's attention kernels
-    take), ``checkpoint`` of the repeated blocks, ``fused_optimizer``, ``no_foreach``, ``offload_activations``. What is on already, or
-    has nothing to apply to, is named and not run. With all savings, the best two follow together and, if `batch_size` is given, further
-    pairs until three rows run it. Where that size does not run as is, ``checkpoint first K of N``, ``last K of N`` and the same of
+    take), ``checkpoint`` of the repeated blocks, ``checkpoint_attention_saved``, ``fused_optimizer``, ``no_foreach``,
+    ``offload_activations``. What is on already, or has nothing to apply to, is named and not run. With all savings, the best two
+    follow together and, if `batch_size` is given, further pairs until three rows run it. Where that size does not run as is,
+    ``checkpoint first K of N``, ``last K of N`` and the same of
     ``offload_activations`` are the fewest of the model's repeated blocks with which it runs.
 
     Rows stand from the cheapest: on a card by the time of a step, elsewhere settings and kernels, then what computes less again,

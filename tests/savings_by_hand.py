@@ -6,11 +6,15 @@ from functools import partial
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from zoo import Gpt
 
 CLASSES = 10
-LAST_BLOCK = "checkpoint last 1 of 2"
+LAST_BLOCK, ATTENTION_SAVED = "checkpoint last 1 of 2", "checkpoint_attention_saved"
+CONTEXTS = partial(
+    create_selective_checkpoint_contexts,
+    [torch.ops.aten._scaled_dot_product_efficient_attention.default],
+)
 HALVES = {"bf16_autocast": torch.bfloat16, "fp16_autocast": torch.float16}
 
 
@@ -50,10 +54,16 @@ class ByHand:
         return kind(parameters, **options, **flags)
 
 
-def decoder(saving):
+def decoder(saving, attention_dropout=0.1):
     """A language model whose loss stands in the loop."""
     hand = ByHand(saving)
     model = Gpt(2, context=64, checkpointed=saving == "checkpoint").cuda()
+    for block in model.blocks:
+        block.self_attn.dropout = attention_dropout
+        if saving == ATTENTION_SAVED:
+            block.forward = partial(
+                checkpoint, block.forward, use_reentrant=False, context_fn=CONTEXTS
+            )
     optimizer = hand.optimizer(torch.optim.AdamW, model.parameters())
 
     def step(model, batch_size):
@@ -157,10 +167,11 @@ def transformer_of_a_library(saving):
 
     hand = ByHand(saving)
     model = GPT2LMHeadModel(
-        GPT2Config(n_layer=2, n_embd=96, n_head=4, vocab_size=1000, n_positions=64)
+        GPT2Config(n_layer=2, n_embd=96, n_head=4, vocab_size=1000, n_positions=64, attn_pdrop=0.0)
     ).cuda()
     if saving.startswith("checkpoint"):
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        contexts = {"context_fn": CONTEXTS} if saving == ATTENTION_SAVED else {}
+        model.activation_checkpointing_enable({"use_reentrant": False, **contexts})
     if saving == LAST_BLOCK:
         model.transformer.h[0].gradient_checkpointing = False
     optimizer = hand.optimizer(torch.optim.AdamW, model.parameters())
@@ -182,6 +193,7 @@ LOOPS = {
     "decoder": (decoder, 64),
     "accumulating": (accumulating, 256),
     "transformers": (transformer_of_a_library, 64),
+    "attending": (partial(decoder, attention_dropout=0.0), 64),
 }
 
 globals().update(

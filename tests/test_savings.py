@@ -17,7 +17,7 @@ import oomprobe
 from oomprobe.cli import main
 from oomprobe.devices.host import HostDevice
 from oomprobe.records.patience import Patience
-from oomprobe.records.savings import NUMBERS, ORDER, SAME, Comparison, chosen
+from oomprobe.records.savings import ATTENTION_SAVED, NUMBERS, ORDER, SAME, Comparison, chosen
 from oomprobe.records.trials import Phase
 from oomprobe.results.blocks import as_text
 from oomprobe.runners.savings import Savings, repeated_blocks
@@ -35,6 +35,13 @@ WIDTH, LAYERS = 192, 3
 
 def mixer():
     return Mixer(ByHand(""), layers=LAYERS)
+
+
+def encoder(attention_dropout=0.0):
+    """Blocks with attention; the rest of a block drops out."""
+    block = nn.TransformerEncoderLayer(WIDTH, 4, WIDTH)
+    block.self_attn.dropout = attention_dropout
+    return nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False)
 
 
 def step_of(optimizer):
@@ -121,6 +128,8 @@ class Own(torch.optim.SGD):
             "already on",
         ),
         (Flagged, {}, None, "checkpoint", "already on"),
+        (Mixer, {}, None, ATTENTION_SAVED, "it had nothing to act on"),
+        (lambda *_, layers: encoder(0.1), {}, None, ATTENTION_SAVED, "attention drops out"),
         (
             lambda _, layers: nn.Sequential(nn.Linear(WIDTH, 8)),
             {},
@@ -214,12 +223,13 @@ def test_autocast_is_around_forward_and_loss_and_not_around_backward():
 def test_numbers_change_as_said(saving):
     def trained(*names):
         torch.manual_seed(0)
-        model = mixer()
+        model = encoder() if saving == ATTENTION_SAVED else mixer()
         savings = Savings(names, HostDevice())
         step = step_of(adamw(model))
         for _ in range(3):
             with savings.on(model):
                 step(model, 16)
+        assert {*savings.typed} == {*names}
         return [bits(parameter) for parameter in model.parameters()]
 
     assert (trained(saving) == trained()) == (NUMBERS[saving] == SAME)

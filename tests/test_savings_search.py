@@ -17,7 +17,15 @@ from oomprobe.results.progress import Reporter
 from oomprobe.results.table import ProbeTable
 
 BF16, CHECKPOINT, OFFLOAD = "bf16_autocast", "checkpoint", "offload_activations"
-SINGLE = ["as is", BF16, CHECKPOINT, "fused_optimizer", "no_foreach", OFFLOAD]
+SINGLE = [
+    "as is",
+    BF16,
+    "checkpoint_attention_saved",
+    CHECKPOINT,
+    "fused_optimizer",
+    "no_foreach",
+    OFFLOAD,
+]
 BEST, CHEAPEST, OTHER = f"{CHECKPOINT}+{OFFLOAD}", f"{BF16}+{CHECKPOINT}", f"{BF16}+{OFFLOAD}"
 LIMITS = {
     "as is": 64,

@@ -55,7 +55,10 @@ SET_ALREADY = "already on, or the allocator is another one"
 NOT_CUDA = "only CUDA's allocator has it"
 OWN_PROCESS = "a process must start with it: probe a target, oomprobe run train.py:build"
 OWN_CARD = "name the card by a text, such as 'sim:24GiB'"
-IDLE = "it had nothing to act on: no optimizer of torch's stepped, or no module ran forward"
+IDLE = (
+    "it had nothing to act on: no optimizer of torch's stepped, no module ran forward, or no "
+    "attention kernel ran in a repeated block"
+)
 CUT_OFF = "time limit: {missing} were not run. Allow more time, or name fewer savings"
 FEWEST = "batch {size} ran with {name}, and failed with one block fewer"
 TOO_LARGE = "nor does batch {size} run with {names}"

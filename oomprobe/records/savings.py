@@ -14,12 +14,8 @@ from oomprobe.records.kinds import Samples
 AXIS = "saving"  # of their table
 ALL = "all"
 AS_IS = "as is"
-EXPANDABLE, BF16, FP16, CHECKPOINT = (
-    "expandable_segments",
-    "bf16_autocast",
-    "fp16_autocast",
-    "checkpoint",
-)
+EXPANDABLE, BF16, FP16 = "expandable_segments", "bf16_autocast", "fp16_autocast"
+CHECKPOINT, ATTENTION_SAVED = "checkpoint", "checkpoint_attention_saved"
 FUSED, NO_FOREACH, OFFLOAD = "fused_optimizer", "no_foreach", "offload_activations"
 SAME, ROUNDING = "same numbers", "changes rounding"
 # In the order in which they run, and in which a pair is named; `from_the_cheapest` sorts their rows.
@@ -28,13 +24,14 @@ NUMBERS = {
     EXPANDABLE: SAME,
     BF16: ROUNDING,
     FP16: ROUNDING,
+    ATTENTION_SAVED: SAME,
     CHECKPOINT: SAME,
     FUSED: ROUNDING,
     NO_FOREACH: SAME,
     OFFLOAD: SAME,
 }
 ORDER = tuple(NUMBERS)
-EXCLUDE_EACH_OTHER = ({BF16, FP16}, {FUSED, NO_FOREACH})
+EXCLUDE_EACH_OTHER = ({BF16, FP16}, {FUSED, NO_FOREACH}, {CHECKPOINT, ATTENTION_SAVED})
 AUTOCAST = {"bf16": BF16, "fp16": FP16}  # by `DeviceInfo.half`
 
 DIVISIBLE = (CHECKPOINT, OFFLOAD)  # can act on some of the model's blocks

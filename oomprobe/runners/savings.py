@@ -20,16 +20,20 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from oomprobe.devices import Device
 from oomprobe.devices.recorder import backward_wrapped
 from oomprobe.errors import NotApplicableError
 from oomprobe.ground.replaced import ABSENT, put, replaced
 from oomprobe.records.savings import (
+    ATTENTION_SAVED,
     BF16,
     CHECKPOINT,
-    DIVISIBLE,
     EXPANDABLE,
     FP16,
     FUSED,
@@ -45,24 +49,22 @@ HAVE_FUSED = (
     torch.optim.AdamW,
     torch.optim.SGD,
 )  # on accelerators, in every torch since 2.6
-# Methods of a model that make it recompute its blocks in backward, and what to type.
-SWITCHES: dict[str, tuple[dict[str, Any], str]] = {
-    # transformers, and its older versions
-    "activation_checkpointing_enable": (
-        {"activation_checkpointing_kwargs": {"use_reentrant": False}},
-        'model.activation_checkpointing_enable({"use_reentrant": False})',
-    ),
-    "gradient_checkpointing_enable": (
-        {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
-        'model.gradient_checkpointing_enable({"use_reentrant": False})',
-    ),
-    "set_grad_checkpointing": ({}, "model.set_grad_checkpointing()"),  # timm
-    "enable_gradient_checkpointing": ({}, "model.enable_gradient_checkpointing()"),  # diffusers
+# Methods of a model that make it recompute its blocks in backward, and which parameter takes the
+# arguments of torch's `checkpoint`.
+SWITCHES = {
+    "activation_checkpointing_enable": "activation_checkpointing_kwargs",  # transformers
+    "gradient_checkpointing_enable": "gradient_checkpointing_kwargs",  # its older versions
+    "set_grad_checkpointing": "",  # timm
+    "enable_gradient_checkpointing": "",  # diffusers
 }
 # The flags that these methods set, on the model or its modules.
 FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 ALREADY_ON = "already on"
 NO_BLOCKS = "no repeated blocks"
+DROPS_OUT = (
+    "attention drops out: after it, recomputing would draw other numbers than forward did. This "
+    "saves only attention without dropout"
+)
 OTHER_BLOCKS = "the model repeats {count} blocks"
 HALF_ALREADY = "its parameters are {dtype} already"
 NO_FUSED = "{kind} has no fused version here"
@@ -75,9 +77,18 @@ TYPED = {
     OFFLOAD: "with torch.autograd.graph.save_on_cpu(pin_memory=True):",
 }
 OTHERS_OFF = "\nfor block in {blocks}: block.{flag} = False"
+SAVING_ATTENTION = (
+    "saving_attention = functools.partial(create_selective_checkpoint_contexts, [{kernels}])\n"
+)
+TO_SWITCH = {
+    CHECKPOINT: '{"use_reentrant": False}',
+    ATTENTION_SAVED: '{"use_reentrant": False, "context_fn": saving_attention}',
+}
 TYPED_IN_BLOCKS = {
     CHECKPOINT: "for block in {blocks}: block.forward = "
     "functools.partial(checkpoint, block.forward, use_reentrant=False)",
+    ATTENTION_SAVED: "for block in {blocks}: block.forward = functools.partial(checkpoint, "
+    "block.forward, use_reentrant=False, context_fn=saving_attention)",
     OFFLOAD: "saved = torch.autograd.graph.save_on_cpu(pin_memory=True)\nfor block in {blocks}: "
     "block.register_forward_pre_hook(lambda *_: saved.__enter__()), "
     "block.register_forward_hook(lambda *_: saved.__exit__())",
@@ -124,6 +135,7 @@ class Savings:
         self.typed: dict[str, str] = {}
         self._repeated: list[torch.nn.Module] = []
         self._why_not: dict[str, str] = {}  # the savings that did nothing in a call
+        self._kept_kernels = set[str]()  # whose results are saved, as they are typed
         self._scopes: list[_Scope] = []
         self._scaler: Any = None
         self._hook: Any = None
@@ -156,11 +168,15 @@ class Savings:
             yield
             return
         ways = {
-            BF16: self._autocast, FP16: self._autocast, CHECKPOINT: self._checkpoint, FUSED: self._optimizer,
-            NO_FOREACH: self._optimizer, OFFLOAD: self._offload,
-        }  # fmt: skip
-        if not {*map(saving_of, self._saving)}.isdisjoint(DIVISIBLE):
-            self._repeated = repeated_blocks(model)
+            BF16: self._autocast,
+            FP16: self._autocast,
+            ATTENTION_SAVED: self._attention_saved,
+            CHECKPOINT: self._checkpoint,
+            FUSED: self._optimizer,
+            NO_FOREACH: self._optimizer,
+            OFFLOAD: self._offload,
+        }
+        self._repeated = repeated_blocks(model)
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
             # The next one.
@@ -283,7 +299,30 @@ class Savings:
         stack.callback(register_optimizer_step_post_hook(update).remove)
 
     @contextmanager
-    def _checkpoint(self, name: str, model: torch.nn.Module) -> Iterator[None]:
+    def _attention_saved(self, name: str, model: torch.nn.Module) -> Iterator[None]:
+        contexts = functools.partial(create_selective_checkpoint_contexts, self._keep_attention)
+        try:
+            with self._checkpoint(name, model, context_fn=contexts):
+                yield
+        finally:
+            typed = self.typed.pop(name, "")
+            if typed and self._kept_kernels:
+                kernels = ", ".join(sorted(self._kept_kernels))
+                self.typed[name] = SAVING_ATTENTION.format(kernels=kernels) + typed
+
+    def _keep_attention(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if not isinstance(op, torch._ops.OpOverload) or not re.search("attention|attn", str(op)):
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        names = (argument.name for argument in op._schema.arguments)
+        if {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p"):
+            self._why_not[ATTENTION_SAVED] = DROPS_OUT
+        self._kept_kernels.add(f"torch.ops.{op}")
+        return CheckpointPolicy.MUST_SAVE
+
+    @contextmanager
+    def _checkpoint(self, name: str, model: torch.nn.Module, **arguments: Any) -> Iterator[None]:
+        """Recompute the repeated blocks, with these arguments for torch's `checkpoint`."""
+        arguments["use_reentrant"] = False
         modules = [*model.modules()]
         if any(vars(module).get(flag) is True for module in modules for flag in FLAGS):
             self._why_not[name] = ALREADY_ON
@@ -295,8 +334,9 @@ class Savings:
             switches = (
                 has_flags or not part.total
             )  # some blocks can be left out only by their flags
-            if not (switches and self._switched(name, modules, stack)):
-                stack.enter_context(self._in_blocks(name, model, self._recomputing))
+            if not (switches and self._switched(name, modules, stack, arguments)):
+                recomputing = functools.partial(self._recomputing, arguments)
+                stack.enter_context(self._in_blocks(name, model, recomputing))
             elif part.total:
                 others = self._repeated[part.others]
                 stack.enter_context(replaced((block, flag, False) for block in others))
@@ -320,29 +360,43 @@ class Savings:
         with replaced((block, "forward", around(block.forward)) for block in blocks[part.places]):
             yield
 
-    def _switched(self, name: str, modules: list[torch.nn.Module], stack: ExitStack) -> bool:
+    def _switched(
+        self,
+        name: str,
+        modules: list[torch.nn.Module],
+        stack: ExitStack,
+        arguments: dict[str, Any],
+    ) -> bool:
         """Let the model recompute its blocks by a method of its own, if it has one; what that sets is put back when `stack` closes."""
+        of_kind = saving_of(name)
         for module in modules:
-            for method, (arguments, typed) in SWITCHES.items():
+            for method, parameter in SWITCHES.items():
                 is_able = getattr(module, "supports_gradient_checkpointing", True)  # transformers
                 if not hasattr(type(module), method) or not is_able:
                     continue
+                if of_kind == ATTENTION_SAVED and not parameter:
+                    continue
+                given, typed = {}, ""
+                if parameter:
+                    given, typed = {parameter: arguments}, TO_SWITCH[of_kind]
                 before = [(module, dict(vars(module))) for module in modules]
-                getattr(module, method)(**arguments)
+                getattr(module, method)(**given)
                 for changed, values in before:
                     for attribute, value in vars(changed).items():
                         if values.get(attribute, ABSENT) is not value:
                             stack.callback(put, changed, attribute, values.get(attribute, ABSENT))
-                self.typed[name] = typed
+                self.typed[name] = f"model.{method}({typed})"
                 return True
         return False
 
-    def _recomputing(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _recomputing(
+        self, arguments: dict[str, Any], forward: Callable[..., Any]
+    ) -> Callable[..., Any]:
         @functools.wraps(forward)
         def recomputing(*args: Any, **kwargs: Any) -> Any:
             if self._in_backward:  # the user's own code recomputes it
                 self._why_not[CHECKPOINT] = ALREADY_ON
-            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(forward, *args, **arguments, **kwargs)
 
         return recomputing
 

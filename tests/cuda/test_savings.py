@@ -7,7 +7,7 @@ import savings_by_hand
 import torch
 from bed import forked
 from ledger import Log
-from savings_by_hand import LAST_BLOCK, LOOPS
+from savings_by_hand import ATTENTION_SAVED, LAST_BLOCK, LOOPS
 from zoo import peaks
 
 import oomprobe
@@ -58,7 +58,11 @@ def by_hand(loop, saving):
 
 @pytest.mark.parametrize(
     ("loop", "savings"),
-    [("accumulating", SAVINGS), ("transformers", ("checkpoint", "offload_activations"))],
+    [
+        ("accumulating", SAVINGS),
+        ("transformers", ("checkpoint", "offload_activations")),
+        ("attending", (ATTENTION_SAVED,)),
+    ],
 )
 def test_each_saving_takes_what_it_takes_by_hand(loop, savings):
     found = forked(in_a_table, loop, "sim:A100-40GB", savings, limit_s=300)
@@ -73,7 +77,8 @@ def test_each_saving_takes_what_it_takes_by_hand(loop, savings):
         ("decoder", True, SAVINGS[:1]),
         ("decoder", False, SAVINGS[1:]),
         ("transformers", True, (LAST_BLOCK,)),  # a worker
-        ("transformers", False, (LAST_BLOCK,)),  # after a row whose model is in cycles
+        ("transformers", False, (LAST_BLOCK, ATTENTION_SAVED)),  # by the library's own method
+        ("attending", False, (ATTENTION_SAVED,)),
     ],
 )
 def test_on_a_card_the_same_is_run(loop, isolate, savings):
