@@ -17,7 +17,15 @@ import oomprobe
 from oomprobe.cli import main
 from oomprobe.devices.host import HostDevice
 from oomprobe.records.patience import Patience
-from oomprobe.records.savings import ATTENTION_SAVED, NUMBERS, ORDER, SAME, Comparison, chosen
+from oomprobe.records.savings import (
+    ATTENTION_SAVED,
+    NUMBERS,
+    OFFLOAD,
+    ORDER,
+    SAME,
+    Comparison,
+    chosen,
+)
 from oomprobe.records.trials import Phase
 from oomprobe.results.blocks import as_text
 from oomprobe.runners.savings import Savings, repeated_blocks
@@ -96,6 +104,16 @@ def test_a_size_that_grew_over_the_margin_does_not_run():
     assert table.rows["as is"].batch_size < size
     assert table.at(size)["as is"] is None
     assert table.cheapest(size) == "checkpoint first 2 of 3"
+
+
+@pytest.mark.parametrize(("host_memory", "answers"), [("64KiB", 1), ("64MiB", 2)])
+def test_a_row_that_needs_more_host_memory_than_allowed_says_so(host_memory, answers):
+    model, size = mixer(), 32 * 1024
+    table = found(model, step_of(adamw(model)), OFFLOAD, size, host_memory=host_memory)
+    assert len(table.batch_sizes()) == answers
+    row = next(line for line in str(table).splitlines() if line.startswith(f"  {OFFLOAD} "))
+    assert "out of host memory" in row
+    assert oomprobe.ProbeTable.from_dict(json.loads(table.to_json())) == table
 
 
 class Flagged(Mixer):

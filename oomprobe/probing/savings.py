@@ -40,7 +40,7 @@ from oomprobe.records.savings import (
     Saving,
     label,
 )
-from oomprobe.records.trials import Phase, RunnerInfo
+from oomprobe.records.trials import Phase, RunnerInfo, Verdict
 from oomprobe.results.savings import from_the_cheapest, last_run, runs
 from oomprobe.results.table import ProbeTable
 from oomprobe.rules.program import Program
@@ -108,6 +108,7 @@ class _Search:
         self._facts: RunnerInfo | None = None
         self._typed, self._not_run = dict[str, str](), dict[str, str]()
         self._recomputed: dict[str, float] = {}
+        self._failed: dict[str, Verdict] = {}
         self._blocks = 0  # that the model repeats
         # What each row's search has learned of the step, and nothing that holds its model.
         self._programs: dict[str, Program] = {}
@@ -233,6 +234,8 @@ class _Search:
             if self._facts is None:  # not even the model does
                 raise
             rows.results[name], rows.unfit[name] = None, str(error)
+            if error.trials:
+                self._failed[name] = error.trials[-1].verdict
         except (NotApplicableError, StepFailedError, UnreliableError) as error:
             if not saving:
                 raise
@@ -324,6 +327,7 @@ class _Search:
                 typed=self._typed,
                 recomputed=self._recomputed,
                 not_run=self._not_run,
+                failed=self._failed,
             )
             in_order = from_the_cheapest(self._rows.results, compared)
             self._rows.axis = Axis(savings.AXIS, tuple(in_order))

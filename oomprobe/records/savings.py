@@ -10,6 +10,7 @@ from itertools import chain, combinations
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.words import did_you_mean
 from oomprobe.records.kinds import Samples
+from oomprobe.records.trials import Verdict
 
 AXIS = "saving"  # of their table
 ALL = "all"
@@ -96,6 +97,7 @@ class Comparison:
         typed: What to type, by saving.
         recomputed: On a simulated card, the share of the forward's module calls that backward makes again, by row.
         not_run: Why a saving was not run, by name: it is on already, or has nothing to apply to.
+        failed: How the smallest size failed, by row without an answer.
     """
 
     batch_size: Samples
@@ -103,6 +105,7 @@ class Comparison:
     typed: Mapping[str, str] = field(default_factory=dict)
     recomputed: Mapping[str, float] = field(default_factory=dict)
     not_run: Mapping[str, str] = field(default_factory=dict)
+    failed: Mapping[str, Verdict] = field(default_factory=dict)
 
 
 def label(saving: Saving) -> str:

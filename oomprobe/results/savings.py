@@ -20,7 +20,7 @@ from oomprobe.records.savings import (
     numbers_of,
     saving_of,
 )
-from oomprobe.records.trials import Trial
+from oomprobe.records.trials import Trial, Verdict
 from oomprobe.results.blocks import UNKNOWN, Block, Row, Table, cell, measured_columns
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ HEADS = (
     "pinned",
 )
 RAISES = "raises the peak, so it saves nothing here"
-FAILED = "out of memory"
 RULE = (
     "the cheapest first: on a card by the time of a step; else settings and kernels, then what "
     "computes less again, then what takes less pinned memory for copies"
@@ -195,7 +194,8 @@ def _cells_of_saving(rows: Results, name: str, compared: Comparison) -> list[str
         largest = f">= {largest}"
     recomputed = cell(compared.recomputed.get(name) or None, "{:.0%}".format)
     if trial is None or not trial.passed:
-        return [name, FAILED, UNKNOWN, UNKNOWN, largest, UNKNOWN, UNKNOWN, recomputed, UNKNOWN]
+        failed = getattr(trial, "verdict", compared.failed.get(name, Verdict.OOM))
+        return [name, failed, UNKNOWN, UNKNOWN, largest, UNKNOWN, UNKNOWN, recomputed, UNKNOWN]
     difference = UNKNOWN
     before_bytes = _peak_at(rows.get(AS_IS), compared.batch_size)
     now_bytes = _peak_at(result, compared.batch_size)
