@@ -2,9 +2,11 @@
 
 FAULT=KIND:RANK:SIZE makes that rank misbehave at that size and above; KIND alone makes each rank do so while building. SHARD=1 shards
 by FSDP2 instead of DDP, BACKEND=gloo needs no NCCL, EVERY=48 steps the optimizer at every 48th call. FAULT=counts:RANK lets only that
-rank count its calls. HELD=300 keeps 300 MiB on the card, and LEFT=300 leaves so much in the cache.
+rank count its calls. RECOMPUTES=2 recomputes the
+first two blocks. HELD=300 keeps 300 MiB on the card, and LEFT=300 leaves so much in the cache.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 KIND, FAULTY, FROM_SIZE = [*os.environ.get("FAULT", "none").split(":"), "0", "0"][:3]
 WIDTH = 64
@@ -60,12 +63,15 @@ def build():
     if KIND == "host":
         return nn.Linear(1, 1), lambda model, batch_size: None
     model = nn.Sequential(*[Block() for _ in range(3)]).cuda()
+    blocks = [*model]
     second = model[1]
     if "SHARD" in os.environ:
         for block in [*model, model]:
             fully_shard(block)
     elif dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model, device_ids=[torch.cuda.current_device()])
+    for block in blocks[: int(os.environ.get("RECOMPUTES", 0))]:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     optimizer = torch.optim.AdamW(model.parameters())
     held = torch.empty(int(os.environ.get("HELD", 0)) * 2**20, dtype=torch.uint8, device="cuda")
     torch.empty(int(os.environ.get("LEFT", 0)) * 2**20, dtype=torch.uint8, device="cuda")

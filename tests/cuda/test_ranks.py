@@ -11,6 +11,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from .ranks import BRIEF, HASTY, cards, forking, on_ranks
 
 TARGET = f"{Path(__file__).with_name('ranked.py')}:build"
 MIB = 2**20
+SOME_BLOCKS = "checkpoint first 2 of 3"
 
 
 def probe(**options):
@@ -80,6 +82,17 @@ def test_ranks_replay_most_sizes_on_all_of_them(tmp_path, variables):
     (failed,) = [trial for trial in ran if not trial.passed]
     assert result.batch_size < failed.batch_size <= 1.01 * result.batch_size
     assert "rank" in str(result.why())  # of the one that ran out of memory
+
+
+def test_a_saving_on_some_blocks_takes_on_ranks_of_fsdp_what_it_takes_by_hand(tmp_path):
+    def peaks(row):
+        options = {"savings": SOME_BLOCKS, "require": 256, "min_batch": 256, "max_batch": 256}
+        return probe(**options).at(256)[row]
+
+    on = partial(on_ranks, tmp_path, limit_s=120, SHARD="1")
+    found = on(lambda: peaks(SOME_BLOCKS))
+    assert found == on(lambda: peaks("as is"), RECOMPUTES="2")
+    assert found[0] < 0.9 * on(lambda: peaks("as is"))[0]
 
 
 def test_as_many_ranks_as_cards(tmp_path):
