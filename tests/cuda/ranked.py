@@ -2,8 +2,8 @@
 
 FAULT=KIND:RANK:SIZE makes that rank misbehave at that size and above; KIND alone makes each rank do so while building. SHARD=1 shards
 by FSDP2 instead of DDP, BACKEND=gloo needs no NCCL, EVERY=48 steps the optimizer at every 48th call. FAULT=counts:RANK lets only that
-rank count its calls. RECOMPUTES=2 recomputes the
-first two blocks. HELD=300 keeps 300 MiB on the card, and LEFT=300 leaves so much in the cache.
+rank count its calls. RECOMPUTES=2 recomputes the first two blocks. HELD=300 keeps 300 MiB on the card, and LEFT=300 leaves so much
+in the cache.
 """
 
 import functools
