@@ -310,7 +310,12 @@ class Epoch:
         yield from (of_ranks[rank] for of_ranks in self.of_ranks(order, batch_size, world_size))
 
     def of_ranks(self, order: int, batch_size: int, world_size: int) -> Iterator[list[Arguments]]:
-        """Yield the arguments of each call of an order, on all ranks."""
+        """Yield the arguments of each call of an order, on all ranks.
+
+        Examples:
+            >>> next(Epoch({"length": [5, 9, 7]}).of_ranks(0, 1, world_size=2))
+            [{'batch_size': 1, 'length': 9}, {'batch_size': 1, 'length': 7}]
+        """
         drawn = random.Random(self.seed + order)
         for made in islice(self.drawing.batches(drawn, batch_size, world_size), self.calls):
             yield made + made[:1] * (world_size - len(made))
