@@ -105,6 +105,23 @@ def test_a_size_off_its_line_moves_the_lines():
     assert predictor.calls(1280, ["step"])[0].sizes >= padded(640).sizes
 
 
+@pytest.mark.parametrize("where", [0, 1, 2, 3])
+def test_a_thread_that_frees_a_block_later_changes_no_line(where):
+    """As NCCL's does with the buffer through which DDP copies a model."""
+
+    def calls(size, where):
+        """Return a call of a step that frees a block of an earlier one somewhere, and two without."""
+        events = [(ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (FREED, 0, 0), (FREED, 0, 1)]
+        plain = RecordedCall(tuple(events), (1000 * size, 10))
+        events.insert(where, (FREED, 1, 7))
+        return [RecordedCall(tuple(events), (1000 * size, 10)), plain, plain]
+
+    predictor = Predictor(processors=A100)
+    for size, place in ((1, 2), (2, where)):
+        assert predictor.learn(size, ["step"] * 3, calls(size, place))
+    assert peak_bytes(predictor.calls(50, ["step"] * 4)) == 50_010
+
+
 def test_micro_batches_are_predicted_in_turn():
     def calls(size):
         """Return three full steps of two micro-batches."""

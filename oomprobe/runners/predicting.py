@@ -233,8 +233,9 @@ class PredictingOnCard:
         if request.phase not in (Phase.GROW, Phase.RECHECK) or not hopes:
             return request
         if learns is not None:  # nobody knows yet how many calls a full step takes
+            calls = (*request.calls, *request.calls[-1:] * ADDED_CALLS)
             learns = replace(learns, full_steps=learns.full_steps + ADDED_CALLS)
-            return replace(request, learns=learns)
+            return replace(request, calls=calls, learns=learns)
         more = replace(request.calls[-1], is_extra=True)
         added = max(ADDED_CALLS, len(request.calls) // 2)  # a full step more, if that takes several
         return replace(request, calls=(*request.calls, *(more,) * added))
@@ -503,7 +504,7 @@ def predict_on_card(runner: Runner) -> Runner:
 def open_predicting(runner: CommandRunner) -> Runner:
     """Return what stands around a command's runner, which may run it on a simulated card."""
     if runner.simulated is None:
-        return runner
+        return predict_on_card(runner)
     predicting = Predicting(runner.simulated, shortens=False, cap_of=runner.cap_bytes)
     predicting.runner = runner
     return predicting

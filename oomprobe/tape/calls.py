@@ -98,6 +98,11 @@ class RecordedCall:
         return tuple(core)
 
     @cached_property
+    def asked(self) -> tuple[Event, ...]:
+        """Events except frees: threads of libraries such as NCCL free blocks at no fixed time."""
+        return tuple(event for event in self.events if event[0] != FREED)
+
+    @cached_property
     def _earlier(self) -> tuple[dict[Name, None], dict[Name, None]]:
         """Names of blocks of earlier calls that it frees, and of those that it shares."""
         freed, shared = dict[Name, None](), dict[Name, None]()

@@ -74,7 +74,8 @@ def lines_through(
 ) -> list[Line] | None:
     """Return the lines through calls of two batch sizes; None if there are none.
 
-    The events must be the same, and slopes whole numbers unless `are_whole` is false.
+    The events must be the same, and slopes whole numbers. Unless `are_whole`, as on a real card,
+    only requests must be the same, and the frees are those of the first call.
 
     Example:
         >>> from oomprobe.tape.calls import ALLOCATED, FREED
@@ -86,7 +87,10 @@ def lines_through(
         return None
     lines = []
     for call, other_call in zip(calls, other_calls, strict=True):
-        if call.events != other_call.events:
+        same = call.asked == other_call.asked
+        if are_whole:
+            same = call.events == other_call.events
+        if not same:
             return None
         slopes = list[Fraction]()
         for nbytes, other_bytes in zip(call.sizes, other_call.sizes, strict=True):

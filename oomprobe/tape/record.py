@@ -13,6 +13,7 @@ from typing import Any
 
 from oomprobe.allocator.caching import CachingAllocator, adopt
 from oomprobe.allocator.settings import AllocatorSettings
+from oomprobe.errors import InvalidArgumentError
 from oomprobe.tape.calls import (
     ALLOCATED,
     FREED,
@@ -27,6 +28,7 @@ from oomprobe.tape.calls import (
 from oomprobe.tape.reductions import Processors
 
 STREAMS = "blocks wait for other streams"
+INCOMPLETE = "torch's history lacks a part of what the allocator counted"
 POOLS = "it has private pools, as CUDA graphs use them"
 _NO_POOL = (0, 0)
 
@@ -116,6 +118,37 @@ class TapedTrial:
             began=began,
         )
 
+    @classmethod
+    def of_history(
+        cls, history: Mapping[str, Any], *, most_bytes: int, total_bytes: int
+    ) -> TapedTrial:
+        """Return what a process has recorded since CUDA started in it.
+
+        Args:
+            history: As `runners/command/site` writes it.
+            most_bytes: As of a `Beginning`.
+            total_bytes: Likewise.
+
+        Raises:
+            NotRecorded: there is none, or it has what a tape cannot tell.
+        """
+        if history["unrecorded"]:
+            raise NotRecorded(history["unrecorded"])
+        ends = [(requests, frees) for requests, frees in history["ends"]]
+        parts = cut_calls(history["entries"], ends)
+        calls = record_calls(parts, (), may_retry=history["may_retry"])
+        plain = [(call.events, call.sizes) for call in calls]
+        began = Beginning(
+            segments=(),
+            settings=history["settings"],
+            most_bytes=most_bytes,
+            total_bytes=total_bytes,
+        )
+        try:
+            return cls.read([plain, asdict(began), history["processors"]])
+        except (InvalidArgumentError, ValueError) as error:  # settings that no model has
+            raise NotRecorded(str(error)) from error
+
 
 GIVES_BACK = ("segment_free", "segment_unmap")
 Entry = Mapping[str, Any]
@@ -138,7 +171,7 @@ def record_calls(
             the step that has given back segments.
 
     Raises:
-        NotRecorded: the calls use several streams at once, or private pools.
+        NotRecorded: the calls use several streams or private pools, or entries are missing.
     """
     names = {address: (0, index) for index, address in enumerate(before)}
     calls, stream = list[RecordedCall](), 0
@@ -180,6 +213,8 @@ def cut_calls(
     begin = end = requests = frees = 0
     for counts in ends:
         while (requests, frees) != counts:
+            if end == len(entries):
+                raise NotRecorded(INCOMPLETE)
             requests += entries[end]["action"] == "alloc"
             frees += entries[end]["action"] == "free_requested"
             end += 1

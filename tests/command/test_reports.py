@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from oomprobe.runners.command.reports import Memory, ProcessReport, RunReports, are_the_same
+from oomprobe.tape.record import NotRecorded
 from oomprobe.verdicts import Link
 
 GIB = 2**30
@@ -93,6 +94,43 @@ def test_what_is_known_of_all_processes(reports, all_report, steps_of_all, missi
 )
 def test_which_processes_use_a_card(reports, users):
     assert [len(card.users) for card in RunReports(reports).cards] == users
+
+
+RANKS = [report(0, memory("a"), host="node0"), report(1, memory("b"), host="node1")]
+TAPE = {
+    "unrecorded": "",
+    "entries": [{"action": "alloc", "addr": 512, "size": 100, "stream": 0, "pool_id": [0, 0]}],
+    "ends": [[1, 0]],
+    "may_retry": False,
+    "settings": {},
+    "processors": [[9, 0], 132, 2048],
+}
+
+
+@pytest.mark.parametrize(
+    ("reports", "tapes", "said"),
+    [
+        (RANKS[::-1], [TAPE, TAPE], None),
+        (RANKS, [TAPE], "the command recorded nothing"),
+        ([], [], "the command recorded nothing"),
+        ([report(0, memory("a"), memory("b"), host="node0")], [TAPE], "one GPU for each process"),
+        ([RANKS[0], replace(RANKS[1], host="node0", devices=RANKS[0].devices)], [TAPE], "one GPU"),
+        (RANKS[:1], [{"unrecorded": "the command records it"}], "^the command records it$"),
+        (RANKS[:1], [{**TAPE, "ends": [[2, 0]]}], "lacks a part"),
+        (RANKS[:1], [{**TAPE, "settings": {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}}], "x"),
+    ],
+)
+def test_what_processes_have_recorded(tmp_path, reports, tapes, said):
+    for number, tape in enumerate(tapes):
+        (tmp_path / f"node{number}-1.tape").write_text(json.dumps(tape))
+    if said is not None:
+        with pytest.raises(NotRecorded, match=said):
+            RunReports(reports).tapes(tmp_path)
+        return
+    for taped in RunReports(reports).tapes(tmp_path):
+        assert [call.sizes for call in taped.calls] == [(100,)]
+        assert taped.replay(taped.calls, 2**20, 0).error
+        assert taped.replay(taped.calls, 2**21, 0).peak_reserved_bytes == 2**21
 
 
 @pytest.mark.parametrize(

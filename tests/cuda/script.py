@@ -35,6 +35,10 @@ torch._dynamo = sys.modules["torch._dynamo"] = MagicMock(
 )
 
 MIB = 2**20
+if arguments.fault == "older-torch":  # which does not tell whether a program records
+    del torch._C._cuda_isHistoryEnabled
+if arguments.fault == "records-at-once":
+    torch.cuda.memory._record_memory_history(max_entries=1000)
 rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 torch.cuda.set_device(device)
@@ -92,6 +96,8 @@ model = nn.Sequential(
 if world_size > 1:
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters())
+if fault == "records-later":
+    torch.cuda.memory._record_memory_history(max_entries=1000)
 size = 4 if fault == "ignores" else arguments.batch_size
 samples = arguments.samples or size * arguments.steps
 for number in range(min(arguments.steps, samples // size)):

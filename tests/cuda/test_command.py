@@ -12,6 +12,7 @@ import pytest
 import oomprobe
 from oomprobe.cli import main
 from oomprobe.ground.torch_versions import VERSION
+from oomprobe.probing import opening
 
 SCRIPT = Path(__file__).with_name("script.py")
 NOT_WARM = sys.executable
@@ -88,6 +89,51 @@ def test_a_script_that_resets_the_peaks_or_prints_an_error_shows_the_same():
         assert 10 <= last.steps < 10_000
         shown.append((last.peak_allocated_bytes, last.peak_reserved_bytes, last.alloc_retries))
     assert shown[0] == shown[1]
+
+
+def without_predictions(monkeypatch):
+    monkeypatch.setattr(opening, "open_predicting", lambda runner: runner)
+
+
+def test_a_search_replays_half_of_the_sizes(monkeypatch):
+    """It answers no less, and what a replay of the answer took was taken when that ran."""
+    predicting = probe(python("--fault", "resets"))
+    without_predictions(monkeypatch)
+    running = probe(python("--fault", "resets"))
+    assert predicting.environment["predicted"] is True
+    assert predicting.batch_size >= running.batch_size
+    ran = [trial for trial in predicting.trials if not trial.replayed]
+    assert len(ran) <= 7
+    assert len(running.trials) >= 14
+    answer = predicting.batch_size
+    ended = [(trial.batch_size, trial.phase, trial.passed) for trial in ran]
+    assert ended[-3:] == [(answer + 1, "recheck", False), *[(answer, "confirm", True)] * 2]
+    replayed = next(t for t in predicting.trials if t.replayed and t.batch_size == answer)
+    assert replayed.peak_reserved_bytes == ran[-1].peak_reserved_bytes
+    assert replayed.peak_allocated_bytes == ran[-1].peak_allocated_bytes
+    replays = len(predicting.trials) - len(ran)
+    assert f"for {len(ran)} trials and {replays} replays" in str(predicting)
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("records-at-once", "the command records the allocator itself"),
+        ("records-later", "the command records the allocator itself"),
+        ("older-torch", "the command recorded nothing: that takes torch 2.14 or later"),
+    ],
+)
+def test_where_nothing_is_predicted_each_size_runs(fault, why):
+    result = probe(python("--fault", fault), max_batch=8)
+    assert result.environment["predicted"].startswith(why)
+    assert {trial.batch_size for trial in result.trials} == {1, 2, 4, 8}
+    assert not any(trial.replayed for trial in result.trials)
+
+
+def test_a_command_that_ends_by_itself_is_predicted_from_all_its_steps():
+    result = probe(python("--steps", "3"), max_batch=16)
+    assert result.environment["predicted"] is True
+    assert any(trial.replayed for trial in result.trials)
 
 
 ALL = {"memory_fraction": 1.0}

@@ -8,7 +8,7 @@ import pytest
 
 import oomprobe
 
-from .test_command import OOM, SCRIPT, one_trial, probe
+from .test_command import OOM, SCRIPT, one_trial, probe, without_predictions
 from .test_command import bed as bed  # an autouse fixture
 
 BIN = Path(sys.executable).parent
@@ -61,6 +61,17 @@ def test_what_passes_in_nccl_and_what_nccl_takes():
         (1, "fits"),
     ]
     assert "2 fresh processes" in str(result)
+
+
+@pytest.mark.slow
+def test_a_search_on_two_ranks_replays_sizes(monkeypatch):
+    predicting = probe(torchrun())
+    without_predictions(monkeypatch)
+    running = probe(torchrun())
+    assert predicting.environment["predicted"] is True
+    assert predicting.batch_size >= running.batch_size
+    assert sum(not trial.replayed for trial in predicting.trials) <= 9
+    assert len(running.trials) >= 12
 
 
 @pytest.mark.slow

@@ -15,9 +15,14 @@ from pathlib import Path
 from oomprobe.ground.units import known
 from oomprobe.records.plain import from_plain
 from oomprobe.records.trials import RankTrial, Verdict
+from oomprobe.tape.record import NotRecorded, TapedTrial
 from oomprobe.verdicts import Link
 
 TOLERANCE = 1e-6  # of a fraction, which torch keeps as a float
+NO_RECORDING = (
+    "the command recorded nothing: that takes torch 2.14 or later with its own allocator, "
+    "optimizers that step, and one GPU for each process"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,6 +287,29 @@ class RunReports:
                 if any(nbytes for nbytes, _ in steps):
                     requested[f"{report.rank} {memory.uuid}"] = steps
         return requested
+
+    def tapes(self, folder: Path) -> tuple[TapedTrial, ...]:
+        """Read what the ranks have recorded there, in an order that is the same in each trial.
+
+        Raises:
+            NotRecorded: one of them could not record, or has not one GPU for itself.
+        """
+        cards = sorted(self.cards, key=lambda card: card.users[0][0].name)
+        # One of a process that uses several GPUs stands here several times.
+        paths = [
+            folder / f"{user.host}-{user.pid}.tape" for card in cards for user, _ in card.users
+        ]
+        written = {*filter(Path.exists, paths)}
+        if not 0 < len(written) == len(paths) == len(cards):
+            raise NotRecorded(NO_RECORDING)
+        return tuple(
+            TapedTrial.of_history(
+                json.loads(path.read_bytes()),
+                most_bytes=card.available_bytes,
+                total_bytes=card.memory.total_bytes,
+            )
+            for path, card in zip(paths, cards, strict=True)
+        )
 
     def ranks(self, *, passed: bool) -> tuple[RankTrial, ...]:
         """Return a record for each rank with memory, if there are several; in a failed run, only failures have a verdict."""

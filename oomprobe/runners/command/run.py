@@ -22,6 +22,7 @@ from oomprobe.runners import keeper
 from oomprobe.runners.command.files import TrialFiles
 from oomprobe.runners.command.output import Output
 from oomprobe.runners.command.reports import RunReports
+from oomprobe.tape.record import TapedTrial
 
 HERE = Path(__file__).parent
 BATCH, DIR = "{batch}", "{dir}"
@@ -127,6 +128,10 @@ class Run:
     def recorded(self) -> list[Path]:
         """Return the files in which processes on a simulated card have recorded their calls."""
         return [*self._reports.glob("*.calls")]
+
+    def tapes(self, seen: RunReports) -> tuple[TapedTrial, ...]:
+        """Return what its ranks on real cards have recorded; see `RunReports.tapes`."""
+        return seen.tapes(self._reports)
 
     def has_ended(self, wait_s: float) -> bool:
         """Read output for up to `wait_s`; return whether it has ended, and then set `status`: negative for a signal."""

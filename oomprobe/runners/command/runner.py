@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ from oomprobe.runners.command.reports import (
 )
 from oomprobe.runners.command.run import BATCH, BATCH_VARIABLE, Run
 from oomprobe.runners.signals import Interrupts
+from oomprobe.tape.record import NotRecorded, TapedTrial
 from oomprobe.verdicts import Evidence
 
 if TYPE_CHECKING:
@@ -200,6 +202,7 @@ class CommandRunner:
             grows_capped=True,
             confirmations=2,
             runs_plans=False,
+            records=self._card is None,
             alone=ALONE,
             not_covered=NOT_COVERED
             if self._card is None
@@ -226,8 +229,11 @@ class CommandRunner:
 
     def _run(self, request: Request) -> tuple[Outcome, Ending]:
         fractions = self._fractions()
+        variables, taped, unrecorded = self._variables(fractions), tuple[TapedTrial, ...](), ""
+        if request.records:
+            variables["OOMPROBE_RECORDS"] = str(len(request.calls))
         with (
-            Run(self._command, request.batch_size, self._variables(fractions), self._files) as run,
+            Run(self._command, request.batch_size, variables, self._files) as run,
             self._interrupts.delivered_until(None),
         ):
             began_s = time.time()
@@ -238,12 +244,18 @@ class CommandRunner:
                 self._files.check(request.batch_size, run.folder, words)
             self._took_s.append(run.elapsed_s)
             self._record(run, seen, passed=ending.verdict is Verdict.FITS)
+            if request.records:
+                try:
+                    taped = run.tapes(seen)
+                except NotRecorded as error:
+                    unrecorded = str(error)
         measured = None
         if ending.verdict is Verdict.FITS:
             self._check_pass(request, seen, fractions)
             measured = self._measure(seen)
         self._describe(seen)
-        return self._outcome(request, seen, ending, fractions, measured), ending
+        outcome = self._outcome(request, seen, ending, fractions, measured)
+        return replace(outcome, taped=taped, unrecorded=unrecorded), ending
 
     def _record(self, run: Run, seen: RunReports, *, passed: bool) -> None:
         """Keep what the only process on the card asked of it."""

@@ -5,7 +5,8 @@ the sitecustomize that it hides. It must not fail a program, slow it or import t
 It belongs to the command's Python, which may be 3.8 or later and need not know oomprobe.
 
 A report is a JSON file for each process that has imported torch. It is written anew after each optimizer step, because a
-process that is killed, or leaves by os._exit, writes none at its end.
+process that is killed, or leaves by os._exit, writes none at its end. If a trial records, what the
+allocator did until the end of the first steps is another.
 """
 
 import os
@@ -23,6 +24,9 @@ RESETS = (
 )  # fmt: skip
 NOT_ENTERED = 78  # exit status of a process that could not be put on the simulated card
 MAX_LINKS, MAX_TEXT = 8, 4000  # of a chain of exceptions; characters of each
+# By what all of torch's functions start and end a recording of its allocator.
+RECORDS = ("_cuda_record_memory_history", "_cuda_record_memory_history_legacy")
+THEY_RECORD = "the command records the allocator itself"
 
 
 def run_hidden():
@@ -64,6 +68,7 @@ class Watch:
         self.steps = self.ooms = self.raised = 0
         self.optimizers = self.where = None
         self.program, self.refusal = getattr(self, "program", None), ""  # on a simulated card
+        self.recording = None
         self.step_s, self.outside, self.capped, self.requested, self.kept = [], {}, {}, {}, {}
 
     # --- what torch calls ---
@@ -116,6 +121,7 @@ class Watch:
         guarded(lambda: self.torch._C._cuda_attach_out_of_memory_observer(guarded(self.ran_out)))()
         for device in self.devices_to_cap():
             guarded(self.cap)(device)
+        guarded(self.record)()
 
     def devices_to_cap(self):
         """Return all devices; before torch 2.10 only the one of this rank, because a fraction makes a context on its device."""
@@ -186,6 +192,8 @@ class Watch:
         self.step_s = [*self.step_s[:1], time.time()]  # of the first step and the last
         if self.program:
             self.program.stepped(optimizer, os.path.join(self.folder, "%d.calls" % self.pid))
+        if self.recording:
+            guarded(self.record_step)()
         if self.has_cuda_started() and self.torch.cuda.is_current_stream_capturing():
             return
         if self.steps <= EACH_STEP or self.steps % 16 == 0:
@@ -194,6 +202,20 @@ class Watch:
             for device in self.used_devices():
                 if device not in self.capped:
                     guarded(self.cap)(device)
+
+    def record(self):
+        # Not set where nothing is to be recorded.
+        self.recording = FirstSteps(self.torch, int(os.environ["OOMPROBE_RECORDS"]))
+
+    def record_step(self):
+        """Let a step end in the recording, which is written before the report says so."""
+        self.recording.end_step(self.stats(self.used_devices()[0]))
+        if self.steps // len(self.optimizers) >= self.recording.steps:
+            self.write_recording()
+
+    def write_recording(self):
+        recording, self.recording = self.recording, None
+        self.write_plain(recording.end(self.used_devices()[0], len(self.optimizers)), "tape")
 
     def ran_out(self, *_):
         self.ooms += 1
@@ -216,7 +238,6 @@ class Watch:
     # --- the report ---
 
     def write(self, why):
-        import json
         import socket
         import time
 
@@ -234,14 +255,21 @@ class Watch:
         }  # fmt: skip
         if why == "exit":
             guarded(self.add_errors)(report)
+            guarded(self.write_recording)()
         if self.program:
             program = self.program
             report.update(notes=program.notes, not_covered=program.not_covered)
             report.update(not_compared=program.not_compared, refusal=program.refusal)
             report["read_at"] = program.read_at
-        path = os.path.join(self.folder, "%s-%d.json" % (report["host"], self.pid))
+        self.write_plain(report, "json")
+
+    def write_plain(self, value, suffix):
+        import json
+        import socket
+
+        path = os.path.join(self.folder, "%s-%d.%s" % (socket.gethostname(), self.pid, suffix))
         with open(path + ".part", "w") as file:
-            json.dump(report, file)
+            file.write(json.dumps(value))
         os.replace(path + ".part", path)  # it may be read at any time
 
     def rank(self):
@@ -334,6 +362,59 @@ class Watch:
         if "site-packages" in file or file.startswith(libraries):
             return None
         return "%s:%d" % (os.path.basename(file), line)
+
+
+class FirstSteps:
+    """What torch's allocator does from the start of CUDA to the end of the first steps.
+
+    `TapedTrial.of_history` reads it.
+    """
+
+    def __init__(self, torch, steps):
+        self.cuda, self.steps = torch.cuda, steps
+        self.ends, self.retries = [], 0  # requests and frees until the end of each optimizer's step
+        self.unrecorded = ""
+        if torch._C._cuda_isHistoryEnabled():  # torch 2.14
+            self.unrecorded = THEY_RECORD
+            return
+        self.cuda.memory._record_memory_history("all", context=None)
+        for name in RECORDS:
+            setattr(torch._C, name, self.giving_way(getattr(torch._C, name)))
+
+    def giving_way(self, record):
+        def call(*args, **kwargs):
+            guarded(self.stop)(THEY_RECORD)
+            return record(*args, **kwargs)
+
+        return call
+
+    def stop(self, why):
+        if not self.unrecorded:
+            self.unrecorded = why
+            self.cuda.memory._record_memory_history(None)
+
+    def end_step(self, stats):
+        self.ends.append((stats["allocation.all.allocated"], stats["allocation.all.freed"]))
+        self.retries = stats["num_alloc_retries"]
+
+    def end(self, device, optimizers):
+        """Return plain data, in which a step is one of each optimizer."""
+        if self.unrecorded:
+            return {"unrecorded": self.unrecorded}
+        snapshot, card = self.cuda.memory._snapshot(), self.cuda.get_device_properties(device)
+        self.stop("it has ended")
+        return {
+            "unrecorded": "",
+            "entries": snapshot["device_traces"][device],
+            "ends": self.ends[optimizers - 1 :: optimizers],
+            "may_retry": self.retries > 0,
+            "settings": snapshot["allocator_settings"],
+            "processors": [
+                (card.major, card.minor),
+                card.multi_processor_count,
+                card.max_threads_per_multi_processor,
+            ],
+        }
 
 
 def load_oomprobe():
