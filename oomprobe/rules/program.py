@@ -83,9 +83,8 @@ class Program:
         self._turns = 2 if len(self._names) > 1 else 1
         self.first = self.needed = self.confirmed = 0
         self._full = 0  # calls of a full step after that; 0: no trial has passed yet
-        self._most = self._most_to_confirm = (
-            patience.look_calls
-        )  # the first: fewer if a late call failed with a bug
+        # The first: fewer if a late call failed with a bug.
+        self._most = self._most_to_confirm = patience.look_calls
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
         self._decided = 0  # calls of the last trial that passed and was no confirmation
         self._settling_period = (

@@ -21,8 +21,9 @@ STRIDE = 1 / 128
 # Fraction of the size: how far above the bracket to look past a hole, which is a failing size below the limit. On CUDA's
 # allocator one size in five to twenty is a hole, and a search that stopped at one would answer up to a tenth too low.
 PAST_HOLES = 1 / 64
-# The look runs at the size that ran, divided by this, and by twice as much where that leaves LOOK_LEAST samples. At size 1, a call with four times the usual batch allocates 0.8 % more
-# bytes than the others, because the parameters' own memory hides it; at 256 (of an MLP that runs 4096), 180 % more.
+# The look runs at the size that ran, divided by this, and by twice as much where that leaves
+# LOOK_LEAST samples. At size 1, a call with four times the usual batch allocates 0.8 % more bytes
+# than the others, because the parameters' own memory hides it; at 256 (of an MLP that runs 4096), 180 % more.
 # At a few samples, calls may differ by chance.
 LOOK_DIVISOR, LOOK_LEAST = 16, 16
 NEAR = 1 / 16  # of a size that is expected to be near the limit: the first stride from there
@@ -246,10 +247,8 @@ class _Search:
             stride = self._near(size)
         while True:
             reply = self.ask(size, Phase.GROW, capped=self.grows_capped)
-            if not reply.passed and size == self.sizes.first:
-                reply = self.ask(
-                    size, Phase.RECHECK, capped=self.grows_capped
-                )  # nothing is below it
+            if not reply.passed and size == self.sizes.first:  # nothing is below it
+                reply = self.ask(size, Phase.RECHECK, capped=self.grows_capped)
                 if reply.passed:
                     self._forget_failure(size, reply)
             if not reply.passed:
@@ -300,8 +299,7 @@ class _Search:
         assert last_good is not None
         holds_under_cap = not self.has_cap or self.within_cap == last_good
         # Where nothing is below or between, confirmation alone decides.
-        second = self.sizes.up(first, self.sizes.step)
-        is_left_to_confirm = (self.good, self.bad) == (first, second)
+        is_left_to_confirm = (self.good, self.bad) == (first, self.sizes.up(first, self.sizes.step))
         if (
             not holds_under_cap
             and not is_left_to_confirm
@@ -466,11 +464,7 @@ class _Search:
                     break
                 size = self.sizes.middle(good, bad)
             elif reply.lengthens:
-                self.good, self.bad, self.varies = None, size, True
-                self.least_tolerance = max(STRIDE, reply.tolerance)
-                self.passed.clear()
-                self.begin_at(size - self._near(size))
-                self.bisect()
+                self._search_below(size, reply.tolerance)
                 bad, size = self.bad, self.good
             elif size == first:
                 break
@@ -478,6 +472,13 @@ class _Search:
                 stride = max(2 * stride, self._stride(size), self.sizes.step)
                 size = max(size - stride, first)
         return good, bad
+
+    def _search_below(self, size: int, tolerance: float) -> None:
+        self.good, self.bad, self.varies = None, size, True
+        self.least_tolerance = max(STRIDE, tolerance)
+        self.passed.clear()
+        self.begin_at(size - self._near(size))
+        self.bisect()
 
     def _stride(self, size: int) -> int:
         share = LONG_STRIDE if self.failures_cost else STRIDE
@@ -489,9 +490,8 @@ class _Search:
             if not reply.passed:
                 return reply
         reply = self.ask(size, Phase.CONFIRM, capped=True)
-        if (
-            not reply.passed and size == self.sizes.first
-        ):  # nothing is below it, so one failure does not decide
+        # Where nothing is below it, one failure does not decide.
+        if not reply.passed and size == self.sizes.first:
             reply = self.ask(size, Phase.CONFIRM, capped=True)
             if reply.passed:
                 self._forget_failure(size, reply)

@@ -269,9 +269,8 @@ class Stepping:
             self._last = self._calls
         if not self._is_complete():
             return None
-        if (
-            self._name not in self._expected
-        ):  # only here: if a call raises, the next trial learns it
+        # Only here: if a call raises, the next trial learns it.
+        if self._name not in self._expected:
             self._waited_calls = max(self._waited_calls, self._calls)
             self._expected[self._name] = set(self._stepped)
             wanted = self._wanted or ANY_OPTIMIZER
@@ -442,9 +441,8 @@ class Compiled:
     """
 
     def __init__(self) -> None:
-        self._frames = _count(
-            "frames", "total"
-        )  # that dynamo tried until its last reset, successfully or not
+        # That dynamo tried until its last reset, successfully or not.
+        self._frames = _count("frames", "total")
         self._graphs = _count("stats", "unique_graphs")  # compiled before this probe
         self._size: tuple[int, int] | None = None
 

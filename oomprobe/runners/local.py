@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -26,7 +25,6 @@ from oomprobe.errors import (
     step_failed,
 )
 from oomprobe.ground.frames import hide_frames, is_own_fault
-from oomprobe.ground.replaced import replaced
 from oomprobe.ground.units import format_bytes, known
 from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.breakdown import Breakdown
@@ -44,6 +42,7 @@ from oomprobe.records.trials import (
     Verdict,
 )
 from oomprobe.rules import look, program
+from oomprobe.runners.frees import watch_frees
 from oomprobe.runners.hooks import (
     COMPILED,
     Compiled,
@@ -161,7 +160,6 @@ class TrialCalls:
         self._is_hidden = False  # whether it may count with what cannot be seen
         self._last_counted: list[object] | None = None  # what it counted with at the last check
         self._changes = 0  # how often that had changed
-        self._varies, self._before_collecting_bytes = False, 0  # in what the last call freed when
         self.records: list[CallRecord] = []
         self.call = request.calls[0]
         self.ended_early: str | None = None
@@ -169,23 +167,12 @@ class TrialCalls:
         self.breakdown: Breakdown | None = None
         self.watch, self._inputs = OutOfMemoryWatch(), InputWatch()
         self._loops = {name: LoopVariables(step) for name, step in work.steps.items()}
-        self._stack = ExitStack()
+        self._stack, self._frees = ExitStack(), list[str]()  # who freed memory in the last call
         self.held_bytes, self.unseen = dict[str, int](), set[str]()
 
     def __enter__(self) -> TrialCalls:
         if self._settles:
-            gc.callbacks.append(self._watch_collector)
-            autograd: Any = torch.autograd
-            run_backward = autograd._engine_run_backward
-
-            def watched(*args: Any, **options: Any) -> Any:
-                # Autograd's thread lets go of a kept graph, and of results, at any time later.
-                keeps_graph, returns = args[2], not options["accumulate_grad"]
-                self._varies |= keeps_graph or returns
-                return run_backward(*args, **options)
-
-            patch = autograd, "_engine_run_backward", watched
-            self._stack.enter_context(replaced([patch]))
+            self._frees = self._stack.enter_context(watch_frees(self._device.live_bytes))
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -194,8 +181,6 @@ class TrialCalls:
         self.unseen = {loop.unseen for loop in self._loops.values()} - {""}
         self._loops.clear()
         self._stack.close()
-        if self._settles:
-            gc.callbacks.remove(self._watch_collector)
 
     def _measure_held(self) -> None:
         """Drop what the loops of the steps keep, one by one, and measure each."""
@@ -205,12 +190,6 @@ class TrialCalls:
                 loop.drop(name)
                 label = name if len(self._loops) == 1 else f"{step}: {name}"
                 self.held_bytes[label] = before_bytes - self._device.live_bytes()
-
-    def _watch_collector(self, phase: str, info: Mapping[str, Any]) -> None:
-        now_bytes = self._device.live_bytes()
-        if phase == "stop" and now_bytes < self._before_collecting_bytes:
-            self._varies = True
-        self._before_collecting_bytes = now_bytes
 
     def make(self) -> None:
         """Make the requested calls, and then the calls that `further` adds from what these have shown."""
@@ -290,9 +269,8 @@ class TrialCalls:
                 with loop.keeping():
                     loop.returned = step.function(work.model, size, **arguments)
                 self._device.synchronize()
-                check_process_group(
-                    max(work.ranks, self._device.world_size)
-                )  # the step may have made one
+                # The step may have made one.
+                check_process_group(max(work.ranks, self._device.world_size))
         finally:
             seconds = time.perf_counter() - started_s
             self.in_steps_s += seconds
@@ -304,7 +282,8 @@ class TrialCalls:
 
     def _mark(self) -> int | None:
         """Return a number for what the last call did to the device and where it left what stays there; None if that cannot be seen."""
-        varies, self._varies = self._varies, False
+        varies = [*self._frees]
+        self._frees.clear()
         if self._is_hidden:
             return None
         fingerprint = self._device.fingerprint()
@@ -458,9 +437,8 @@ class LocalRunner:
             is_spent=self._snapshot is None and self._tracker.has_replaced_parameters,
         )
         trial = outcome.trial
-        self.facts = replace(
-            self.facts, device=describe(self._device)
-        )  # what it leaves out may show only then
+        # What the device leaves out may show only then.
+        self.facts = replace(self.facts, device=describe(self._device))
         self._tracker.end_trial(passed=trial.passed)
         if trial.verdict is Verdict.POISONED or self._work.ends_with_trial:
             return outcome
@@ -619,9 +597,8 @@ class LocalRunner:
         Raise StepFailedError for a bug of the step, unless it came in an extra call: then the trial has passed.
         """
         usage = self._usage()
-        clear_frames(
-            error
-        )  # what the failed step holds, before the error's own code makes a text of it
+        # What the failed step holds, before the error's own code makes a text of it.
+        clear_frames(error)
         failure = failure_of(error)
         evidence = Evidence(
             # On the host, an ambiguous text at the first size is as likely to be about memory as at a later one.
@@ -638,9 +615,8 @@ class LocalRunner:
             return verdict, failure, usage
         if not self._device.healthy():
             return Verdict.POISONED, failure, usage
-        if is_own_fault(error) and not isinstance(
-            error, OomProbeError
-        ):  # which is of another probe, inside the step
+        # oomprobe's own errors are those of another probe, inside the step.
+        if is_own_fault(error) and not isinstance(error, OomProbeError):
             raise error
         if calls.call.is_extra:
             calls.ended_early = failure.text
@@ -731,8 +707,7 @@ class LocalRunner:
 
 def _is_over_cap(usage: Usage, cap_bytes: int | None) -> bool:
     """Return whether cached blocks pushed the peak over the cap, which torch checks only when it asks the driver for memory."""
-    if (
-        cap_bytes is None or usage.peak_reserved_bytes is None
-    ):  # without reserved memory there is no such cache
+    # Without reserved memory there is no such cache.
+    if cap_bytes is None or usage.peak_reserved_bytes is None:
         return False
     return (usage.peak_allocated_bytes or 0) > cap_bytes

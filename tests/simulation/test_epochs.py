@@ -134,8 +134,11 @@ def test_values_that_decide_sizes_are_not_replayed():
 
     def step(model, batch_size, length):
         train(model, batch_size, length)
-        for _ in range(drawn.randrange(7)):
+        at_once = [
             torch.zeros(drawn.randrange(1, 12), batch_size, 2**16, device="cuda")
+            for _ in range(drawn.randrange(7))
+        ]
+        at_once.clear()
 
     epoch = Epoch({"length": LENGTHS}, **SHORT)
     result = oomprobe.find_max_batch(model, step, epoch=epoch, max_batch=16, **QUIET)
