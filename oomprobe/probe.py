@@ -321,7 +321,7 @@ def find_savings(
         >>> options = {"device": "sim:256MiB", "multiple_of": 64, "progress": "off"}
         >>> table = find_savings(model, step, savings="checkpoint,fused_optimizer", **options)
         >>> table.batch_sizes()
-        {'as is': ..., 'checkpoint': ..., 'fused_optimizer': ...}
+        {'as is': ..., 'fused_optimizer': ..., 'checkpoint': ...}
         >>> table.cheapest(table.rows["as is"].batch_size)
         'as is'
     """

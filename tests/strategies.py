@@ -11,6 +11,7 @@ from oomprobe.records.timeline import Timeline
 from oomprobe.records.trials import Phase, RankTrial, Trial, Verdict
 from oomprobe.results.result import SCHEMA_VERSION, ProbeResult
 from oomprobe.results.why import TITLES, Explanation
+from oomprobe.tape.orders import Reordered
 from oomprobe.tape.stacks import Modules
 
 nbytes = st.integers(0, 2**63 - 1)
@@ -58,6 +59,7 @@ BY_TYPE["tuple[Curve, ...]"] = st.lists(
     max_size=3,
 ).map(tuple)
 BY_TYPE["EpochRecord"] = built(EpochRecord)
+BY_TYPE["Reordered"] = built(Reordered)
 BY_TYPE |= {
     "Mapping[str, str]": st.dictionaries(words, words, max_size=3),
     "Mapping[str, Bytes]": st.dictionaries(words, nbytes, max_size=3),
