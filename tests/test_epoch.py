@@ -442,6 +442,8 @@ def test_the_first_rank_that_dies_ends_an_order():
     calls = [call_of("step", 1, *({"mib": mib} for mib in of_ranks)) for of_ranks in MIB_OF_RANKS]
     end = search._replay(calls)
     assert (end.died, end.rank) == (3, 1)
+    end = search._replay([calls[0], calls[3], calls[2]])  # rank 1 would die later
+    assert (end.died, end.rank) == (2, 0)
     end = search._replay(calls[:2])
     assert (end.died, end.rank, end.peak_reserved_bytes) == (None, 2, 60 * 2**20)
 
