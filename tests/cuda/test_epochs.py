@@ -174,6 +174,7 @@ def end_on_ranks(epoch, order, size, cap_bytes):
         group = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in (group | address).items()})
+        torch.set_num_threads(1)  # the parent's thread pool does not exist here
         torch.cuda.set_device(rank)
         os.write(
             said,

@@ -83,7 +83,7 @@ def test_a_worker_sends_the_explanation(tmp_path):
     here = forked(probed, "mlp", memory=MEMORY, limit_s=120)[0]
     result = forked(isolated, target(tmp_path), memory=MEMORY, limit_s=120)
     assert result.batch_size == here.batch_size
-    lines = {"where": "", "held": {}, "modules": ()}
+    lines = {"where": "", "held": {}, "modules": (), "timeline": None}
     assert replace(result.why(), **lines) == replace(here.why(), **lines)
     assert result.to_dict()["explanation"]["kinds"] == asdict(here.why())["kinds"]
 
