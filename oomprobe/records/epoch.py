@@ -30,10 +30,8 @@ UNLIMITED = sys.maxsize
 SAMPLES, TOKENS = "samples", "tokens"  # what batch sizes count
 TAPE_CALLS = 24  # of a step whose shapes vary, that are recorded
 FIXED_CALLS = 4  # of one that keeps its shape, in an order too
-HALVES = (
-    1,
-    2,
-)  # at which shapes are recorded, in no order: a step may do something each other call
+# Parts of a size at which shapes are recorded, in no order: a step may do something each other call.
+HALVES = (1, 2)
 PARTS = (1, 1, 2)  # of a batch whose shapes are recorded
 MOST_STRETCHES = 200  # of the calls of an order, of which a record keeps what was reserved
 SHORT_PARTS = (1, 1, 1, 2, 8)  # where few examples make a short batch

@@ -106,7 +106,9 @@ LOOPS = {
 
 
 def find(make, epoch):
-    return oomprobe.find_max_batch(*make(), epoch=epoch, progress="off").to_dict()
+    model, step = make()
+    step = oomprobe.Step(step, is_loop=False)  # as `dies` calls it
+    return oomprobe.find_max_batch(model, step, epoch=epoch, progress="off").to_dict()
 
 
 def dies(make, batches, cap_bytes):
