@@ -131,8 +131,7 @@ def dies(make, batches, cap_bytes):
 def test_each_order_ends_where_its_replay_does(name, settings):
     make, given = LOOPS[name]
     epoch = oomprobe.Epoch(**given, **SHORT)
-    memory = "2GiB" if settings else "1GiB"  # in less, requests that are 300 bytes off decide
-    found = forked(find, make, epoch, memory=memory, limit_s=240, **settings)
+    found = forked(find, make, epoch, memory="1GiB", limit_s=240, **settings)
     record = found["epoch"]
     assert (record["deaths"], record["reason"]) == (0, "")
     assert record["settings"] == {f"expandable_segments:{bool(settings)}": 0}
@@ -142,7 +141,7 @@ def test_each_order_ends_where_its_replay_does(name, settings):
     for size, ends in ((bound, record["longest_only_ends"]), (found["batch_size"], record["ends"])):
         for order in range(3):
             batches = [*epoch.batches(order, size)]
-            died = forked(dies, make, batches, found["budget_bytes"], memory=memory, **settings)
+            died = forked(dies, make, batches, found["budget_bytes"], memory="1GiB", **settings)
             assert died == ends[order], (size, order)
     assert any(record["longest_only_ends"])
 
