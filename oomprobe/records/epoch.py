@@ -30,7 +30,7 @@ UNLIMITED = sys.maxsize
 SAMPLES, TOKENS = "samples", "tokens"  # what batch sizes count
 TAPE_CALLS = 24  # of a step whose shapes vary, that are recorded
 FIXED_CALLS = 4  # of one that keeps its shape, in an order too
-# Parts of a size at which shapes are recorded, in no order: a step may do something each other call.
+# Parts of a size at which shapes are recorded, out of order: a step may act each other call.
 HALVES = (1, 2)
 PARTS = (1, 1, 2)  # of a batch whose shapes are recorded
 MOST_STRETCHES = 200  # of the calls of an order, of which a record keeps what was reserved
