@@ -68,13 +68,13 @@ def search(wanted="all", required=None, limits=LIMITS, acts=True, blocks=0, **op
 
     @contextmanager
     def opened(order):
-        name = "+".join(order.savings) or "as is"
+        name = "+".join(order.axis.savings) or "as is"
         assert name not in sessions
         if limits["as is"] is TOO_LARGE:
             raise TOO_LARGE
         runner = Limited(
             limits.get(name, limits["as is"]),
-            dict.fromkeys(order.savings, "typed") if acts else {},
+            dict.fromkeys(order.axis.savings, "typed") if acts else {},
             blocks,
         )
         sessions[name] = Session(runner, order.options, Reporter(), Clock(order.options), [])

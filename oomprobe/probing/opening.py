@@ -47,7 +47,6 @@ from oomprobe.runners.hooks import OptimizerWatch, outside_modes, preload_dynamo
 from oomprobe.runners.local import Workload
 from oomprobe.runners.predicting import open_local, open_predicting, predict_on_card
 from oomprobe.runners.ranks_here import check_process_group, ranks_to_start, refuse_in_a_rank
-from oomprobe.runners.savings import Savings
 from oomprobe.runners.signals import Interrupts
 from oomprobe.runners.targets import build
 from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
@@ -229,13 +228,7 @@ def _isolated(order: Order, target: str, ranks: int | None = None) -> Iterator[S
 
     with _framed(order) as frame:
         source = workers(
-            target,
-            order.device,
-            order.options,
-            order.axis,
-            frame.clock.patience,
-            ranks,
-            order.savings,
+            target, order.device, order.options, order.axis, frame.clock.patience, ranks
         )
         with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
             title = runner.facts.device.name
@@ -263,9 +256,7 @@ def _forked(
     shared = [(tensor, tensor.detach().clone()) for tensor in resident if tensor.is_shared()]  # type: ignore[no-untyped-call]
     try:
         with garbage_frozen(), _framed(order) as frame:
-            source = forks(
-                model, steps, tracker, device, order.axis, frame.clock.patience, order.savings
-            )
+            source = forks(model, steps, tracker, device, order.axis, frame.clock.patience)
             with WorkersRunner(source, frame.clock, frame.interrupts) as runner:
                 yield frame.session(runner, runner.facts.device.name)
     finally:
@@ -340,7 +331,7 @@ def _here(
         with OptimizerWatch(keep_new_optimizer, model) as watch:
             work = Workload(
                 device=device, model=model, steps=steps, tracker=snapshot.tracker, watch=watch, interrupts=frame.interrupts,
-                snapshot=snapshot, axis=order.axis, savings=Savings(order.savings, device),
+                snapshot=snapshot, axis=order.axis,
             )  # fmt: skip
             local, runner = open_local(work)
             session = frame.session(predict_on_card(runner), device.name, state_verified=False)

@@ -62,7 +62,6 @@ class Order:
     preserve: Iterable[Any] = ()
     progress: Progress = "auto"
     axis: Axis = NO_AXIS
-    savings: tuple[str, ...] = ()  # that are on in every call
     patience: Patience = PATIENCE  # for tests
 
     def refuse_epoch(self) -> None:

@@ -271,7 +271,8 @@ class _Search:
     def _started(self, saving: Saving) -> Iterator[Session]:
         """Open a session with savings, for as long as the table may take."""
         options = self._clock.left_of(self._order.options)
-        order = replace(self._order, savings=saving, options=options)
+        axis = replace(self._order.axis, savings=saving)
+        order = replace(self._order, axis=axis, options=options)
         with self._expandable(saving), self._opened(order) as session:
             session.reporter.row(label(saving))
             self._facts = session.runner.facts

@@ -1,4 +1,4 @@
-"""What the steps get beside the model and the batch size: a row's value, an epoch's shapes."""
+"""What a step gets beside the model and the batch size, a row's value or an epoch's shapes, and which savings are on around it."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Axis:
     name: str = ""
     values: tuple[Any, ...] = (None,)
     epochs: Mapping[str, Epoch] = field(default_factory=dict)  # by step; "": of every step
+    savings: tuple[str, ...] = ()  # that are on in every call
 
     @classmethod
     def of(cls, over: object) -> Axis:

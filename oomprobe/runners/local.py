@@ -7,7 +7,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -106,12 +107,11 @@ class Workload:
         watch: Sees which optimizers step.
         interrupts: Delivers signals and time limits into the step.
         snapshot: The state from before the probe. Without one, weights that earlier trials have trained cannot be restored.
-        axis: What the steps get beside the batch size.
+        axis: What the steps get beside the batch size, and which savings are on around them.
         ends_with_trial: Whether the process ends after one trial, so that nothing is cleaned up, nor checked for leaks.
         ranks: How many processes run each trial. All make the same calls, since a rank that makes one more waits for the others for
             ever; and a process ends with a failure.
         further: Returns the calls with which a trial goes on; of several ranks, all get the same.
-        savings: Are on during each call.
     """
 
     device: Device
@@ -125,7 +125,11 @@ class Workload:
     ends_with_trial: bool = False
     ranks: int = 1
     further: FurtherCalls = further_here
-    savings: Savings = field(default_factory=Savings)
+
+    @cached_property
+    def savings(self) -> Savings:
+        """Those that are on during each call."""
+        return Savings(self.axis.savings, self.device)
 
 
 class TrialCalls:
@@ -371,12 +375,8 @@ class LocalRunner:
     """Runs trials of one model and its steps in this process; see `oomprobe.records.trials.Runner`."""
 
     def __init__(self, work: Workload) -> None:
-        self._work, self._device, self._tracker, self._snapshot = (
-            work,
-            work.device,
-            work.tracker,
-            work.snapshot,
-        )
+        self._work, self._device = work, work.device
+        self._tracker, self._snapshot = work.tracker, work.snapshot
         self.facts = RunnerInfo(
             device=describe(work.device),
             step_names=tuple(work.steps),

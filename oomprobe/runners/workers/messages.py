@@ -30,7 +30,6 @@ class Task:
     device: str  # pickled, as hexadecimal digits
     axis: str  # likewise
     options: Options
-    savings: tuple[str, ...] = ()
     ranks: int | None = None  # of the process group that the target makes; None: it is no rank
 
 

@@ -140,7 +140,6 @@ def forks(
     device: Device,
     axis: Axis,
     patience: Patience,
-    savings: Sequence[str] = (),
 ) -> Source:
     """Return a source of children forked from this process; each runs one trial on host memory."""
     children = multiprocessing.active_children()
@@ -151,13 +150,7 @@ def forks(
     preload_dynamo()
 
     def answer(wire: Connection) -> None:
-        serve(
-            wire,
-            lambda: (
-                local_runner(model, steps, tracker, device, axis=axis, savings=savings),
-                device,
-            ),
-        )
+        serve(wire, lambda: (local_runner(model, steps, tracker, device, axis=axis), device))
 
     return Source(start=lambda: Crew.forked(answer, patience))
 
@@ -169,7 +162,6 @@ def workers(
     axis: Axis,
     patience: Patience,
     ranks: int | None = None,
-    savings: Sequence[str] = (),
 ) -> Source:
     """Return a source of workers that build a target, one or a rank each."""
     task = Task(
@@ -183,7 +175,6 @@ def workers(
             axis, f"a value of {axis.name}", "let its name stand for it, and the step look it up"
         ),
         options=options,
-        savings=tuple(savings),
         ranks=ranks,
     )
     template = Template.of(target) if ranks is None else None

@@ -21,7 +21,6 @@ from oomprobe.records.trials import Call, CallRecord, Outcome, Request, Runner
 from oomprobe.runners.hooks import OptimizerWatch
 from oomprobe.runners.local import FurtherCalls, Workload, further_here
 from oomprobe.runners.predicting import open_local
-from oomprobe.runners.savings import Savings
 from oomprobe.runners.signals import Interrupts
 from oomprobe.runners.workers.messages import (
     Failed,
@@ -124,7 +123,6 @@ def local_runner(
     ranks: int = 1,
     axis: Axis = NO_AXIS,
     further: FurtherCalls = further_here,
-    savings: Sequence[str] = (),
 ) -> Runner:
     """Make a runner of trials in this process, without a snapshot: the changed state ends with the process."""
     if is_host(device):
@@ -146,7 +144,6 @@ def local_runner(
     watch.__enter__()  # until this process ends
     work = Workload(
         device=device, model=model, steps=steps, tracker=tracker, watch=watch, axis=axis, ranks=ranks, further=further,
-        savings=Savings(savings, device),
         interrupts=Interrupts(),  # the parent ends a process that hangs
         ends_with_trial=is_host(device),
     )  # fmt: skip

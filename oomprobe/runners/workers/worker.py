@@ -60,11 +60,9 @@ def _runner_of(task: Task, further: FurtherCalls) -> tuple[Runner, Device | None
         preload_dynamo()
         if ranks == 1:
             further = further_here
-        return local_runner(
-            model, steps, tracker, device, ranks, axis, further, task.savings
-        ), device
+        return local_runner(model, steps, tracker, device, ranks, axis, further), device
     clock = Clock(task.options)
-    source = forks(model, steps, tracker, device, axis, clock.patience, task.savings)
+    source = forks(model, steps, tracker, device, axis, clock.patience)
     gc.collect()
     gc.freeze()  # so that forked children neither scan nor copy existing objects
     # Host memory takes a third process: the caller's, this one, which holds the model, and a child for each trial.
