@@ -199,7 +199,7 @@ def _exit_status(
     is_cut_short = len(probed.rows) < len(options.get("over", {}).get(probed.axis, ()))
     if is_cut_short or any(not result.trains for result in _results(probed)):
         return errors.UnreliableError.exit_status
-    size, chosen = _choice_of(probed)
+    size, chosen = probed.choice()
     if size is not None and chosen is None:
         return errors.REQUIRED_FAILS
     return 0 if _results(probed) else errors.NothingFitsError.exit_status
@@ -226,20 +226,11 @@ def _numbers(probed: ProbeResult | ProbeTable) -> str:
     """Return the batch size; of a table, a line with each value and its size, ``-`` if it does not fit; or the smallest card or cheapest saving."""
     if isinstance(probed, ProbeResult):
         return f"{probed.batch_size}\n"
-    required, chosen = _choice_of(probed)
+    required, chosen = probed.choice()
     if required is None:
         sizes = probed.batch_sizes()
         return "".join(f"{value} {sizes.get(value, '-')}\n" for value in probed.rows)
     return "" if chosen is None else f"{chosen}\n"
-
-
-def _choice_of(table: ProbeTable) -> tuple[int | None, Any]:
-    """Return the size that must run, if there is one, and the smallest card or the cheapest saving that runs it."""
-    if table.savings is None:
-        return table.required, table.smallest()
-    if not table.savings.required:
-        return None, None
-    return table.savings.batch_size, table.cheapest(table.savings.batch_size)
 
 
 def _save(probed: ProbeResult | ProbeTable, arguments: argparse.Namespace) -> None:

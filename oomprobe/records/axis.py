@@ -1,4 +1,4 @@
-"""What a step gets beside the model and the batch size, a row's value or an epoch's shapes, and which savings are on around it."""
+"""What steps get beside model and batch size: a row's value, an epoch's shapes; what is around them."""
 
 from __future__ import annotations
 

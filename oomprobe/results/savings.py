@@ -11,6 +11,7 @@ from oomprobe.ground.words import clean, rate
 from oomprobe.records.breakdown import KINDS
 from oomprobe.records.savings import (
     AS_IS,
+    AXIS,
     OFFLOAD,
     PART,
     SAME,
@@ -22,11 +23,13 @@ from oomprobe.records.savings import (
 )
 from oomprobe.records.trials import Trial, Verdict
 from oomprobe.results.blocks import UNKNOWN, Block, Row, Table, cell, measured_columns
+from oomprobe.results.kinds import OfValues, Results
+from oomprobe.results.plot import bars_figure
 
 if TYPE_CHECKING:
-    from oomprobe.results.result import ProbeResult
+    from matplotlib.figure import Figure
 
-Results = Mapping[str, "ProbeResult | None"]
+    from oomprobe.results.result import ProbeResult
 
 HEADS = (
     "saving",
@@ -97,7 +100,7 @@ def from_the_cheapest(rows: Results, compared: Comparison) -> list[str]:
     return sorted(rows, key=cost_of)
 
 
-def cheapest(rows: Results, batch_size: int, *, same_numbers: bool) -> str | None:
+def cheapest(rows: Results, batch_size: int, *, same_numbers: bool) -> Any:
     """Return the first row that runs a size; `same_numbers`: of those that do not change what training computes."""
     for name, result in rows.items():
         if same_numbers and numbers_of(names_in(name)) != SAME:
@@ -118,101 +121,106 @@ def raises_the_peak(rows: Results, name: str, batch_size: int) -> bool:
     return bytes_with_it is None or bytes_with_it > least_bytes
 
 
-def verdict_of_savings(rows: Results, compared: Comparison) -> str:
-    """Name the cheapest saving that runs the required size; of an open table, the one with the largest size."""
-    size = compared.batch_size
-    if compared.required:
-        return _cheapest(rows, size, same_numbers=False)
-    answers = {name: result.batch_size for name, result in rows.items() if result is not None}
-    if not answers:
-        return "nothing fits, with any saving"
-    best = max(answers, key=answers.__getitem__)
-    if best == AS_IS:
-        return f"batch {size} as is, and no saving runs more"
-    return f"batch {answers.get(AS_IS, 'none')} as is, and {answers[best]} with {best}"
+class OfSavings(OfValues):
+    """A table with a row for each saving of memory; see `OfValues`."""
 
+    has_names = True
 
-def _cheapest(rows: Results, size: int, *, same_numbers: bool) -> str:
-    name = cheapest(rows, size, same_numbers=same_numbers)
-    same = ""
-    if same_numbers:
-        same = WITH_SAME
-    if name is None:
-        return NONE_RUNS.format(size=size, same=same)
-    return CHEAPEST.format(size=size, same=same, name=clean(name))
+    def __init__(self, rows: Results, compared: Comparison) -> None:
+        super().__init__(AXIS, rows, {})
+        self._compared, self._at = compared, compared.batch_size
+        self._cheapest = cheapest(rows, self._at, same_numbers=False)
+        if compared.required:
+            self.size, self.chosen = self._at, self._cheapest
 
+    def verdict(self) -> str:
+        """Name the cheapest saving that runs the required size, or the one with the largest."""
+        if self._compared.required:
+            return self._named(self._cheapest)
+        sizes = self._sizes
+        if not sizes:
+            return "nothing fits, with any saving"
+        best = max(sizes, key=sizes.__getitem__)
+        if best == AS_IS:
+            return f"batch {self._at} as is, and no saving runs more"
+        return f"batch {sizes.get(AS_IS, 'none')} as is, and {sizes[best]} with {best}"
 
-def blocks_of_savings(rows: Results, compared: Comparison) -> Iterator[Block]:
-    """Yield the table, what to type for each saving, and where each acts if that was recorded."""
-    yield Block(
-        f"peaks at batch {compared.batch_size}, and the largest batch",
-        _rows_of_savings(rows, compared),
-        RULE,
-    )
-    yield Block(
-        "what to type:",
-        [
-            f"{name} ({numbers_of((name,))}): {', then '.join(text.splitlines())}"
-            for name, text in compared.typed.items()
-        ],
-    )
-    yield Block("not run:", [f"{name}: {reason}" for name, reason in compared.not_run.items()])
-    parts = {}
-    for name, result in rows.items():
-        breakdown = getattr(result, "breakdown", None)
-        if breakdown is not None and breakdown.batch_size == compared.batch_size:
-            parts[name] = breakdown.parts
-    if len(parts) > 1:
-        yield Block(f"where they act, at batch {compared.batch_size}:", _parts_of_rows(parts))
+    def blocks(self) -> Iterator[Block]:
+        """Yield the rows, what to type for each saving, and where each acts if recorded."""
+        compared = self._compared
+        title = f"peaks at batch {self._at}, and the largest batch"
+        yield Block(title, self._table(), RULE)
+        typed = []
+        for name, text in compared.typed.items():
+            typed.append(f"{name} ({numbers_of((name,))}): {', then '.join(text.splitlines())}")
+        yield Block("what to type:", typed)
+        yield Block("not run:", [f"{name}: {reason}" for name, reason in compared.not_run.items()])
+        parts = {}
+        for name, result in self._fitting:
+            if result.breakdown is not None and result.breakdown.batch_size == self._at:
+                parts[name] = result.breakdown.parts
+        if len(parts) > 1:
+            yield Block(f"where they act, at batch {self._at}:", _parts_of_rows(parts))
 
+    def draw(self) -> Figure:
+        """Return a figure of the batch sizes."""
+        sizes = dict.fromkeys(self._rows) | self._sizes
+        return bars_figure(sizes, required=self._at, marked=self._cheapest)
 
-def _rows_of_savings(rows: Results, compared: Comparison) -> Table:
-    size, marked = compared.batch_size, cheapest(rows, compared.batch_size, same_numbers=False)
-    heads, cells = measured_columns(
-        HEADS, [_cells_of_saving(rows, name, compared) for name in rows], always=3
-    )
-    lines = []
-    for name, line in zip(rows, cells, strict=True):
-        kind, remark = "passed", ""
-        if rows[name] is None:
-            kind = "failed"
-        elif name == marked:
-            kind = "answer"
-        if raises_the_peak(rows, name, size):
-            remark = RAISES
-        lines.append(Row(cells=line, kind=kind, remark=remark))
-    foot = [_cheapest(rows, size, same_numbers=False), _cheapest(rows, size, same_numbers=True)]
-    if marked is None:
-        foot.append(ACCUMULATE.format(size=size))
-    return Table(heads=heads, rows=lines, texts={0}, marks=True, clips=False, foot=foot)
+    def to_paste(self) -> list[str]:
+        """Return the lines that turn the cheapest saving on."""
+        return [*filter(None, map(self._compared.typed.get, names_in(self._cheapest or AS_IS)))]
 
+    def _named(self, name: str | None, same: str = "") -> str:
+        if name is None:
+            return NONE_RUNS.format(size=self._at, same=same)
+        return CHEAPEST.format(size=self._at, same=same, name=clean(name))
 
-def _cells_of_saving(rows: Results, name: str, compared: Comparison) -> list[str]:
-    result, trial = rows[name], trial_at(rows[name], compared.batch_size)
-    largest = cell(getattr(result, "batch_size", None))
-    if PART.fullmatch(name):  # which has run this size alone
-        largest = f">= {largest}"
-    recomputed = cell(compared.recomputed.get(name) or None, "{:.0%}".format)
-    if trial is None or not trial.passed:
-        failed = getattr(trial, "verdict", compared.failed.get(name, Verdict.OOM))
-        return [name, failed, UNKNOWN, UNKNOWN, largest, UNKNOWN, UNKNOWN, recomputed, UNKNOWN]
-    difference = UNKNOWN
-    before_bytes = _peak_at(rows.get(AS_IS), compared.batch_size)
-    now_bytes = _peak_at(result, compared.batch_size)
-    if name != AS_IS and before_bytes and now_bytes:
-        sign = "" if now_bytes < before_bytes else "+"
-        difference = f"{sign}{format_bytes(now_bytes - before_bytes)}"
-    return [
-        name,
-        cell(trial.peak_allocated_bytes, format_bytes),
-        cell(trial.peak_reserved_bytes, format_bytes),
-        difference,
-        largest,
-        cell(trial.step_s, format_seconds),
-        cell(trial.samples_per_s, rate),
-        recomputed,
-        cell(trial.pinned_bytes or None, format_bytes),
-    ]
+    def _table(self) -> Table:
+        rows = self._rows
+        heads, cells = measured_columns(HEADS, [self._cells_of(name) for name in rows], always=3)
+        lines = []
+        for name, line in zip(rows, cells, strict=True):
+            kind, remark = "passed", ""
+            if rows[name] is None:
+                kind = "failed"
+            elif name == self._cheapest:
+                kind = "answer"
+            if raises_the_peak(rows, name, self._at):
+                remark = RAISES
+            lines.append(Row(cells=line, kind=kind, remark=remark))
+        same = cheapest(rows, self._at, same_numbers=True)
+        foot = [self._named(self._cheapest), self._named(same, WITH_SAME)]
+        if self._cheapest is None:
+            foot.append(ACCUMULATE.format(size=self._at))
+        return Table(heads=heads, rows=lines, texts={0}, marks=True, clips=False, foot=foot)
+
+    def _cells_of(self, name: str) -> list[str]:
+        rows, compared = self._rows, self._compared
+        result, trial = rows[name], trial_at(rows[name], self._at)
+        largest = cell(getattr(result, "batch_size", None))
+        if PART.fullmatch(name):  # which has run this size alone
+            largest = f">= {largest}"
+        recomputed = cell(compared.recomputed.get(name) or None, "{:.0%}".format)
+        if trial is None or not trial.passed:
+            failed = getattr(trial, "verdict", compared.failed.get(name, Verdict.OOM))
+            return [name, failed, UNKNOWN, UNKNOWN, largest, UNKNOWN, UNKNOWN, recomputed, UNKNOWN]
+        difference = UNKNOWN
+        before_bytes, now_bytes = _peak_at(rows.get(AS_IS), self._at), _peak_at(result, self._at)
+        if name != AS_IS and before_bytes and now_bytes:
+            sign = "" if now_bytes < before_bytes else "+"
+            difference = f"{sign}{format_bytes(now_bytes - before_bytes)}"
+        return [
+            name,
+            cell(trial.peak_allocated_bytes, format_bytes),
+            cell(trial.peak_reserved_bytes, format_bytes),
+            difference,
+            largest,
+            cell(trial.step_s, format_seconds),
+            cell(trial.samples_per_s, rate),
+            recomputed,
+            cell(trial.pinned_bytes or None, format_bytes),
+        ]
 
 
 def _parts_of_rows(parts: Mapping[str, Mapping[str, int]]) -> Table:

@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
-from oomprobe.ground.units import format_bytes, format_seconds
-from oomprobe.ground.words import clean, clip, count, rate
-from oomprobe.records.axis import CARDS, magnitude, text_of_value
+from oomprobe.ground.units import format_seconds
+from oomprobe.ground.words import clip, count
+from oomprobe.records.axis import CARDS, text_of_value
 from oomprobe.records.files import read_json
 from oomprobe.records.kinds import Plain, Samples
 from oomprobe.records.notes import Note, remark
 from oomprobe.records.plain import from_plain, reading, require_at_most
-from oomprobe.records.savings import AS_IS, Comparison, names_in
-from oomprobe.records.trials import Trial, last_of
+from oomprobe.records.savings import Comparison
+from oomprobe.records.trials import Trial
 from oomprobe.results.base import Reported
 from oomprobe.results.blocks import (
     NOTES,
-    UNKNOWN,
     VERDICT_WIDTH,
     Block,
     Fact,
     Facts,
     Report,
-    Row,
-    Table,
-    cell,
-    measured_columns,
 )
-from oomprobe.results.plot import bars_figure, values_figure
+from oomprobe.results.kinds import OfCards, OfValues, product
 from oomprobe.results.result import (
     SCHEMA_VERSION,
     WARNING,
@@ -44,12 +38,8 @@ from oomprobe.results.result import (
     not_covered_block,
     read_at,
     subject,
-    within,
 )
-from oomprobe.results.savings import blocks_of_savings, cheapest, trial_at, verdict_of_savings
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from oomprobe.results.savings import OfSavings, cheapest, trial_at
 
 MOST_ROWS = 1000  # of a file
 _SHARED = ("ranks", "holds for", "state")  # facts that are the same for all rows
@@ -112,18 +102,15 @@ class ProbeTable(Reported):
 
     def product(self, value: object) -> float | None:
         """Return a value times its batch size, such as the tokens of a batch; None if it does not fit or is no number."""
-        result, size = self.rows[value], magnitude(value)
-        if result is None or size is None:
-            return None
-        return size * result.batch_size
+        return product(value, self.rows[value])
 
     def best(self) -> Any:
         """Return the value with the largest product of value and batch size; None without any."""
         products = {}
         for value in self.rows:
-            product = self.product(value)
-            if product is not None:
-                products[value] = product
+            of_row = self.product(value)
+            if of_row is not None:
+                products[value] = of_row
         return max(products, key=products.__getitem__, default=None)
 
     def smallest(self) -> Any:
@@ -135,14 +122,7 @@ class ProbeTable(Reported):
             >>> oomprobe.probe_target("oomprobe.demo:wide_mlp", over=cards, require=512, **options).smallest()
             'sim:1GiB'
         """
-        if self.required is None:
-            return None
-        able = {
-            name: card.available_bytes
-            for name, card in self.fitting()
-            if card.batch_size >= self.required
-        }
-        return min(able, key=able.__getitem__, default=None)
+        return OfCards(self.rows, self.unfit, self.required).chosen
 
     def at(self, batch_size: int) -> dict[Any, tuple[int, int] | None]:
         """Return the peaks of each row at one size, allocated and reserved in bytes; None where it ran out of memory.
@@ -160,7 +140,7 @@ class ProbeTable(Reported):
         peaks: dict[Any, tuple[int, int] | None] = {}
         for value, result in self.rows.items():
             trial = trial_at(result, batch_size)
-            if trial is None and (result is not None or self.savings is None):
+            if trial is None and result is not None:
                 raise InvalidArgumentError(
                     f"batch {batch_size} was not run in row {text_of_value(value)}"
                 )
@@ -182,6 +162,28 @@ class ProbeTable(Reported):
             'sim:2GiB'
         """
         return cheapest(self.rows, batch_size, same_numbers=same_numbers)
+
+    def choice(self) -> tuple[int | None, Any]:
+        """Return the batch size that must run, and the smallest card or cheapest saving that runs it.
+
+        Either is None where none is required, or none runs it.
+
+        Examples:
+            >>> import oomprobe
+            >>> options = {"require": 512, "multiple_of": 256, "progress": "off"}
+            >>> cards = {"device": ["sim:1GiB", "sim:2GiB"]}
+            >>> oomprobe.probe_target("oomprobe.demo:wide_mlp", over=cards, **options).choice()
+            (512, 'sim:1GiB')
+        """
+        kind = self._kind()
+        return kind.size, kind.chosen
+
+    def _kind(self) -> OfValues:
+        if self.savings is not None:
+            return OfSavings(self.rows, self.savings)
+        if self.axis == CARDS:
+            return OfCards(self.rows, self.unfit, self.required)
+        return OfValues(self.axis, self.rows, self.unfit)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as JSON types; `from_dict` reads them back, except values other than numbers, texts and tuples."""
@@ -219,8 +221,6 @@ class ProbeTable(Reported):
             unfit = {}
             for at, row in enumerate(saved.rows):
                 value = _value(row.value)
-                if not isinstance(value, str) and (saved.savings or saved.axis == CARDS):
-                    raise InvalidArgumentError(f"rows[{at}].value is no name")
                 rows[value] = None
                 if row.result is not None:
                     rows[value] = result = read_at(row.result, f"rows[{at}].result")
@@ -231,7 +231,12 @@ class ProbeTable(Reported):
                 if row.unfit is not None:
                     unfit[value] = row.unfit
             read = {name: getattr(saved, name) for name in _SHARED_FIELDS}
-            return cls(rows=rows, unfit=unfit, **read)
+            table = cls(rows=rows, unfit=unfit, **read)
+            if table._kind().has_names:
+                for at, value in enumerate(rows):
+                    if not isinstance(value, str):
+                        raise InvalidArgumentError(f"rows[{at}].value is no name")
+            return table
 
     def _noted(self) -> list[Note]:
         """Return the notes of the table, and each of the rows' notes once, with the values of its rows unless it is all of them.
@@ -247,7 +252,7 @@ class ProbeTable(Reported):
         for note, values in rows_of.items():
             if len(values) == len(rows):
                 shared.append(note)
-            elif (self.axis != CARDS and self.savings is None) or note.warns:
+            elif note.warns or not self._kind().has_names:
                 of_some_rows.append(
                     replace(note, text=f"{self.axis}={', '.join(values)}: {note.text}")
                 )
@@ -266,9 +271,9 @@ class ProbeTable(Reported):
                     part, pictures={}, to_paste=()
                 )
         is_contaminated = any(result.contaminated for result in results)
-        verdict, shown, figure, to_paste = _parts_of_report(self)
+        kind = self._kind()
         blocks = [
-            *shown,
+            *kind.blocks(),
             Block("", _facts(self)),
             Block(NOTES, [note.text for note in self._noted()]),
         ]
@@ -279,12 +284,12 @@ class ProbeTable(Reported):
                 blocks.append(not_covered_block(results[-1]))
         return Report(
             subject=about,
-            verdict=clip(verdict, VERDICT_WIDTH),
+            verdict=clip(kind.verdict(), VERDICT_WIDTH),
             warning=WARNING if is_contaminated else "",
-            to_paste=to_paste,
+            to_paste=kind.to_paste(),
             blocks=blocks,
             parts=parts,
-            pictures={f"batch size for each {self.axis}": figure},
+            pictures={f"batch size for each {self.axis}": kind.draw},
             appendix=last_lines,
         )
 
@@ -323,66 +328,6 @@ def _value(value: Any) -> Hashable:
     return value  # type: ignore[no-any-return]
 
 
-# --- the report ---
-
-
-def _parts_of_report(
-    table: ProbeTable,
-) -> tuple[str, Iterable[Block], Callable[[], Figure], Sequence[str]]:
-    """Return the verdict, the rows, what draws the figure and what to paste of a table of any kind."""
-    if table.axis == CARDS:  # by their memory; first those on which nothing fits
-        by_memory = sorted(
-            table.rows.items(), key=lambda row: getattr(row[1], "available_bytes", 0)
-        )
-        table = replace(table, rows=dict(by_memory))
-    sizes = dict.fromkeys(table.rows) | table.batch_sizes()
-    if table.savings is not None:
-        size, blocks = table.savings.batch_size, blocks_of_savings(table.rows, table.savings)
-        chosen = table.cheapest(size)
-        draw = partial(bars_figure, sizes, required=size, marked=chosen)
-        typed = [*filter(None, map(table.savings.typed.get, names_in(chosen or AS_IS)))]
-        return verdict_of_savings(table.rows, table.savings), blocks, draw, typed
-    if table.axis == CARDS:
-        smallest, typed = table.smallest(), []
-        draw = partial(bars_figure, sizes, required=table.required, marked=smallest)
-        card = table.rows.get(smallest)
-        if card is not None:
-            target = card.environment.get("target") or "train.py:build"
-            typed.append(f"oomprobe run {target} --device {smallest}")
-        return _verdict_of_cards(table), [Block("", _rows_of_cards(table))], draw, typed
-    draw = partial(values_figure, table.axis, sizes, [*map(table.product, table.rows)])
-    typed = [f"batch_sizes = {table.batch_sizes()}"]
-    return _verdict_of_values(table), [Block("", _rows_of_values(table))], draw, typed
-
-
-def _verdict_of_values(table: ProbeTable) -> str:
-    results = [result for _, result in table.fitting()]
-    verdict = f"{len(results)} of {count(len(table.rows), 'value', 'values')} of {table.axis} fit"
-    if not results:
-        return verdict
-    return within(results[-1], verdict)
-
-
-def _verdict_of_cards(table: ProbeTable) -> str:
-    """Name the smallest card on which the required size runs or, if none is required, the range of answers."""
-    cards, required, sizes = (
-        count(len(table.rows), "card", "cards"),
-        table.required,
-        table.batch_sizes(),
-    )
-    if required is not None:
-        able = [size for size in sizes.values() if size >= required]
-        verdict = f"batch {required} runs on {len(able)} of {cards}"
-        if not able:
-            return verdict
-        return f"{verdict}; the smallest is {table.smallest()}"
-    verdict = f"the step fits on {len(sizes)} of {cards}"
-    if not sizes:
-        return verdict
-    least, most = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
-    return f"{verdict}: from {sizes[least]} ({least}) to {sizes[most]} ({most})"
-
-
 def _facts(table: ProbeTable) -> Facts:
     """Return the facts that all rows share, and the time of all."""
     trials, facts = list[Trial](), dict[str, Sequence[Fact]]()
@@ -393,104 +338,6 @@ def _facts(table: ProbeTable) -> Facts:
     calls = count(sum(trial.steps for trial in trials), "call", "calls")
     took = f"the rows took {count(len(trials), 'trial', 'trials')} and {calls}"
     return {**shared, "time": [Fact(f"{format_seconds(table.elapsed_s)}; {took}")]}
-
-
-def _rows_of_values(table: ProbeTable) -> Table:
-    axis, products = clean(table.axis), [*map(table.product, table.rows)]
-    largest = max(filter(None, products), default=0)
-    is_of_ranks = any(result.world_size > 1 for _, result in table.fitting())
-    batch = "batch per rank" if is_of_ranks else "batch"
-    heads, cells = measured_columns(
-        [axis, batch, "alone", f"batch x {axis}", "reserved", "of budget", "samples/s"],
-        [_cells_of_value(table, value) for value in table.rows],
-        always=2,
-    )
-    rows = []
-    for value, row, product in zip(table.rows, cells, products, strict=True):
-        rows.append(_row_of(table, value, row, is_answer=product == largest))
-    foot = []
-    if largest:
-        foot.append(f"* largest batch x {axis}: {largest:.12g}")
-    foot += _of_epoch(table)
-    return Table(heads=heads, rows=rows, marks=True, clips=False, foot=foot)
-
-
-def _of_epoch(table: ProbeTable) -> list[str]:
-    """Say how the batch sizes train with all values in turn; nothing without an epoch."""
-    records = [result.epoch for _, result in table.fitting() if result.epoch is not None]
-    if not records:
-        return []
-    (first, *_), axis = records, clean(table.axis)
-    if first.deaths is None:
-        return [f"alone: no epoch could be replayed: {first.reason}"]
-    orders = f"{first.deaths} of {len(first.ends)} orders that mix all values of {axis}"
-    foot = [f"with these batch sizes {orders} run out of memory"]
-    if any(record.longest_only_batch_size != record.batch_size for record in records):
-        foot.append(f"alone: the largest for training with one {axis} only")
-    return foot
-
-
-def _row_of(table: ProbeTable, value: Any, cells: Sequence[str], *, is_answer: bool) -> Row:
-    kind = "answer" if is_answer else "passed"
-    if table.rows[value] is None:
-        kind = "failed"
-    return Row(cells=cells, remark=table.unfit.get(value, ""), kind=kind)
-
-
-def _cells_of_value(table: ProbeTable, value: Any) -> list[str]:
-    name, result = text_of_value(value), table.rows[value]
-    if result is None:
-        return [name, *[UNKNOWN] * 6]
-    answer = last_of(result.trials, result.batch_size)
-    alone, share = None, None
-    if result.epoch is not None and result.epoch.longest_only_batch_size != result.batch_size:
-        alone = result.epoch.longest_only_batch_size
-    if answer.peak_reserved_bytes is not None and result.budget_bytes:
-        share = answer.peak_reserved_bytes / result.budget_bytes
-    return [
-        name,
-        str(result.batch_size),
-        cell(alone),
-        cell(table.product(value), "{:.12g}".format),
-        cell(answer.peak_reserved_bytes, format_bytes),
-        cell(share, _percent),
-        cell(answer.samples_per_s, rate),
-    ]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _rows_of_cards(table: ProbeTable) -> Table:
-    heads = ["card", "batch", "memory", "reserved", "of memory", "answer"]
-    smallest, required, sizes = table.smallest(), table.required, table.batch_sizes()
-    rows, has_replays = [], False
-    for name, result in table.rows.items():
-        cells = [name, *[UNKNOWN] * 5]
-        if result is not None:
-            has_replays |= result.was_replayed
-            peak_bytes = last_of(result.trials, result.batch_size).peak_reserved_bytes or 0
-            cells = [
-                *(name, str(result.batch_size), format_bytes(result.available_bytes)),
-                *(format_bytes(peak_bytes), _percent(peak_bytes / max(1, result.available_bytes))),
-                "replay" if result.was_replayed else "ran",
-            ]
-        if required is not None:
-            cells.insert(-1, "yes" if sizes.get(name, 0) >= required else "no")
-        rows.append(_row_of(table, name, cells, is_answer=name == smallest))
-    if required is not None:
-        heads.insert(-1, f"runs {required}")
-    foot = []
-    if smallest is not None:
-        foot.append(f"* the smallest card that runs batch {required}")
-    if has_replays:
-        foot.append(
-            "replay: the step ran on a larger card of the kind, and its allocations were replayed on this one"
-        )
-    return Table(
-        heads=heads, rows=rows, texts={0, len(heads) - 1}, marks=True, clips=False, foot=foot
-    )
 
 
 def read_result(path: str | Path) -> ProbeResult | ProbeTable:
