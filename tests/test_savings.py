@@ -19,12 +19,12 @@ from oomprobe.devices.host import HostDevice
 from oomprobe.records.patience import Patience
 from oomprobe.records.savings import (
     ATTENTION_SAVED,
-    NUMBERS,
     OFFLOAD,
     ORDER,
     SAME,
     Comparison,
     chosen,
+    numbers_of,
 )
 from oomprobe.records.trials import Phase
 from oomprobe.results.blocks import as_text
@@ -237,7 +237,16 @@ def test_autocast_is_around_forward_and_loss_and_not_around_backward():
     assert not is_on()
 
 
-@pytest.mark.parametrize("saving", [name for name in ORDER[2:] if name != "fp16_autocast"])
+SOME_BLOCKS = [
+    f"{name} {end} {count} of {LAYERS}"
+    for name in ("checkpoint", "offload_activations")
+    for end, count in (("first", 2), ("last", 1))
+]
+
+
+@pytest.mark.parametrize(
+    "saving", [*(name for name in ORDER[2:] if name != "fp16_autocast"), *SOME_BLOCKS]
+)
 def test_numbers_change_as_said(saving):
     def trained(*names):
         torch.manual_seed(0)
@@ -250,7 +259,7 @@ def test_numbers_change_as_said(saving):
         assert {*savings.typed} == {*names}
         return [bits(parameter) for parameter in model.parameters()]
 
-    assert (trained(saving) == trained()) == (NUMBERS[saving] == SAME)
+    assert (trained(saving) == trained()) == (numbers_of((saving,)) == SAME)
 
 
 @pytest.mark.parametrize("saving", ["bf16_autocast", "checkpoint", "fused_optimizer"])
