@@ -184,7 +184,8 @@ def test_the_time_of_all_rows_is_limited_together():
     table, sessions = search(f"{BF16},{CHECKPOINT},{OFFLOAD}", limits=limits, time_limit_s=600)
     assert [*table.rows] == ["as is", BF16]
     assert list(table.notes) == [
-        f"time limit: {CHECKPOINT}, {OFFLOAD} were not run. Allow more time, or name fewer savings"
+        f"time limit: there are no rows for saving {CHECKPOINT}, {OFFLOAD}. Allow more time, or "
+        "make another table for them"
     ]
     left_s = [session.options.time_limit_s for session in sessions.values()]
     assert 600 > left_s[0] > left_s[1] > left_s[2] > 500

@@ -16,8 +16,6 @@ from oomprobe.devices import describe, names_simulated, opened_if_simulated
 from oomprobe.errors import (
     InvalidArgumentError,
     NothingFitsError,
-    OomProbeError,
-    TimeLimitError,
     check_size,
 )
 from oomprobe.probing.finish import finish
@@ -44,7 +42,6 @@ NOT_CARDS = (
     "(`oomprobe devices` lists them), or 'sim:all', and probe a real device alone"
 )
 NOT_TRIED = "not tried: nothing fits {card}, which has more memory"
-CUT_OFF = "time limit: there are no rows for {cards}. Allow more time, or name fewer cards"
 
 
 def cards_of(devices: Iterable[object], ranks: int = 1) -> dict[str, SimulatedDevice]:
@@ -85,15 +82,9 @@ def search_cards(
         kinds[cards[name].card.compute_capability].append(name)
     with Rows(Axis(CARDS, tuple(cards)), target) as rows:
         search, rows.required = _Search(rows, order, opened, cards), required
-        try:
-            for name, *smaller in kinds.values():
-                search.run(name, smaller)
-            search.run_smallest()
-        except TimeLimitError:
-            if not any(rows.results.values()):
-                raise
-            missing = [name for name in cards if name not in rows.results]
-            rows.notes.append(CUT_OFF.format(cards=", ".join(missing)))
+        for name, *smaller in kinds.values():
+            search.run(name, smaller)
+        search.run_smallest()
     return rows.table()
 
 
@@ -111,7 +102,7 @@ class _Search:
         card, rows, left = self._cards[name], self._rows, list[str]()
         replayed: dict[str, tuple[Session, Found]] = {}
         options = self._clock.left_of(self._order.options)
-        try:
+        with rows.filling(name, name):
             with self._opened(replace(self._order, device=card, options=options)) as session:
                 largest = session.find()
                 for next_name in smaller:
@@ -125,15 +116,11 @@ class _Search:
                     except NothingFitsError as error:
                         rows.results[next_name], rows.unfit[next_name] = None, str(error)
                 finish(session, largest)
-        except NothingFitsError as error:
-            rows.results |= dict.fromkeys((name, *smaller))
-            rows.unfit |= {name: str(error), **dict.fromkeys(smaller, NOT_TRIED.format(card=name))}
+            rows.results[name] = result_of(session, largest, rows.target)
+        if rows.results[name] is None:
+            rows.results |= dict.fromkeys(smaller)
+            rows.unfit |= dict.fromkeys(smaller, NOT_TRIED.format(card=name))
             return
-        except OomProbeError as error:
-            if not isinstance(error, InvalidArgumentError):  # which is about all cards
-                error.args = (f"{name}: {error}",)
-            raise
-        rows.results[name] = result_of(session, largest, rows.target)
         for next_name, (again, largest) in replayed.items():
             again.state_verified = session.state_verified
             rows.results[next_name] = result_of(again, largest, rows.target)

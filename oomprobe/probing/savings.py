@@ -13,11 +13,11 @@ import torch
 
 from oomprobe.devices import Device
 from oomprobe.errors import (
+    InvalidArgumentError,
     NotApplicableError,
     NothingFitsError,
     OomProbeError,
     StepFailedError,
-    TimeLimitError,
     UnreliableError,
     check_size,
 )
@@ -59,7 +59,6 @@ IDLE = (
     "it had nothing to act on: no optimizer of torch's stepped, no module ran forward, or no "
     "attention kernel ran in a repeated block"
 )
-CUT_OFF = "time limit: {missing} were not run. Allow more time, or name fewer savings"
 FEWEST = "batch {size} ran with {name}, and failed with one block fewer"
 TOO_LARGE = "nor does batch {size} run with {names}"
 
@@ -89,13 +88,8 @@ def search_savings(
         check_size("batch_size", batch_size)
     with Rows(Axis(savings.AXIS), target) as rows:
         search = _Search(rows, order, opened, batch_size)
-        try:
-            search.run(())
-            search.run_all(chosen)
-        except TimeLimitError:
-            if not any(rows.results.values()):
-                raise
-            search.cut_off(chosen)
+        search.run(())
+        search.run_all(chosen)
     return rows.table()
 
 
@@ -115,6 +109,7 @@ class _Search:
 
     def run_all(self, chosen: list[Saving] | None) -> None:
         """Run the savings that are chosen; of all, also the best two together, and pairs that reach the required size."""
+        self._rows.planned = [label(saving) for saving in chosen or self._singles()]
         if chosen is not None:
             for saving in chosen:
                 self.run(saving)
@@ -240,7 +235,8 @@ class _Search:
             if not saving:
                 raise
             self._not_run[name] = str(error).splitlines()[0]
-        except TimeLimitError:
+            rows.planned = [planned for planned in rows.planned if planned != name]
+        except InvalidArgumentError:  # which is about all rows
             raise
         except OomProbeError as error:
             error.args = (f"{name}: {error}",)
@@ -309,14 +305,6 @@ class _Search:
         if not trial.passed:
             return None
         return size
-
-    def cut_off(self, chosen: list[Saving] | None) -> None:
-        """Note the savings for which there was no time."""
-        missing = []
-        for saving in self._singles() if chosen is None else chosen:
-            if label(saving) not in (*self._rows.results, *self._not_run):
-                missing.append(label(saving))
-        self._rows.notes.append(CUT_OFF.format(missing=", ".join(missing) or "pairs"))
 
     def _compare(self) -> None:
         """Give the table what it shows beside the answers."""

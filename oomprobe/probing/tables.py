@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from oomprobe.errors import NothingFitsError, OomProbeError, TimeLimitError
+from oomprobe.errors import (
+    InvalidArgumentError,
+    NothingFitsError,
+    OomProbeError,
+    TimeLimitError,
+)
 from oomprobe.probing.epochs import EpochSearch, deaths_of, settle
 from oomprobe.probing.finish import finish
 from oomprobe.probing.session import Session
@@ -37,10 +43,17 @@ CUT_OFF = "time limit: there are no rows for {axis} {values}. Allow more time, o
 
 
 class Rows:
-    """The rows of a table while it is made. As a context manager it attaches those that are finished to an error."""
+    """The rows of a table while it is made.
+
+    As a context manager it ends the table where a time limit passed, and attaches finished rows to other errors.
+
+    Attributes:
+        planned: The values that are to have a row.
+    """
 
     def __init__(self, axis: Axis, target: str | None) -> None:
         self.axis, self.target = axis, target
+        self.planned = [*axis.values]
         self._opened: Session | None = None
         self.results: dict[Any, ProbeResult | None] = {}
         self.unfit: dict[Any, str] = {}
@@ -55,13 +68,30 @@ class Rows:
     def __enter__(self) -> Rows:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self.results:
-            return
-        if isinstance(error, OomProbeError):
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if isinstance(error, TimeLimitError) and any(self.results.values()):
+            missing = [text_of_value(value) for value in self.planned if value not in self.results]
+            values = ", ".join(missing) or "all that was left"
+            self.notes.append(CUT_OFF.format(axis=self.axis.name, values=values))
+            return True
+        if self.results and isinstance(error, OomProbeError):
             error.table = self.table()
-        elif isinstance(error, KeyboardInterrupt | SystemExit):
+        elif self.results and isinstance(error, KeyboardInterrupt | SystemExit):
             error.add_note(f"the rows that were finished:\n{self.table()}")
+        return False
+
+    @contextmanager
+    def filling(self, value: Any, label: str) -> Iterator[None]:
+        """Enter into the table that nothing fits, and name the row in any other error."""
+        try:
+            yield
+        except NothingFitsError as error:
+            self.results[value], self.unfit[value] = None, str(error)
+        except InvalidArgumentError:  # which is about all rows
+            raise
+        except OomProbeError as error:
+            error.args = (f"{label}: {error}",)
+            raise
 
     def table(self) -> ProbeTable:
         """Return the table. Once the session of all its rows is closed, which restores and compares the state, each row has its notes."""
@@ -104,21 +134,9 @@ class Rows:
             label = self.axis.label(row)
             opened.reporter.row(label)
             session = self._session(opened, row, last)
-            try:
+            with self.filling(value, label):
                 result = result_of(session, finish(session, session.find()), self.target)
-            except NothingFitsError as error:
-                self.results[value], self.unfit[value] = None, str(error)
-            except OomProbeError as error:
-                has_answers = any(self.results.values())
-                if not isinstance(error, TimeLimitError) or not has_answers:
-                    error.args = (f"{label}: {error}",)
-                    raise
-                values = ", ".join(map(text_of_value, self.axis.values[row:]))
-                self.notes.append(CUT_OFF.format(axis=self.axis.name, values=values))
-                return
-            else:
-                self.results[value] = result
-                last = session, value, result
+                self.results[value], last = result, (session, value, result)
         if last is not None:
             self._compare(last[0])
 

@@ -203,7 +203,7 @@ def test_a_time_limit_keeps_the_rows_that_are_finished():
     )
     assert [*table.rows] == ["sim:24GiB"]
     assert table.notes == (
-        "time limit: there are no rows for sim:T4. Allow more time, or name fewer cards",
+        "time limit: there are no rows for device sim:T4. Allow more time, or make another table for them",
     )
 
 
