@@ -60,6 +60,33 @@ def test_steps_are_reported(tmp_path):
     assert report.begun_s <= report.step_s[0] <= report.step_s[1] <= report.at_s
 
 
+BY_HAND = """
+    import torch
+    weight = torch.ones(4, requires_grad=True)
+    def train(steps):
+        for _ in range(steps):
+            weight.square().sum().backward()
+            weight.data.sub_(weight.grad)
+    def optimizer():
+        return torch.optim.SGD([weight], lr=0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "steps"),
+    [
+        ("train(9)", 6),
+        ("its = optimizer(); train(9); its.step()", 1),
+        ("train(9); its = optimizer(); its.step(); train(9); its.step()", 2),
+    ],
+)
+def test_backward_passes_are_steps_where_the_program_has_no_optimizer(tmp_path, code, steps):
+    status, stderr, (report,) = run(tmp_path, f"{BY_HAND}    {code}\n")
+    assert (status, stderr, report.steps) == (0, "", steps)
+    said = "has no optimizer of torch's: each of its backward passes was counted as a step"
+    assert any(said in note for note in report.notes) == ("its" not in code)
+
+
 def test_processes_that_write_no_report_at_their_end_have_written_one_at_their_last_step(tmp_path):
     """A forked child counts for itself."""
     code = (

@@ -16,6 +16,10 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
 COMPARED = 8  # steps of which two sizes are compared
 EACH_STEP = 64  # after so many steps only every 16th is reported: a report takes about 1 ms
+BY_HAND = 4  # backward passes after which a program without an optimizer is taken to have none
+COUNTED_BACKWARD = (
+    "%s has no optimizer of torch's: each of its backward passes was counted as a step"
+)
 LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 # What torch's functions that reset statistics call, also where a program has imported them by name.
 RESETS = (
@@ -67,6 +71,7 @@ class Watch:
         self.pid, self.begun_s = os.getpid(), time.time()
         self.steps = self.ooms = self.raised = 0
         self.optimizers = self.where = None
+        self.backwards, self.by_hand = 0, False  # whether the program updates its weights itself
         self.program, self.refusal = getattr(self, "program", None), ""  # on a simulated card
         self.recording = None
         self.step_s, self.outside, self.capped, self.requested, self.kept = [], {}, {}, {}, {}
@@ -84,6 +89,7 @@ class Watch:
             torch.cuda._lazy_call(guarded(self.cuda_starts))
         guarded(self.watch_for_ooms)()
         guarded(self.watch_for_resets)()
+        guarded(self.watch_for_backward)()
         try:
             from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -169,6 +175,28 @@ class Watch:
             elif not name.endswith(".current"):
                 kept[name] = kept.get(name, 0) + value - now.get(name, 0)
 
+    def watch_for_backward(self):
+        """Count the backward passes before the first step of an optimizer."""
+        run, ended = self.torch.autograd.backward, guarded(self.backward_ended)
+
+        def backward(*args, **kwargs):
+            run(*args, **kwargs)
+            if not self.optimizers or self.by_hand:
+                ended()
+
+        self.torch.autograd.backward = backward
+
+    def backward_ended(self):
+        """Count a backward pass as a step if the program has made no optimizer after several."""
+        self.backwards += 1
+        if self.backwards == BY_HAND:
+            import gc
+
+            kinds = map(type, gc.get_objects())  # isinstance would ask proxies for their class
+            self.by_hand = not any(issubclass(kind, self.torch.optim.Optimizer) for kind in kinds)
+        if self.by_hand:
+            self.stepped(self)
+
     def cap(self, device):
         import json
 
@@ -185,6 +213,8 @@ class Watch:
         import time
         from weakref import WeakSet
 
+        if self.by_hand and optimizer is not self:
+            self.by_hand, self.optimizers, self.steps = False, None, 0
         if self.optimizers is None:
             self.optimizers = WeakSet()
         self.optimizers.add(optimizer)
@@ -261,6 +291,8 @@ class Watch:
             report.update(notes=program.notes, not_covered=program.not_covered)
             report.update(not_compared=program.not_compared, refusal=program.refusal)
             report["read_at"] = program.read_at
+        if self.by_hand:
+            report["notes"] = [*report["notes"], COUNTED_BACKWARD % report["program"]]
         self.write_plain(report, "json")
 
     def write_plain(self, value, suffix):
