@@ -3,6 +3,7 @@
     .venv-cuda/bin/pip install --no-deps -r scripts/evidence/peers/requirements.txt    # once, after scripts/cuda-bed
     .venv-cuda/bin/python scripts/evidence/benchmark_peers.py --bed [--only WORD ...] [--models NAME ...]
     .venv-cuda/bin/python scripts/evidence/benchmark_peers.py --ranks    # two ranks with DDP, on two cards of the bed
+    .venv-cuda/bin/python scripts/evidence/benchmark_peers.py --lengths  # training whose shapes vary, on the bed
     python scripts/evidence/benchmark_peers.py --device cuda     # the first on a real card, at its own size
     python scripts/evidence/benchmark_peers.py --docs
 
@@ -27,9 +28,10 @@ PATHS = [
     str(path) for path in (ROOT, ROOT / "scripts", ROOT / "scripts" / "evidence", ROOT / "tests")
 ]
 sys.path[:0] = PATHS
-PARTS = ("cuda", "cuda_bed", "ranks_cuda_bed")
+PARTS = ("cuda", "cuda_bed", "ranks_cuda_bed", "lengths_cuda_bed")
 EVIDENCE = {part: ROOT / "tests" / "evidence" / f"peers_{part}.json" for part in PARTS}
 BED_CARDS_GIB = (1, 4, 24)
+LENGTHS_GIB = 2
 
 
 def own_version():
@@ -55,8 +57,12 @@ def version(package):
     return own_version() if package == "oomprobe" else metadata.version(package)
 
 
-def measure(path, tools, models):
-    """Measure on the card that this process sees, and write each row to the evidence at once."""
+def is_yolo(model):
+    return model.startswith("yolo")
+
+
+def measure(path, tools, models, row_of):
+    """Measure on the card that this process sees, and write each row, of `row_of`, to the evidence at once."""
     import torch
     from peers import measuring
     from peers.tools import TOOLS
@@ -66,7 +72,9 @@ def measure(path, tools, models):
             f"benchmark_peers: torch {torch.__version__} sees no CUDA device; run scripts/cuda-bed"
         )
     modules = ["torch", *(TOOLS[tool].imports for tool in tools)]
-    for module in [*modules, "ultralytics.nn.tasks"]:
+    if any(map(is_yolo, models)):
+        modules.append("ultralytics.nn.tasks")
+    for module in modules:
         importlib.import_module(module)
     gc.freeze()  # forked processes need not collect what was imported here
     results = json.loads(path.read_text()) if path.exists() else {"versions": {}, "rows": []}
@@ -86,10 +94,14 @@ def measure(path, tools, models):
     for model in models:
         frontier = frontiers.get(model) or measuring.cold_frontier(model)
         for tool in tools:
-            if tool.startswith("Ultralytics") and not model.startswith("yolo"):
+            if tool.startswith("Ultralytics") and not is_yolo(model):
                 continue
             case = {"card_gib": card_gib, "model": model, "tool": tool}
-            row = {**case, "frontier": frontier, **measuring.row(tool, model, frontier)}
+            row = {
+                **case,
+                "frontier": frontier,
+                **getattr(measuring, row_of)(tool, model, frontier),
+            }
             results["rows"] = replaced(results["rows"], row)
             write(path, results)
             print(json.dumps(row), flush=True)
@@ -135,6 +147,11 @@ def main():
     what.add_argument(
         "--ranks", action="store_true", help="on two cards of the test bed, with a rank on each"
     )
+    what.add_argument(
+        "--lengths",
+        action="store_true",
+        help="on the test bed, how many trainings die at each answer",
+    )
     what.add_argument("--device", choices=["cuda"], help="on this machine's own card")
     what.add_argument(
         "--docs", action="store_true", help="write the tables to docs/compare.md, run nothing"
@@ -153,18 +170,24 @@ def main():
     os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)  # for all child processes
     if asked.ranks:
         return measure_ranks(EVIDENCE["ranks_cuda_bed"])
-    if asked.bed and "CUDASTUB_MEMORY" not in os.environ:  # the stub reads it once, when loaded
-        for gib in BED_CARDS_GIB:
+    on_bed = asked.bed or asked.lengths
+    if on_bed and "CUDASTUB_MEMORY" not in os.environ:  # the stub reads it once, when loaded
+        for gib in (LENGTHS_GIB,) if asked.lengths else BED_CARDS_GIB:
             card = {"CUDASTUB_MEMORY": f"{gib}GiB"}
             subprocess.run(
                 [sys.executable, "-W", "ignore", *sys.argv], env={**os.environ, **card}, check=True
             )
         return None
-    from peers.models import WORKLOADS
-    from peers.tools import TOOLS
+    from peers.models import VARYING, WORKLOADS
+    from peers.tools import TOOLS, WITH_EPOCH
 
     tools = [name for name in TOOLS if any(word.lower() in name.lower() for word in asked.only)]
-    return measure(EVIDENCE["cuda_bed" if asked.bed else "cuda"], tools, asked.models or WORKLOADS)
+    if asked.lengths:
+        models, tools = asked.models or VARYING, [name for name in tools if "Ultra" not in name]
+        return measure(EVIDENCE["lengths_cuda_bed"], tools, models, "varying_row")
+    tools = [name for name in tools if name not in WITH_EPOCH]
+    part = "cuda_bed" if asked.bed else "cuda"
+    return measure(EVIDENCE[part], tools, asked.models or WORKLOADS, "row")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from gpu_check.check import in_child
 from zoo import runs
 
-from peers.models import LOG_VARIABLE, WORKLOADS
+from peers.models import ALL, EPOCHS, LOG_VARIABLE
 from peers.tools import TOOLS, Call
 
 multiprocessing.set_start_method(
@@ -56,7 +56,26 @@ def card_gib():
 @cache
 def lasts(name, batch_size, steps):
     """Whether a fresh process with the whole card runs that many steps."""
-    return forked(partial(runs, WORKLOADS[name].target, batch_size, steps=steps))
+    return forked(partial(runs, ALL[name].target, batch_size, steps=steps))
+
+
+@cache
+def deaths(name, batch_size):
+    """Return of how many orders training runs out of memory, each in a fresh process with the whole card."""
+    ended = (forked(_dies, name, batch_size, order) for order in range(EPOCHS[name].orders))
+    return sum(ended)
+
+
+def _dies(name, batch_size, order):
+    model, optimizer = ALL[name].build()
+    step = ALL[name].varying(optimizer)
+    try:
+        for batch in EPOCHS[name].batches(order, batch_size):
+            step(model, **batch)
+        torch.cuda.synchronize()
+    except torch.OutOfMemoryError:
+        return True
+    return False
 
 
 def cold_frontier(name):
@@ -99,10 +118,22 @@ def row(tool_name, name, frontier):
     }
 
 
+def varying_row(tool_name, name, frontier):
+    """Return the answer of one tool on one model whose shapes vary, and how many trainings run out of memory there."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            told = forked(_ask, tool_name, name, 2 ** frontier.bit_length(), folder)
+        except ChildError as error:
+            return {"error": str(error)}
+    if told["answer"] is None:
+        return told
+    return {**told, "orders": EPOCHS[name].orders, "deaths": deaths(name, told["answer"])}
+
+
 def _ask(tool_name, name, start, folder):
     os.chdir(folder)
     os.environ[LOG_VARIABLE] = str(Path(folder) / "log")
-    tool, workload = TOOLS[tool_name], WORKLOADS[name]
+    tool, workload = TOOLS[tool_name], ALL[name]
     model, optimizer = (None, None) if tool.builds_its_own else workload.build()
     before = state(model, optimizer)
     call = Call(name=name, workload=workload, model=model, optimizer=optimizer, start=start)

@@ -6,8 +6,9 @@ function of this module that builds ``(model, step)``, as `oomprobe.probe_target
 
 import itertools
 import os
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.checkpoint import checkpoint
+
+import oomprobe
 
 LOG_VARIABLE = "PEERS_LOG"  # path of a file that records every batch, including those of processes that a tool starts
 
@@ -45,6 +48,15 @@ class Workload:
     def target(self):
         model, optimizer = self.build()
         return model, self.step(optimizer)
+
+    def varying(self, optimizer):
+        """Return the step that gets the length of its tokens, or the side of its images."""
+
+        def step(model, batch_size, length):
+            sample = (length,) if self.tokens else (3, length, length)
+            replace(self, sample=sample).step(optimizer)(model, batch_size)
+
+        return step
 
     def inputs(self, batch_size):
         shape = (batch_size, *self.sample)
@@ -189,4 +201,28 @@ WORKLOADS = {
     "yolo11n_320": Workload(module=Yolo11n, sample=(3, 320, 320)),
     "yolo11n_640": Workload(module=Yolo11n, sample=(3, 640, 640)),
 }
-globals().update({name: workload.target for name, workload in WORKLOADS.items()})
+
+# What training meets where shapes vary; tools that know one shape get the largest.
+LONGEST, LARGEST = 512, 352
+LENGTHS = [
+    min(LONGEST, max(8, round(90 * random.Random(n).lognormvariate(0, 0.6)))) for n in range(3000)
+]
+
+
+def sides(drawn, batch_size):
+    """Yield the side of each batch of images, as training at several scales does."""
+    while True:
+        yield {"length": drawn.randrange(96, LARGEST + 1, 32)}
+
+
+VARYING = {
+    "gpt_padded": Workload(module=partial(GPT, context=LONGEST), sample=(LONGEST,), tokens=True),
+    "conv_scales": replace(WORKLOADS["conv"], sample=(3, LARGEST, LARGEST)),
+}
+CALLS = {"calls": 100, "orders": 40}
+EPOCHS = {
+    "gpt_padded": oomprobe.Epoch({"length": LENGTHS}, **CALLS),
+    "conv_scales": oomprobe.Epoch(draw=sides, **CALLS),
+}
+ALL = WORKLOADS | VARYING
+globals().update({name: workload.target for name, workload in ALL.items()})

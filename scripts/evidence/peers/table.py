@@ -6,6 +6,7 @@ import statistics
 
 from calibration.timm_training import CAPACITY_MIB
 
+from peers.models import VARYING
 from peers.tools import TOOLS
 
 HIT = "both right"
@@ -89,6 +90,24 @@ def ranks_table(results):
         rows_of.setdefault(row["tool"], {}).setdefault(row["cards"], []).append(row)
     lines = [[tool, *map(ranks_cell, cases.values())] for tool, cases in rows_of.items()]
     return [drawn(["tool", *next(iter(rows_of.values()))], *lines), versions(results)]
+
+
+def lengths_table(results):
+    """Return a line for each tool with its answer for each model, and how many trainings die there."""
+    models = [*VARYING]
+    lines = []
+    for tool in TOOLS:
+        rows = {row["model"]: row for row in results["rows"] if row["tool"] == tool}
+        if rows:
+            lines.append([tool, *(deaths_cell(rows.get(model, {})) for model in models)])
+    return [drawn(["tool", *models], *lines), versions(results)]
+
+
+def deaths_cell(row):
+    """Return what one tool answered for one model, and how many trainings died there."""
+    if row.get("answer") is None:
+        return row.get("error") or "no answer"
+    return f"{row['answer']}: {row['deaths']} of {row['orders']}"
 
 
 def peaks_table(results):
@@ -196,12 +215,14 @@ def refusals(cases):
 
 def into_page(page, evidence):
     """Write the table of each existing evidence file between its markers in the page."""
-    sections = {"peers": [], "ranks": []}
+    sections = {"peers": [], "ranks": [], "lengths": []}
     for name, path in evidence.items():
         if path.exists():
             results = json.loads(path.read_text())
             if name.startswith("ranks"):
                 sections["ranks"] += ranks_table(results)
+            elif name.startswith("lengths"):
+                sections["lengths"] += lengths_table(results)
             else:
                 where = (
                     "a CUDA card" if name == "cuda" else "torch's CUDA allocator, kernels stubbed"

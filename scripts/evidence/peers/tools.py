@@ -11,8 +11,10 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 import oomprobe
+from peers.models import EPOCHS
 
 TRAINING_STEPS = 10
+WITH_EPOCH = ("oomprobe, epoch", "oomprobe, epoch, all memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,13 @@ def in_one_process(memory_fraction, call):
         call.model, call.step, memory_fraction=memory_fraction, progress="off"
     )
     return found.batch_size
+
+
+def with_epoch(memory_fraction, call):
+    step = call.workload.varying(call.optimizer)
+    epoch = EPOCHS[call.name]
+    options = {"memory_fraction": memory_fraction, "progress": "off"}
+    return oomprobe.find_max_batch(call.model, step, epoch=epoch, **options).batch_size
 
 
 def isolated(call):
@@ -154,6 +163,8 @@ TOOLS = {
     "oomprobe": Tool(call=partial(in_one_process, 0.9), imports="oomprobe"),
     "oomprobe, all memory": Tool(call=partial(in_one_process, 1.0), imports="oomprobe"),
     "oomprobe isolated": Tool(call=isolated, imports="oomprobe", builds_its_own=True),
+    WITH_EPOCH[0]: Tool(call=partial(with_epoch, 0.9), imports="oomprobe"),
+    WITH_EPOCH[1]: Tool(call=partial(with_epoch, 1.0), imports="oomprobe"),
     "accelerate": Tool(call=accelerate, imports="accelerate.utils", builds_its_own=True),
     "Lightning power": lightning_tool(call=partial(lightning, "power")),
     "Lightning binsearch": lightning_tool(call=partial(lightning, "binsearch")),
