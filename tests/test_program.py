@@ -332,3 +332,11 @@ def test_a_look_makes_more_calls_than_a_trial_or_none():
     for affordable, made in ((3, 0), (4, 4)):
         trials.affordable = lambda size, affordable=affordable, **_: affordable
         assert trials.for_look(8) == made
+
+
+@pytest.mark.parametrize(("settles", "look_calls"), [(True, 0), (False, 50)])
+def test_a_row_looks_unless_the_calls_of_another_have_repeated(settles, look_calls):
+    row = program(row=1)
+    row.follow(program(period=1), settles=settles)
+    assert row.for_look(8) == look_calls
+    assert (row.confirming(8).settles is not None) is settles

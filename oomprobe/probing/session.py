@@ -123,9 +123,12 @@ class Session:
         """Whether another row's session has shown what the step does."""
         return self._known is not None
 
-    def follow(self, last: Program, near: float) -> None:
-        """Begin with what another row's session has learned of the step; the limit is expected this near to `start_batch`."""
-        self.program.follow(last)
+    def follow(self, last: Program, near: float, *, settles: bool = False) -> None:
+        """Begin with what another row's session has learned of the step; the limit is expected this near to `start_batch`.
+
+        `settles` if calls that confirmed its answer have repeated.
+        """
+        self.program.follow(last, settles=settles)
         self._near, self._is_steady = near, last.is_steady
         tolerance = bracket_tolerance(self.program.needed)
         self._known = Reply(passed=True, varies=last.varies, tolerance=tolerance)

@@ -221,5 +221,6 @@ class Rows:
         )
         self._expected = start
         following.budget.expect(session.budget)
-        following.follow(session.program, near)
+        settles = any(trial.settled_after for trial in result.trials)
+        following.follow(session.program, near, settles=settles)
         return following

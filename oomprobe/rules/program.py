@@ -87,23 +87,26 @@ class Program:
         self._most = self._most_to_confirm = patience.look_calls
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
         self._decided = 0  # calls of the last trial that passed and was no confirmation
-        self._settling_period = (
-            0  # calls after which those of this row's own look repeated; 0: they did not
-        )
-        self.period = (
-            1  # calls after which a step does the same again, as far as any trial has shown
-        )
+        # Calls after which those of a look repeated; 0: they did not.
+        self._settling_period = 0
+        # Calls after which a step does the same again, as far as any trial has shown.
+        self.period = 1
         self.has_varied = False  # whether calls of a confirmation asked for different amounts
         self.varies = False  # whether a look found that later calls need more than earlier ones
         self.looked: Trial | None = None
         self.learned: Mapping[str, Sequence[int]] = {}
 
-    def follow(self, last: Program) -> None:
-        """Begin with what another row of the table has shown of the step; its look and its confirmation count for all rows."""
+    def follow(self, last: Program, *, settles: bool = False) -> None:
+        """Begin with what another row of the table has shown of the step; its look and its confirmation count for all rows.
+
+        A step that `settles` does not count its calls, so this row needs no look of its own.
+        """
         self.first, self._full, self._most = last.first, last._full, last._most
         self.period, self.learned = last.period, last.learned
         self.needed, self.looked, self.varies = last.needed, last.looked, last.varies
         self._most_to_confirm = ROW_CALLS
+        if settles:
+            self._settling_period = last._settling_period
 
     # --- the kinds of trials ---
 
@@ -216,7 +219,7 @@ class Program:
 
     @property
     def is_steady(self) -> bool:
-        """Whether a call asks for the same memory each time, as this row's own look has shown."""
+        """Whether a call asks for the same memory each time, as a look has shown."""
         return self._settling_period > 0 and not self.is_long and self._facts.world_size == 1
 
     @property
@@ -253,9 +256,11 @@ class Program:
         return self._turns * (self.first + steps * self._full)
 
     def for_look(self, size: int) -> int:
-        """Return the calls of a look; 0 if it would show nothing."""
+        """Return the calls of a look; 0 if it would show nothing new."""
         calls = self.affordable(size, share=LOOK_SHARE)
-        return calls if calls > self._ordinary(self._options.steps) else 0
+        if self._settling_period or calls <= self._ordinary(self._options.steps):
+            return 0
+        return calls
 
     def affordable(
         self, size: int, *, share: float = CONFIRM_SHARE, limit_s: float | None = None
