@@ -6,6 +6,7 @@ from oomprobe.tape.calls import ALLOCATED, FREED, RELEASED, SWITCHED, RecordedCa
 from oomprobe.tape.fit import Predictor, borrow_slopes, lines_through, recognize_reductions
 from oomprobe.tape.record import POOLS, STREAMS, NotRecorded, cut_calls, record_calls
 from oomprobe.tape.reductions import Processors, Reduction, buffers
+from oomprobe.tape.shapes import RowLines
 
 A100 = Processors((8, 0), 108, 2048)
 
@@ -137,3 +138,60 @@ def test_micro_batches_are_predicted_in_turn():
         *[(50,), (10,), (20,)] * 2,
         (50,),
     ]
+
+
+# --- rows of a table ---
+
+
+def of_row(batch_size, length):
+    """Return a call with requests for weights, activations, scores and their mask."""
+    sizes = (7000, 40 * batch_size * length, 4 * batch_size * length**2, length**2)
+    events = [(ALLOCATED, index, 0) for index in range(len(sizes))]
+    return RecordedCall((*events, *[(FREED, 0, index) for index in range(len(sizes))]), sizes)
+
+
+def predictor_of(length, call_of=of_row, sizes=(1, 2)):
+    predictor = Predictor(processors=A100)
+    for size in sizes:
+        assert predictor.learn(size, ["step"] * 3, [call_of(size, length)] * 3)
+    return predictor
+
+
+def test_two_rows_tell_what_another_asks_for():
+    """Though half the batch of twice the length has as many samples, and as large activations."""
+    rows = RowLines()
+    for length, sizes in ((128, (4, 8)), (256, (2, 4))):
+        assert rows.at(512) is None
+        rows.learn(length, predictor_of(length, sizes=sizes).lines)
+    following = predictor_of(128).following(rows.at(512))
+    assert following.calls(3, ["step"] * 8) == [of_row(3, 512)] * 8
+
+
+def test_a_row_that_makes_other_requests_follows_from_none():
+    def longer(batch_size, length):
+        call = of_row(batch_size, length)
+        return RecordedCall((*call.events, (ALLOCATED, 4, 0), (FREED, 0, 4)), (*call.sizes, 10))
+
+    rows = RowLines()
+    for length, call_of in ((128, of_row), (256, longer)):
+        rows.learn(length, predictor_of(length, call_of).lines)
+    assert rows.at(512) is None
+    rows.learn(384, predictor_of(384).lines)
+    assert rows.at(512) is not None
+
+
+def test_a_trial_of_a_row_that_grows_otherwise_corrects_it():
+    """As a step whose lengths are powers of what the table names."""
+
+    def of_power(batch_size, power):
+        return of_row(batch_size, 2**power)
+
+    rows = RowLines()
+    for power in (5, 6):
+        rows.learn(power, predictor_of(power, of_power).lines)
+    following = predictor_of(5, of_power).following(rows.at(7))
+    assert following.calls(8, ["step"]) != [of_power(8, 7)]
+    assert following.learn(8, ["step"] * 3, [of_power(8, 7)] * 3)
+    assert following.calls(8, ["step"]) == [of_power(8, 7)]
+    grown = following.calls(100, ["step"])[0].sizes
+    assert grown[:3] == pytest.approx(of_power(100, 7).sizes[:3], rel=0.001)

@@ -234,7 +234,7 @@ def _isolated(order: Order, target: str, ranks: int | None = None) -> Iterator[S
             title = runner.facts.device.name
             if ranks is not None and ranks > 1:
                 title += BUILDING.format(seconds=format_seconds(frame.clock.elapsed_s), ranks=ranks)
-            yield frame.session(predict_on_card(runner), title)
+            yield frame.session(predict_on_card(runner, order.axis), title)
 
 
 @contextmanager
@@ -334,7 +334,8 @@ def _here(
                 snapshot=snapshot, axis=order.axis,
             )  # fmt: skip
             local, runner = open_local(work)
-            session = frame.session(predict_on_card(runner), device.name, state_verified=False)
+            predicting = predict_on_card(runner, order.axis)
+            session = frame.session(predicting, device.name, state_verified=False)
             if cached_bytes > CACHED_BYTES:
                 cached, emptying = format_bytes(cached_bytes), session.device.emptying
                 session.notes.add(remark(CACHED.format(cached=cached, emptying=emptying)))

@@ -126,7 +126,7 @@ class Session:
     def follow(self, last: Program, near: float, *, settles: bool = False) -> None:
         """Begin with what another row's session has learned of the step; the limit is expected this near to `start_batch`.
 
-        `settles` if calls that confirmed its answer have repeated.
+        `settles` if calls that confirmed an answer have repeated.
         """
         self.program.follow(last, settles=settles)
         self._near, self._is_steady = near, last.is_steady

@@ -60,9 +60,9 @@ class Rows:
         self.notes: list[str] = []
         self.required: int | None = None  # of cards
         self.savings: Comparison | None = None
-        self._expected: int | None = (
-            None  # the size at which the last row began; None for the first
-        )
+        self._settles = False  # whether calls of any row have repeated: nothing counts them
+        # The size at which the last row began; None for the first.
+        self._expected: int | None = None
         self._started_s = time.monotonic()
 
     def __enter__(self) -> Rows:
@@ -221,6 +221,6 @@ class Rows:
         )
         self._expected = start
         following.budget.expect(session.budget)
-        settles = any(trial.settled_after for trial in result.trials)
-        following.follow(session.program, near, settles=settles)
+        self._settles |= result.trials[-1].settled_after is not None
+        following.follow(session.program, near, settles=self._settles)
         return following

@@ -16,6 +16,7 @@ from itertools import groupby, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
+from oomprobe.records.axis import NO_AXIS, Axis, magnitude
 from oomprobe.records.trials import (
     Call,
     CallRecord,
@@ -33,6 +34,7 @@ from oomprobe.rules.look import differ
 from oomprobe.runners.explaining import Explaining
 from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.tape.fit import Predictor
+from oomprobe.tape.shapes import RowLines
 
 if TYPE_CHECKING:
     from oomprobe.devices.base import CallRecorder
@@ -78,31 +80,49 @@ class Replays:
         cap_of: Callable[[Request], int | None],
         processors: Processors | None = None,
     ) -> None:
-        self.card, self._cap_of, self._processors = card, cap_of, processors
-        self.row = 0
+        self.card, self._cap_of = card, cap_of
+        self.row: int | None = None
         self.predictor = Predictor(processors=processors)
+        self._value: float | None = None  # of the row
+        self._rows = RowLines()
         self.is_off = False
 
-    def start_row(self, row: int) -> None:
-        """Forget what trials of another row of a table asked for."""
-        if row != self.row:
-            self.row, self.predictor = row, Predictor(processors=self._processors)
+    def start_row(self, row: int, value: float | None = None) -> None:
+        """Begin a row of a table with a value, by what rows with others asked for."""
+        if row == self.row:
+            return
+        lines = None
+        if self._value and self.predictor.lines:
+            self._rows.learn(self._value, self.predictor.lines)
+        if value:
+            lines = self._rows.at(value)
+        self.row, self._value = row, value
+        self.predictor = self.predictor.following(lines)
+
+    def give_up(self, reason: str) -> None:
+        """Predict nothing more of this row, nor of others by those before them."""
+        self.predictor.give_up(reason)
+        self._rows = RowLines()
 
     @property
     def largest(self) -> int:
-        """The largest size of the row that has run."""
-        return max(self.predictor.workspace_bytes, default=0)
+        """The largest size of the row that has run; 1 if none has."""
+        return max(self.predictor.workspace_bytes, default=1)
+
+    @property
+    def hopes(self) -> bool:
+        """Whether a trial that runs may show how sizes grow, or has shown it."""
+        has_lines = self.predictor.lines is not None
+        return has_lines or len(self.predictor.workspace_bytes) < HOPEFUL_SIZES
 
     def predict(self, request: Request) -> Trial | None:
         """Replay a cold trial; None if it does not follow from those that ran."""
         if self.is_off:
             return None
         names = [call.step for call in request.calls]
-        if len({*names}) == 1:
-            names += names[:1] * (REPLAYED_CALLS * self.predictor.period - len(names))
+        # Calls of several steps have no period.
+        names += names[:1] * (REPLAYED_CALLS * self.predictor.period - len(names))
         calls = self.predictor.calls(request.batch_size, names)
-        if calls is None:
-            calls = self.predictor.calls(request.batch_size, names[: len(request.calls)])
         if calls is None:
             return None
         return self.replay(request, calls, self.predictor.workspace_at(request.batch_size))
@@ -164,8 +184,8 @@ class PredictingOnCard:
     memory decides.
     """
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, axis: Axis = NO_AXIS) -> None:
+        self._runner, self._axis = runner, axis
         self._replays: list[Replays] = []  # by rank, once a trial was recorded
         self._mistakes, self._reason = 0, ""  # why nothing was recorded
 
@@ -182,8 +202,7 @@ class PredictingOnCard:
 
     def run(self, request: Request) -> Outcome:
         """Answer a request from what has run, or run it and learn from it."""
-        for replays in self._replays:
-            replays.start_row(request.row)
+        self._start_row(request.row)
         is_recorded = request.explains or request.records
         is_recorded |= any(call.is_recorded for call in request.calls)
         if request.accumulation_steps > 1 or is_recorded:  # torch records for one at a time
@@ -199,20 +218,29 @@ class PredictingOnCard:
             self._learn(request, outcome)
         return self._judge(replace(outcome, taped=()), expected)
 
+    def _start_row(self, row: int) -> None:
+        value = magnitude(self._axis.values[row])
+        for replays in self._replays:
+            replays.start_row(row, value)
+
     def _predict(self, request: Request) -> Trial | None:
         """Replay a cold trial, on all ranks; None if it does not follow from those that ran."""
         trials = [trial for one in self._replays if (trial := one.predict(request)) is not None]
         if len(trials) < len(self._replays):
             return None
-        trials.sort(key=lambda trial: (not trial.passed, trial.peak_reserved_bytes or 0))
-        return trials[-1] if trials else None
+
+        def severity(trial: Trial) -> tuple[bool, int]:
+            return not trial.passed, trial.peak_reserved_bytes or 0
+
+        return max(trials, key=severity, default=None)
 
     def _may_answer(self, request: Request, expected: Trial) -> bool:
         """Return whether a replay will do.
 
         The first size of which `REACH` times as much fails a replay runs, as does one that is
         `FURTHEST` times what has run. So the largest that ran is no less than an eighth of the
-        limit when sizes near it are replayed.
+        limit when sizes near it are replayed. Where other rows of a table tell what a row asks
+        for, mostly no other runs while sizes grow.
         """
         if request.must_run or request.phase is Phase.RECHECK:
             return False
@@ -226,11 +254,9 @@ class PredictingOnCard:
 
     def _lengthen(self, request: Request) -> Request:
         """Return a trial with more calls, whose failures would not count, where it may teach something."""
-        learns, predictors = request.learns, [one.predictor for one in self._replays]
-        hopes = all(
-            one.lines is not None or len(one.workspace_bytes) < HOPEFUL_SIZES for one in predictors
-        )
-        if request.phase not in (Phase.GROW, Phase.RECHECK) or not hopes:
+        learns, hopes = request.learns, all(replays.hopes for replays in self._replays)
+        is_long = len(request.calls) >= MOST_CALLS  # so that it repeats if it ever does
+        if request.phase not in (Phase.GROW, Phase.RECHECK) or is_long or not hopes:
             return request
         if learns is not None:  # nobody knows yet how many calls a full step takes
             calls = (*request.calls, *request.calls[-1:] * ADDED_CALLS)
@@ -251,7 +277,7 @@ class PredictingOnCard:
         if not self._replays:
             for taped in outcome.taped:
                 self._replays.append(Replays(taped, _cap_of, taped.processors))
-                self._replays[-1].start_row(request.row)
+        self._start_row(request.row)
         for replays, taped in zip(self._replays, outcome.taped, strict=False):
             names = [record.step for record in outcome.records[: len(taped.calls)]]
             replays.card, size = taped, outcome.trial.batch_size
@@ -262,7 +288,7 @@ class PredictingOnCard:
 
     def _give_up(self, reason: str) -> None:
         for replays in self._replays:
-            replays.predictor.give_up(reason)
+            replays.give_up(reason)
 
     def _judge(self, outcome: Outcome, expected: Trial | None) -> Outcome:
         """Compare a trial that ran with its replay; predict no more once that was wrong too often.
@@ -496,9 +522,9 @@ def open_local(work: Workload) -> tuple[LocalRunner, Runner]:
     return local, predicting
 
 
-def predict_on_card(runner: Runner) -> Runner:
+def predict_on_card(runner: Runner, axis: Axis = NO_AXIS) -> Runner:
     """Return what stands around a runner, if it records what its trials ask for."""
-    return PredictingOnCard(runner) if runner.facts.records else runner
+    return PredictingOnCard(runner, axis) if runner.facts.records else runner
 
 
 def open_predicting(runner: CommandRunner) -> Runner:

@@ -107,7 +107,8 @@ def borrow_slopes(
 ) -> list[Line]:
     """Return lines through the calls of one batch size, whose events may be others than theirs.
 
-    A size that the lines have there too takes their slope; any other grows with the batch.
+    A size that the lines have there too takes their slope; any other grows with the batch. So does
+    what a size differs by from its line, where the requests are the same.
     """
     borrowed = []
     for number, call in enumerate(calls):
@@ -119,9 +120,15 @@ def borrow_slopes(
                 slopes[index : index + count] = (Fraction(),) * count
                 slopes[index + _ROWS] = Fraction(call.sizes[index + _ROWS], batch_size)
         here = line.at(batch_size).sizes
-        matcher = SequenceMatcher(None, here, call.sizes, autojunk=False)
-        for start, mine, length in matcher.get_matching_blocks():
-            slopes[mine : mine + length] = line.slopes[start : start + length]
+        if call.asked == line.call.asked:
+            slopes = [
+                slope + Fraction(nbytes - predicted, batch_size)
+                for slope, nbytes, predicted in zip(line.slopes, call.sizes, here, strict=True)
+            ]
+        else:
+            matcher = SequenceMatcher(None, here, call.sizes, autojunk=False)
+            for start, mine, length in matcher.get_matching_blocks():
+                slopes[mine : mine + length] = line.slopes[start : start + length]
         borrowed.append(Line(call, batch_size, tuple(slopes)))
     return borrowed
 
@@ -259,7 +266,7 @@ class Predictor:
         workspace_bytes: The largest workspace that a convolution may want, by batch size that ran.
     """
 
-    def __init__(self, *, gives_up: bool = False, processors: Processors | None = None) -> None:
+    def __init__(self, *, processors: Processors | None = None) -> None:
         self._processors = (
             processors  # of the card whose history has bare sizes; None: no such history
         )
@@ -269,16 +276,20 @@ class Predictor:
         self._names: tuple[str, ...] = ()  # of the calls that the lines were found for
         self.period = 0
         self._last: _Trial | None = None  # that ran
-        self._given_up = gives_up
+        self._given_up = False
 
     def on(self, processors: Processors) -> Predictor | None:
         """Return the prediction for a card of the same compute capability with these processors; None if there is none."""
         if self.lines is None:
             return None
-        predictor = Predictor(gives_up=True)
-        predictor.lines = [line.on(processors) for line in self.lines]
-        predictor._names, predictor.period = self._names, self.period
-        predictor.workspace_bytes = self.workspace_bytes
+        predictor = self.following([line.on(processors) for line in self.lines])
+        predictor.workspace_bytes, predictor._given_up = self.workspace_bytes, True
+        return predictor
+
+    def following(self, lines: list[Line] | None) -> Predictor:
+        """Return a prediction of the same calls by other lines, as of another row of a table."""
+        predictor = Predictor(processors=self._processors)
+        predictor.lines, predictor._names, predictor.period = lines, self._names, self.period
         return predictor
 
     # --- what ran ---
@@ -296,9 +307,7 @@ class Predictor:
         if changing is not None:
             return self.give_up(DIFFERENT_TURNS.format(name=changing))
         predicted = self.calls(batch_size, names)
-        before, self._last = self._last, trial
-        if before is None:
-            return True
+        before, self._last = self._last or trial, trial
         if predicted is None:
             self._find_lines(before, trial)
         elif self._processors is not None:
@@ -359,6 +368,6 @@ class Predictor:
         """Bound what a convolution may want at a size that did not run: it grows no faster than the batch."""
         ran = max(
             (size for size in self.workspace_bytes if size <= batch_size),
-            default=min(self.workspace_bytes),
+            default=min(self.workspace_bytes, default=batch_size),
         )
-        return -(-self.workspace_bytes[ran] * max(ran, batch_size) // ran)
+        return -(-self.workspace_bytes.get(ran, 0) * max(ran, batch_size) // ran)

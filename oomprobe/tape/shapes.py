@@ -29,12 +29,13 @@ from oomprobe.tape.calls import (
     RecordedCall,
     parts_of,
 )
-from oomprobe.tape.fit import recognize_reductions
+from oomprobe.tape.fit import Line, lines_through, recognize_reductions
 from oomprobe.tape.reductions import Processors
 
 Shape = tuple[float, ...]
 ROUNDINGS = (1, 32, 8, 16, 64, 128, 2, 4)  # attention pads to 32; a stride halves a side
 FEW_SHAPES = 2  # which show how a request grows only if it has a single term
+MANY_SAMPLES = 1024  # that are added to a batch, to tell a row's lines
 MOST_SHAPES = 4096  # whose calls are kept
 _Floats = npt.NDArray[np.float64]
 
@@ -231,6 +232,38 @@ class Growth:
             )
             for known in self.known
         )
+
+
+class RowLines:
+    """Lines of a table's rows, which tell those of a row with another value."""
+
+    def __init__(self) -> None:
+        self._last: Sequence[Line] = ()
+        # Of a row's calls by their number and their requests.
+        self._growths = defaultdict[tuple[int, object], Growth](Growth)
+
+    def learn(self, value: float, lines: Sequence[Line]) -> None:
+        """Learn from a row: its lines, and not its trials, tell apart what grows with the batch.
+
+        Of trials alone, half the batch of twice the length asks for as much.
+        """
+        self._last = lines
+        for number, line in enumerate(lines):
+            growth = self._growths[number, line.call.asked]
+            for size in (line.batch_size, line.batch_size + MANY_SAMPLES):
+                growth.known[size, value] = line.at(size).sizes
+
+    def at(self, value: float) -> list[Line] | None:
+        """Return the lines of a row; None unless another made the same requests as the last."""
+        few, many = list[RecordedCall](), list[RecordedCall]()
+        for number, line in enumerate(self._last):
+            growth = self._growths[number, line.call.asked]
+            if not growth.is_scaled:
+                return None
+            growth.fit()
+            few.append(replace(line.call, sizes=growth.at((0, value))))
+            many.append(replace(line.call, sizes=growth.at((MANY_SAMPLES, value))))
+        return lines_through(0, few, MANY_SAMPLES, many, are_whole=False) or None
 
 
 class Structure:
