@@ -6,7 +6,7 @@ from oomprobe.tape.calls import ALLOCATED, FREED, RELEASED, SWITCHED, RecordedCa
 from oomprobe.tape.fit import Predictor, borrow_slopes, lines_through, recognize_reductions
 from oomprobe.tape.record import POOLS, STREAMS, NotRecorded, cut_calls, record_calls
 from oomprobe.tape.reductions import Processors, Reduction, buffers
-from oomprobe.tape.shapes import RowLines
+from oomprobe.tape.shapes import Growth, Growths, learn_row, lines_of_row
 
 A100 = Processors((8, 0), 108, 2048)
 
@@ -157,14 +157,21 @@ def predictor_of(length, call_of=of_row, sizes=(1, 2)):
     return predictor
 
 
+def following(rows, value):
+    """Return the lines of a row by those of others, which are given as (value, call, sizes)."""
+    growths, last = Growths(Growth), ()
+    for row, made, sizes in rows:
+        last = predictor_of(row, made, sizes).lines
+        learn_row(growths, row, last)
+    return lines_of_row(growths, last, value)
+
+
 def test_two_rows_tell_what_another_asks_for():
     """Though half the batch of twice the length has as many samples, and as large activations."""
-    rows = RowLines()
-    for length, sizes in ((128, (4, 8)), (256, (2, 4))):
-        assert rows.at(512) is None
-        rows.learn(length, predictor_of(length, sizes=sizes).lines)
-    following = predictor_of(128).following(rows.at(512))
-    assert following.calls(3, ["step"] * 8) == [of_row(3, 512)] * 8
+    rows = [(128, of_row, (4, 8)), (256, of_row, (2, 4))]
+    assert following(rows[:0], 512) is following(rows[:1], 512) is None
+    row = predictor_of(128).following(following(rows, 512))
+    assert row.calls(3, ["step"] * 8) == [of_row(3, 512)] * 8
 
 
 def test_a_row_that_makes_other_requests_follows_from_none():
@@ -172,12 +179,9 @@ def test_a_row_that_makes_other_requests_follows_from_none():
         call = of_row(batch_size, length)
         return RecordedCall((*call.events, (ALLOCATED, 4, 0), (FREED, 0, 4)), (*call.sizes, 10))
 
-    rows = RowLines()
-    for length, call_of in ((128, of_row), (256, longer)):
-        rows.learn(length, predictor_of(length, call_of).lines)
-    assert rows.at(512) is None
-    rows.learn(384, predictor_of(384).lines)
-    assert rows.at(512) is not None
+    rows = [(128, of_row, (1, 2)), (256, longer, (1, 2)), (384, of_row, (1, 2))]
+    assert following(rows[:2], 512) is None
+    assert following(rows, 512) is not None
 
 
 def test_a_trial_of_a_row_that_grows_otherwise_corrects_it():
@@ -186,12 +190,10 @@ def test_a_trial_of_a_row_that_grows_otherwise_corrects_it():
     def of_power(batch_size, power):
         return of_row(batch_size, 2**power)
 
-    rows = RowLines()
-    for power in (5, 6):
-        rows.learn(power, predictor_of(power, of_power).lines)
-    following = predictor_of(5, of_power).following(rows.at(7))
-    assert following.calls(8, ["step"]) != [of_power(8, 7)]
-    assert following.learn(8, ["step"] * 3, [of_power(8, 7)] * 3)
-    assert following.calls(8, ["step"]) == [of_power(8, 7)]
-    grown = following.calls(100, ["step"])[0].sizes
+    lines = following([(power, of_power, (1, 2)) for power in (5, 6)], 7)
+    row = predictor_of(5, of_power).following(lines)
+    assert row.calls(8, ["step"]) != [of_power(8, 7)]
+    assert row.learn(8, ["step"] * 3, [of_power(8, 7)] * 3)
+    assert row.calls(8, ["step"]) == [of_power(8, 7)]
+    grown = row.calls(100, ["step"])[0].sizes
     assert grown[:3] == pytest.approx(of_power(100, 7).sizes[:3], rel=0.001)

@@ -33,8 +33,8 @@ from oomprobe.rules import program
 from oomprobe.rules.look import differ
 from oomprobe.runners.explaining import Explaining
 from oomprobe.runners.local import LocalRunner, Workload
-from oomprobe.tape.fit import Predictor
-from oomprobe.tape.shapes import RowLines
+from oomprobe.tape.fit import Line, Predictor
+from oomprobe.tape.shapes import Growth, Growths, learn_row, lines_of_row
 
 if TYPE_CHECKING:
     from oomprobe.devices.base import CallRecorder
@@ -84,7 +84,8 @@ class Replays:
         self.row: int | None = None
         self.predictor = Predictor(processors=processors)
         self._value: float | None = None  # of the row
-        self._rows = RowLines()
+        self._last: Sequence[Line] = ()  # of the last row that was predicted
+        self._growths = Growths(Growth)  # of the lines of all such rows
         self.is_off = False
 
     def start_row(self, row: int, value: float | None = None) -> None:
@@ -93,16 +94,17 @@ class Replays:
             return
         lines = None
         if self._value and self.predictor.lines:
-            self._rows.learn(self._value, self.predictor.lines)
+            self._last = self.predictor.lines
+            learn_row(self._growths, self._value, self._last)
         if value:
-            lines = self._rows.at(value)
+            lines = lines_of_row(self._growths, self._last, value)
         self.row, self._value = row, value
         self.predictor = self.predictor.following(lines)
 
     def give_up(self, reason: str) -> None:
         """Predict nothing more of this row, nor of others by those before them."""
         self.predictor.give_up(reason)
-        self._rows = RowLines()
+        self._growths.clear()
 
     @property
     def largest(self) -> int:
@@ -254,7 +256,8 @@ class PredictingOnCard:
 
     def _lengthen(self, request: Request) -> Request:
         """Return a trial with more calls, whose failures would not count, where it may teach something."""
-        learns, hopes = request.learns, all(replays.hopes for replays in self._replays)
+        learns = request.learns
+        hopes = all(replays.hopes for replays in self._replays)
         is_long = len(request.calls) >= MOST_CALLS  # so that it repeats if it ever does
         if request.phase not in (Phase.GROW, Phase.RECHECK) or is_long or not hopes:
             return request

@@ -234,36 +234,32 @@ class Growth:
         )
 
 
-class RowLines:
-    """Lines of a table's rows, which tell those of a row with another value."""
+# Of the lines of a table's rows: by the number of a call, and what it asked for.
+Growths = defaultdict[tuple[int, object], Growth]
 
-    def __init__(self) -> None:
-        self._last: Sequence[Line] = ()
-        # Of a row's calls by their number and their requests.
-        self._growths = defaultdict[tuple[int, object], Growth](Growth)
 
-    def learn(self, value: float, lines: Sequence[Line]) -> None:
-        """Learn from a row: its lines, and not its trials, tell apart what grows with the batch.
+def learn_row(growths: Growths, value: float, lines: Sequence[Line]) -> None:
+    """Learn from a row: its lines, and not its trials, tell apart what grows with the batch.
 
-        Of trials alone, half the batch of twice the length asks for as much.
-        """
-        self._last = lines
-        for number, line in enumerate(lines):
-            growth = self._growths[number, line.call.asked]
-            for size in (line.batch_size, line.batch_size + MANY_SAMPLES):
-                growth.known[size, value] = line.at(size).sizes
+    Of trials alone, half the batch of twice the length asks for as much.
+    """
+    for number, line in enumerate(lines):
+        growth = growths[number, line.call.asked]
+        for size in (line.batch_size, line.batch_size + MANY_SAMPLES):
+            growth.known[size, value] = line.at(size).sizes
 
-    def at(self, value: float) -> list[Line] | None:
-        """Return the lines of a row; None unless another made the same requests as the last."""
-        few, many = list[RecordedCall](), list[RecordedCall]()
-        for number, line in enumerate(self._last):
-            growth = self._growths[number, line.call.asked]
-            if not growth.is_scaled:
-                return None
-            growth.fit()
-            few.append(replace(line.call, sizes=growth.at((0, value))))
-            many.append(replace(line.call, sizes=growth.at((MANY_SAMPLES, value))))
-        return lines_through(0, few, MANY_SAMPLES, many, are_whole=False) or None
+
+def lines_of_row(growths: Growths, last: Sequence[Line], value: float) -> list[Line] | None:
+    """Return the lines of a row; None unless two rows made the same requests as the last."""
+    few, many = list[RecordedCall](), list[RecordedCall]()
+    for number, line in enumerate(last):
+        growth = growths[number, line.call.asked]
+        if not growth.is_scaled:
+            return None
+        growth.fit()
+        few.append(replace(line.call, sizes=growth.at((0, value))))
+        many.append(replace(line.call, sizes=growth.at((MANY_SAMPLES, value))))
+    return lines_through(0, few, MANY_SAMPLES, many, are_whole=False) or None
 
 
 class Structure:
