@@ -438,6 +438,24 @@ def test_the_search_looks_past_holes(holes, limit, capped):
     )  # little above what failed with all the memory
 
 
+class LatePorous(Lengthening):
+    """Of trials that have become long, sizes fail too that lie below the limit."""
+
+    holes = ()
+
+    def __call__(self, size, phase, *, capped):
+        reply = super().__call__(size, phase, capped=capped)
+        return replace(reply, passed=reply.passed and not (self.is_long and size in self.holes))
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 1 / 64, 1 / 32])
+@pytest.mark.parametrize("holes", [range(1215, 1221), range(1218, 1224)])
+def test_the_search_looks_past_holes_once_trials_are_long(holes, tolerance):
+    memory = LatePorous(1300, late_limit=1240, tolerance=tolerance)
+    memory.holes = holes
+    assert 1240 * (1 - 1 / 128) <= search(memory).batch_size <= 1240
+
+
 # --- holes at a coarse resolution ---
 
 

@@ -395,22 +395,19 @@ class _Search:
     def look_past_holes(self) -> None:
         """Try a size slightly above the bracket. If it passes, the failure below it was a hole: continue from there.
 
-        If a coarse resolution ended bisecting, a size slightly above the lower end would lie in the bracket or in the same hole:
-        then it is a size slightly above the upper end.
+        If a coarse resolution or the length of trials ended bisecting, a size slightly above the lower end would lie in the bracket
+        or in the same hole: then it is a size slightly above the upper end.
         """
         met_hole = False
         self.tolerance = STRIDE
         self.bisect()
         while self.good is not None and self.bad is not None:
-            hole, stride = (
-                self.bad,
-                round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step,
-            )
-            width, narrow = (
-                hole - self.good,
-                max(self.sizes.step, max(STRIDE, self.least_tolerance) * self.good),
-            )
-            if width > max(narrow, self.resolution * self.good):
+            hole = self.bad
+            width = hole - self.good
+            stride = round(PAST_HOLES * self.good / self.sizes.step) * self.sizes.step
+            narrow = max(self.sizes.step, STRIDE * self.good)
+            widest = max(self.resolution, self.least_tolerance) * self.good
+            if width > max(narrow, widest):
                 break  # no time is left
             size = self.sizes.up(self.good if width <= narrow else hole, stride)
             if size <= hole or size in self.failed | self.failed_full:
@@ -478,6 +475,7 @@ class _Search:
         self.least_tolerance = max(STRIDE, tolerance)
         self.passed.clear()
         self.begin_at(size - self._near(size))
+        self.look_past_holes()
         self.bisect()
 
     def _stride(self, size: int) -> int:
