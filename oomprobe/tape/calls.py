@@ -67,7 +67,8 @@ def parts_of(kernel: Kernel, numbers: tuple[int, ...]) -> tuple[tuple[int, ...],
     return tuple(map(tuple, parts))
 
 
-# Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, pool, 0) for a cache, and
+# Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, pool, 0) for a cache or, with
+# bytes in place of the 0, for one segment of it, and
 # (KERNEL, index, (kernel, part)) before each result of a kernel with scratch memory and after the last.
 # An index points into the list of sizes; a kernel's sizes are the numbers from which its rule computes
 # its scratch memory. (SWITCHED, stream, 0) makes a stream the current one, and
@@ -318,19 +319,9 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
     live = dict(live)
     blocks = allocator.unnamed([live.pop(name) for name in program.freed])
     blocks += [allocator.block(live[name]) for name in program.shared]
-    for requests, (kind, index, detail) in program.sized(allocator):
+    for requests, event in program.sized(allocator):
         allocator.run(requests, blocks)
-        if kind == RELEASED:
-            allocator.empty_cache(index)
-        elif kind == SWITCHED:
-            allocator.use_stream(index)
-        elif kind == SHARED and index >= 0:
-            allocator.share(blocks[index], detail)
-        elif kind == SET:
-            allocator.set(detail)
-        elif kind == POOLED:
-            act, args, options = detail
-            act(allocator.pools, *args, **dict(options))
+        happen(allocator, event, blocks)
     allocator.synchronize()
     numbers = program.left.values()
     handles = allocator.named(
@@ -342,6 +333,24 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
     left |= {(1, index): 0 for index in program.empty}
     left |= {(1, index): handle for index, handle in zip(program.left, handles, strict=True)}
     return left
+
+
+def happen(allocator: CachingAllocator, event: Event, blocks: Sequence[int]) -> None:
+    """Let an event happen that is no request, among the blocks of a program."""
+    kind, index, detail = event
+    if kind == RELEASED and detail:
+        allocator.segments.release_one(detail)
+    elif kind == RELEASED:
+        allocator.empty_cache(index)
+    elif kind == SWITCHED:
+        allocator.use_stream(index)
+    elif kind == SHARED and index >= 0:
+        allocator.share(blocks[index], detail)
+    elif kind == SET:
+        allocator.set(detail)
+    elif kind == POOLED:
+        act, args, options = detail
+        act(allocator.pools, *args, **dict(options))
 
 
 def replay_calls(

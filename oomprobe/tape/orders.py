@@ -100,9 +100,7 @@ def _start_of(history: History, settings: AllocatorSettings, most_bytes: int) ->
     """Return an allocator in the state in which a history begins."""
     total_bytes = history.card_bytes() or most_bytes
     allocator = CachingAllocator(most_bytes, settings, total_bytes=total_bytes)
-    handles = begin(history, allocator)
-    live = {(1, number): handles[address] for number, address in enumerate(sorted(handles))}
-    return TapedTrial(calls=(), allocator=allocator, live=live)
+    return TapedTrial(calls=(), allocator=allocator, live=begin(history, allocator))
 
 
 def _count_runs(

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator, adopt
+from oomprobe.allocator.pools import Pools
 from oomprobe.allocator.segments import LARGE_SEGMENT, SMALL_SEGMENT
 from oomprobe.allocator.settings import AllocatorSettings, BlockOrder
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
+from oomprobe.tape.calls import (
+    ALLOCATED,
+    FREED,
+    POOLED,
+    RELEASED,
+    LiveBlocks,
+    RecordedCall,
+    happen,
+    replay_call,
+)
+from oomprobe.tape.calls import Event as CallEvent
 from oomprobe.tape.history import Contradiction, History
-from oomprobe.tape.record import GIVES_BACK
 from oomprobe.tape.snapshot import MOST_INT, NO_POOL, Event
 
 _UNLIMITED = 2**41  # more than any card has, and little beside the addresses that there are
@@ -81,23 +92,39 @@ def _recorded(history: History) -> AllocatorSettings:
 
 
 def _replayed(history: History, as_recorded: AllocatorSettings) -> Replay:
-    requests = sum(event.action == "alloc" for event in history.events)
+    served, refused = [*history.events], history.last_refused()
+    # With these, the allocator gives back some segments and keeps others; pages always all.
+    is_partial = bool(as_recorded.max_split_size_mb or as_recorded.garbage_collection_threshold)
+    is_partial &= not as_recorded.expandable_segments
+    call = _call_of(history, served, gives_back_some=is_partial)
+    on_card = [
+        reserved_bytes
+        for event, reserved_bytes in zip(served, history.reserved(), strict=True)
+        if event.action == "alloc"
+    ]
     same = -1
     for order in BlockOrder:
         settings = replace(as_recorded, block_order=order)
-        equal = _same(history, settings)
+        equal = _same(history, call, settings, on_card)
         if equal > same:
             same, as_recorded = equal, settings
-        if same == requests:
+        if same == len(on_card):
             break
+    if refused is not None:  # is served, and freed at once: what came after did not have it
+        number = history.number_of(refused)
+        served[number : number + 1] = (
+            replace(refused, action=action, address=-1) for action in ("alloc", "free_completed")
+        )
     expandable = replace(as_recorded, expandable_segments=True)
-    least_bytes = least_bytes_expandable = _least_bytes(history, expandable)
-    cap_bytes = cap_bytes_expandable = _least_bytes(history, expandable, is_cap=True)
+    call = _call_of(history, served)
+    least_bytes = least_bytes_expandable = _least_bytes(history, call, expandable)
+    cap_bytes = cap_bytes_expandable = _least_bytes(history, call, expandable, is_cap=True)
     if not history.is_expandable:
-        least_bytes = cap_bytes = _least_bytes(history, as_recorded)
+        call = _call_of(history, served, gives_back_some=is_partial)
+        least_bytes = cap_bytes = _least_bytes(history, call, as_recorded)
     return Replay(
         same=same,
-        requests=requests,
+        requests=len(on_card),
         least_bytes=least_bytes,
         least_bytes_expandable=least_bytes_expandable,
         least_cap_bytes=cap_bytes,
@@ -106,20 +133,28 @@ def _replayed(history: History, as_recorded: AllocatorSettings) -> Replay:
     )
 
 
-def _same(history: History, settings: AllocatorSettings) -> int:
+def _same(
+    history: History, call: RecordedCall, settings: AllocatorSettings, on_card: Iterable[int]
+) -> int:
     """Return after how many requests the simulated allocator holds as much as the card's did."""
     allocator = CachingAllocator(
         _UNLIMITED, settings, total_bytes=history.card_bytes() or _UNLIMITED
     )
-    same = 0
-    for event, reserved_bytes in zip(
-        _serve(history, settings, allocator), history.reserved(), strict=True
-    ):
-        same += event.action == "alloc" and allocator.reserved_bytes == reserved_bytes
+    live = begin(history, allocator)
+    program = call.program(live)
+    blocks = allocator.unnamed([live[name] for name in program.freed])
+    same, reserved_bytes = 0, iter(on_card)
+    for requests, event in program.sized(allocator):
+        for request in requests:
+            allocator.run((request,), blocks)
+            same += request > 0 and allocator.reserved_bytes == next(reserved_bytes)
+        happen(allocator, event, blocks)
     return same
 
 
-def _least_bytes(history: History, settings: AllocatorSettings, *, is_cap: bool = False) -> int:
+def _least_bytes(
+    history: History, call: RecordedCall, settings: AllocatorSettings, *, is_cap: bool = False
+) -> int:
     """Return the capacity, or cap, with which the recording runs, and with 2 MiB less it does not.
 
     Still less may run: smaller segments are refused earlier, and leave other pieces.
@@ -127,7 +162,7 @@ def _least_bytes(history: History, settings: AllocatorSettings, *, is_cap: bool 
     It is a multiple of 2 MiB. An expandable segment may extend as far as it needs to, as on a card
     with memory to spare.
     """
-    enough = _peak_bytes(history, settings, _UNLIMITED)
+    enough = _peak_bytes(history, call, settings, _UNLIMITED)
     too_little = (history.live_peak_bytes() - 1) // SMALL_SEGMENT * SMALL_SEGMENT
     if enough is None:
         raise AllocatorOutOfMemory("the request that was refused is larger")
@@ -136,7 +171,7 @@ def _least_bytes(history: History, settings: AllocatorSettings, *, is_cap: bool 
         too_little -= LARGE_SEGMENT  # the last page that a request maps may lie beyond what counts
     while enough - too_little > SMALL_SEGMENT:
         tried = (enough + too_little) // 2 // SMALL_SEGMENT * SMALL_SEGMENT
-        peak_bytes = _peak_bytes(history, settings, tried, is_cap=is_cap)
+        peak_bytes = _peak_bytes(history, call, settings, tried, is_cap=is_cap)
         if peak_bytes is None:
             too_little = tried
         elif is_cap:
@@ -147,76 +182,75 @@ def _least_bytes(history: History, settings: AllocatorSettings, *, is_cap: bool 
 
 
 def _peak_bytes(
-    history: History, settings: AllocatorSettings, most_bytes: int, *, is_cap: bool = False
+    history: History,
+    call: RecordedCall,
+    settings: AllocatorSettings,
+    most_bytes: int,
+    *,
+    is_cap: bool = False,
 ) -> int | None:
-    """Return the most that the allocator holds while it serves all requests; None if it cannot.
-
-    The last request that was refused is one of them.
-    """
+    """Return the most that the allocator holds while it serves a call; None if it cannot."""
     allocator = CachingAllocator(most_bytes, settings, total_bytes=_UNLIMITED)
     if is_cap:
         allocator.limit_bytes = most_bytes
         allocator.capacity_bytes += LARGE_SEGMENT
-    refused = history.last_refused()
     try:
-        for event in _serve(history, settings, allocator):
-            if (
-                event is refused
-            ):  # served this time, and its block freed at once: what came after did not have it
-                _turn_to(allocator, event.stream, event.pool)
-                allocator.free(allocator.malloc(event.size))
+        replay_call(allocator, call, begin(history, allocator))
     except AllocatorOutOfMemory:
         return None
     return int(allocator.peak_reserved_bytes)
 
 
-def _serve(
-    history: History, settings: AllocatorSettings, allocator: CachingAllocator
-) -> Iterator[Event]:
-    """Give an empty allocator the requests of a history, and yield each event once it has happened, a request before it is refused."""
-    blocks = begin(history, allocator)
-    releasing: tuple[int, ...] | None = None  # the pool whose segments are given back
-    # With these, the allocator gives back some segments and keeps others; pages always all.
-    is_partial = bool(settings.max_split_size_mb or settings.garbage_collection_threshold)
-    is_partial &= not settings.expandable_segments
-    for event in history.events:
-        is_release = event.action in GIVES_BACK
+def _call_of(
+    history: History, served: Iterable[Event], *, gives_back_some: bool = False
+) -> RecordedCall:
+    """Return what was served as one call, after one that left what was in use when it began.
+
+    With `gives_back_some`, the allocator gives back single segments, else all that are free.
+    """
+    names = {address: (1, number) for number, address in enumerate(sorted(history.begins))}
+    events, sizes, serving = list[CallEvent](), list[int](), None
+    for event in served:
         match event.action:
             case "alloc":
-                _turn_to(allocator, event.stream, event.pool)
-                blocks[event.address] = allocator.malloc(event.size)
+                if serving != (event.stream, event.pool):
+                    serving = event.stream, event.pool
+                    events.append((POOLED, 0, (_turn_to, serving, ())))
+                names[event.address] = 0, len(sizes)
+                events.append((ALLOCATED, len(sizes), 0))
+                sizes.append(event.size)
             case "free_completed":
-                allocator.free(blocks.pop(event.address))
-        if is_release and is_partial:
-            allocator.segments.release_one(event.size)
-        elif is_release and event.pool != releasing:
-            _release(allocator, event.pool)
-        releasing = event.pool if is_release else None
-        yield event
+                events.append((FREED, *names.pop(event.address)))
+            case "segment_free" | "segment_unmap":
+                released = RELEASED, _number(event.pool), gives_back_some * event.size
+                if gives_back_some:
+                    events.append(released)
+                elif events[-1:] != [released]:
+                    serving = None
+                    events += (POOLED, 0, (let_go, (event.pool,), ())), released
+    return RecordedCall(tuple(events), tuple(sizes))
 
 
-def _turn_to(allocator: CachingAllocator, stream: int, pool: tuple[int, ...]) -> None:
+def _turn_to(pools: Pools, stream: int, pool: tuple[int, ...]) -> None:
     """Let a stream's next requests come from a pool, which stays until its segments go back."""
-    allocator.use_stream(stream)
+    pools.use_stream(stream)
     number = _number(pool)
-    if allocator.pools.active == [number] or not (number or allocator.pools.active):
+    if pools.active == [number] or not (number or pools.active):
         return
-    for used in [*allocator.pools.active]:
-        allocator.pools.leave(used)
-        allocator.pools.release(used)
+    for used in [*pools.active]:
+        pools.leave(used)
+        pools.release(used)
     if number:
-        if not allocator.pools.users[number]:
-            allocator.pools.make(number)
-        allocator.pools.use(number, captures=pool[0] > 0)
+        if not pools.users[number]:
+            pools.make(number)
+        pools.use(number, captures=pool[0] > 0)
 
 
-def _release(allocator: CachingAllocator, pool: tuple[int, ...]) -> None:
-    """Give back what a pool has free; a private one has then lost its users."""
-    _turn_to(allocator, allocator.stream, NO_POOL)
-    number = _number(pool)
-    if number:
-        allocator.pools.users[number] = 0
-    allocator.empty_cache(number)
+def let_go(pools: Pools, pool: tuple[int, ...]) -> None:
+    """Leave what was in use; a private pool whose segments go back has lost its users."""
+    _turn_to(pools, pools.stream, NO_POOL)
+    if pool != NO_POOL:
+        pools.users[_number(pool)] = 0
 
 
 def _number(pool: tuple[int, ...]) -> int:
@@ -224,8 +258,8 @@ def _number(pool: tuple[int, ...]) -> int:
     return pool[0] << 62 | pool[1]
 
 
-def begin(history: History, allocator: CachingAllocator) -> dict[int, int]:
-    """Bring an empty allocator into the state in which the history begins; return the handles of blocks by address.
+def begin(history: History, allocator: CachingAllocator) -> LiveBlocks:
+    """Bring an empty allocator into the state in which the history begins; return its blocks, by the rank of their address.
 
     The segments are taken over as they were, or the blocks are requested anew: a layout is of one setting.
 
@@ -234,17 +268,18 @@ def begin(history: History, allocator: CachingAllocator) -> dict[int, int]:
         Contradiction: the blocks overlap.
     """
     requests_begin = allocator.settings.expandable_segments and not history.tells_pages
-    blocks: dict[int, int] = {}
+    live: LiveBlocks = {}
     addresses = sorted(history.begins)
     if requests_begin:
-        for address in addresses:
-            _turn_to(allocator, history.begins[address].stream, history.begins[address].pool)
-            blocks[address] = allocator.malloc(history.begins[address].requested)
-        return blocks
+        for number, address in enumerate(addresses):
+            _turn_to(allocator.pools, history.begins[address].stream, history.begins[address].pool)
+            live[1, number] = allocator.malloc(history.begins[address].requested)
+        return live
     room_ends = MOST_INT + _UNLIMITED
     for start, (size, stream, pool) in sorted(history.segments.items(), reverse=True):
-        inside = addresses[bisect_left(addresses, start) : bisect_left(addresses, start + size)]
-        _turn_to(allocator, stream, pool)
+        first, last = bisect_left(addresses, start), bisect_left(addresses, start + size)
+        inside = addresses[first:last]
+        _turn_to(allocator.pools, stream, pool)
         sizes = [(address, history.begins[address].requested) for address in inside]
         room = min(room_ends - start - size, _UNLIMITED)
         if room < 0:
@@ -253,12 +288,12 @@ def begin(history: History, allocator: CachingAllocator) -> dict[int, int]:
             handles = adopt(allocator, start, size, sizes, room)
         except ValueError as error:
             raise Contradiction(str(error)) from None
-        blocks |= zip(inside, handles, strict=True)
+        live |= {(1, first + number): handle for number, handle in enumerate(handles)}
         room_ends = start
-    _turn_to(allocator, 0, NO_POOL)
+    _turn_to(allocator.pools, 0, NO_POOL)
     if allocator.reserved_bytes > allocator.capacity_bytes:
         allocator.empty_cache()
         allocator.reset_peaks()
     if allocator.reserved_bytes > allocator.capacity_bytes:
         raise AllocatorOutOfMemory("the segments in use when recording began are larger")
-    return blocks
+    return live
