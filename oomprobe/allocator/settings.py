@@ -47,6 +47,9 @@ if _NUMBERS < (2, 12):
     BLOCK_ORDER = BlockOrder.ADDRESS
 elif _NUMBERS == (2, 12):
     BLOCK_ORDER = BlockOrder.BLOCK
+# Before, `max_split_size_mb:20` was too small, and in `roundup_power2_divisions` the number of
+# ``>`` was also that of the last size named.
+_SINCE_2_10 = _NUMBERS >= (2, 10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,12 +183,12 @@ class AllocatorSettings:
             garbage_collection_threshold=0.0,
         )
         settings = replace(reset, **fields)
-        least = settings.large_segment_size_mb
+        least = settings.large_segment_size_mb + (not _SINCE_2_10)
         for name in ("max_split_size_mb", "max_non_split_rounding_mb"):
             if fields.get(name, least) < least:
                 raise InvalidArgumentError(
-                    f"{name}:{fields[name]} in PYTORCH_ALLOC_CONF is too small: torch takes {least} or "
-                    "more, the MiB of a large segment"
+                    f"{name}:{fields[name]} in PYTORCH_ALLOC_CONF is too small: torch takes "
+                    f"{least} or more"
                 )
         return settings
 
@@ -227,7 +230,8 @@ def _divisions(value: str) -> tuple[int, ...]:
     for item in value.strip("[]").split(","):
         size, _, number = item.partition(":")
         if size == ">":
-            divisions[last + 1 :] = [_power_of_two(number)] * (_INTERVALS - 1 - last)
+            first = last + _SINCE_2_10
+            divisions[first:] = [_power_of_two(number)] * (_INTERVALS - first)
             continue
         last = min(_power_of_two(size, least=1).bit_length() - 1, _INTERVALS - 1)
         if is_first:
