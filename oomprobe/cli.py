@@ -653,10 +653,7 @@ def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str |
         return ONLY_FOR_COMMANDS if is_for_commands else None
     if arguments.target is not None:
         return TWO_TARGETS.format(target=arguments.target)
-    of_targets = (
-        *("breakdown", "epoch", "host_memory", "isolate"),
-        *("nproc_per_node", "over", "tokens"),
-    )
+    of_targets = ("breakdown", "epoch", "isolate", "nproc_per_node", "over", "tokens")
     options = _flags([name for name in of_targets if hasattr(arguments, name)])
     if options:
         return NOT_FOR_COMMANDS.format(options=options)

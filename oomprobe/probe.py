@@ -537,7 +537,7 @@ def probe_command(
         savings: ``"expandable_segments"``, for a table with and without this setting of the
             environment; all other savings need a target.
         require: Only with `savings`: the `batch_size` of `find_savings`.
-        **options: Those of `find_max_batch`, except `preserve`, `host_memory` and `breakdown`.
+        **options: Those of `find_max_batch`, except `preserve` and `breakdown`.
             `device` is None, for the devices that the command chooses, or a simulated card for each of its processes that trains, such as ``"sim:24GiB"``. `resolution` is 1/64 by
             default, and the plan for `global_batch` is printed but not run.
 

@@ -68,10 +68,6 @@ NO_BREAKDOWN = (
     "breakdown records the allocations of a step in its own process, which a command does not allow: write a target, "
     "and probe that"
 )
-NO_HOST_MEMORY = (
-    "host_memory limits what a step takes of the host, which the processes of a command do not "
-    "report: write a target, and probe that"
-)
 BUILDING = "; building {ranks} ranks took {seconds}, and a search usually builds 7 or 8 groups"
 NOT_RESTORED = "not restored: {names}"
 CACHED_BYTES = 16 * 2**20  # more than libraries leave
@@ -278,8 +274,6 @@ def open_command(
     words = checked(command)
     if order.options.breakdown:
         raise InvalidArgumentError(NO_BREAKDOWN)
-    if order.options.host_memory is not None:
-        raise InvalidArgumentError(NO_HOST_MEMORY)
     with _framed(order) as frame:
         card = simulated_for_command(order.device)
         if keep_writes and card is not None:

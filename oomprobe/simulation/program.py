@@ -28,6 +28,7 @@ from oomprobe.simulation.card_mode import CardMode
 from oomprobe.simulation.catalogue import card_of
 from oomprobe.simulation.fakes import SEEN
 from oomprobe.simulation.files import Files
+from oomprobe.simulation.host import HostMemory
 from oomprobe.simulation.memory import CardMemory
 from oomprobe.simulation.patches import without_values
 from oomprobe.simulation.ranks import groups_of_program, with_nccl
@@ -195,6 +196,11 @@ class Program:
     def workspace_bytes(self) -> int:
         """The largest workspace that a convolution may want."""
         return self._memory.largest_workspace_bytes
+
+    @property
+    def host(self) -> HostMemory:
+        """What it takes of the host."""
+        return self._memory.host
 
     @property
     def read_at(self) -> str:

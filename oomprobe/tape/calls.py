@@ -67,8 +67,8 @@ def parts_of(kernel: Kernel, numbers: tuple[int, ...]) -> tuple[tuple[int, ...],
     return tuple(map(tuple, parts))
 
 
-# Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, pool, 0) for a cache or, with
-# bytes in place of the 0, for one segment of it, and
+# Events are (ALLOCATED, index, 0), (FREED, calls ago, index), (RELEASED, pool, 0) for a cache, or
+# (RELEASED, pool, bytes) for one segment of it, and
 # (KERNEL, index, (kernel, part)) before each result of a kernel with scratch memory and after the last.
 # An index points into the list of sizes; a kernel's sizes are the numbers from which its rule computes
 # its scratch memory. (SWITCHED, stream, 0) makes a stream the current one, and

@@ -13,7 +13,7 @@ from processes import start
 import oomprobe
 from oomprobe import errors
 from oomprobe.cli import main
-from oomprobe.errors import SimulationError, UnreliableError
+from oomprobe.errors import NothingFitsError, SimulationError, UnreliableError
 from oomprobe.simulation import program
 
 from .test_sitecustomize import PYTHON, run
@@ -504,6 +504,18 @@ def test_a_program_may_hide_the_card(tmp_path, when):
         oomprobe.check_command(
             command(tmp_path, script=script), 64, device="sim:1GiB", progress="off"
         )
+
+
+def test_pinned_memory_is_reported_and_limited(tmp_path):
+    """A block of 2 KiB a row, rounded up to a power of two, dies once it is copied."""
+    script = SCRIPT.replace("512).to(device)", "512).pin_memory().to(device)")
+    script = script.replace("nn.Linear(512, 512)", "nn.Linear(512, 512, device=device)")
+    words = command(tmp_path, script=script)
+    options = {"device": "sim:1GiB", "host_memory": "512KiB", "progress": "off"}
+    result = oomprobe.check_command(words, 255, **options)
+    assert result.pinned_bytes == result.host_bytes == 2**19
+    with pytest.raises(NothingFitsError, match=r"1\.00 MiB of them pinned"):
+        oomprobe.check_command(words, 257, **options)
 
 
 EVALUATES = """

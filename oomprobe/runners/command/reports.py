@@ -15,6 +15,7 @@ from pathlib import Path
 from oomprobe.ground.units import known
 from oomprobe.records.plain import from_plain
 from oomprobe.records.trials import RankTrial, Verdict
+from oomprobe.runners.workers.settling import sum_of_known
 from oomprobe.tape.record import NotRecorded, TapedTrial
 from oomprobe.verdicts import Link
 
@@ -72,7 +73,9 @@ class ProcessReport:
     )  # the user's line that ran out of memory, or whose exception ended the process
     errors: tuple[Link, ...]  # the exception that ended the process, and its causes
     devices: tuple[Memory, ...]  # on which it has reserved memory
+    pinned_bytes: int | None = None  # most pinned memory of the host; None: unknown
     # On a simulated card:
+    host_bytes: int | None = None  # that and other memory of the host
     notes: tuple[str, ...] = ()  # what was assumed
     not_covered: tuple[str, ...] = ()  # what was left out
     not_compared: str = ""  # what nobody has compared with torch's allocator
@@ -273,6 +276,16 @@ class RunReports:
     def outside_bytes(self) -> int | None:
         """The most memory of any device that is in use but not reserved by the command; None if unknown."""
         return max(known(card.outside_bytes for card in self.cards), default=None)
+
+    @property
+    def pinned_bytes(self) -> int | None:
+        """What the processes that train have pinned of the host; None if unknown."""
+        return sum_of_known([report.pinned_bytes for report in self.training])
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The same with other memory of the host, on a simulated card."""
+        return sum_of_known([report.host_bytes for report in self.training])
 
     @property
     def requested(self) -> Requested:

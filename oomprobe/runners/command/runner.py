@@ -468,6 +468,8 @@ class CommandRunner:
             peak_allocated_bytes=sum(memory.peak_allocated_bytes for memory in memories) or None,
             peak_reserved_bytes=peak_bytes or None,
             peak_upper_bytes=upper_bytes,
+            pinned_bytes=seen.pinned_bytes,
+            host_bytes=seen.host_bytes,
             step_s=step_s,
             samples_per_s=None if step_s is None else request.batch_size / step_s,
             alloc_retries=max((memory.retries for memory in memories), default=0),

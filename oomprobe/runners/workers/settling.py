@@ -121,7 +121,8 @@ def _most(values: Iterable[Number | None]) -> Number | None:
     return max(known(values), default=None)
 
 
-def _sum(values: Sequence[Number | None]) -> Number | None:
+def sum_of_known(values: Sequence[Number | None]) -> Number | None:
+    """Return the sum of the values that are known; None if none is."""
     of_ranks = known(values)
     return sum(of_ranks[1:], of_ranks[0]) if of_ranks else None
 
@@ -150,8 +151,8 @@ _TRIAL_OF_ALL: Mapping[str, Callable[[Sequence[Any]], Any]] = {
     "peak_reserved_bytes": _most,
     "step_s": _most,  # training waits for the slowest rank
     "alloc_retries": max,
-    "pinned_bytes": _sum,  # they share the host
-    "host_bytes": _sum,
+    "pinned_bytes": sum_of_known,  # they share the host
+    "host_bytes": sum_of_known,
     "leaked_bytes": max,
     "step_leaked_bytes": max,
 }

@@ -290,10 +290,19 @@ class Watch:
             program = self.program
             report.update(notes=program.notes, not_covered=program.not_covered)
             report.update(not_compared=program.not_compared, refusal=program.refusal)
-            report["read_at"] = program.read_at
+            report.update(read_at=program.read_at, host_bytes=program.host.peak_bytes)
+            report["pinned_bytes"] = program.host.peak_pinned_bytes
+        elif self.has_cuda_started():
+            guarded(self.add_pinned)(report)
         if self.by_hand:
             report["notes"] = [*report["notes"], COUNTED_BACKWARD % report["program"]]
         self.write_plain(report, "json")
+
+    def add_pinned(self, report):
+        version = [int(part) for part in str(self.torch.__version__).split(".")[:2]]
+        if version >= [2, 10]:  # older ones do not count what the allocator keeps
+            stats = self.torch.cuda.host_memory_stats()
+            report["pinned_bytes"] = stats["allocated_bytes.peak"]
 
     def write_plain(self, value, suffix):
         import json
