@@ -313,6 +313,18 @@ def test_a_cap_counts_requests_and_not_their_pages(explained):
     assert "as recorded, under a cap: 30.00 MiB" in str(explanation)
 
 
+def test_a_private_pool_whose_segments_go_back_is_replayed(explained):
+    """What was its memory then serves a request outside of it."""
+    pooled = {"size": 20 * MIB, "stream": 0, "frames": [], "pool_id": (0, 1)}
+    actions = ["segment_alloc", "alloc", "free_requested", "free_completed", "segment_free"]
+    events = [pooled | {"action": action, "addr": 2**41} for action in actions]
+    events += [event | {"pool_id": (0, 0), "addr": 2**40} for event in events[:2]]
+    last = pages(2**40, 20 * MIB, (0, 20 * MIB)) | {"is_expandable": False}
+    explanation = explained(warm(segments=[last], device_traces=[events]))
+    assert explanation.notes[0].startswith("Replayed 2 requests: after 2 of them")
+    assert explanation.least_bytes == 20 * MIB
+
+
 FREE = {"action": "free_completed", "addr": 2**41, "size": 512, "stream": 0, "frames": []}
 
 
