@@ -9,6 +9,7 @@ import time
 
 import pytest
 from gpu_check import check as gpu_check
+from gpu_check import plan
 from processes import is_gone, until
 
 STARTS_ANOTHER = """
@@ -117,3 +118,38 @@ def test_broken_promises_are_reported(check, found, dies_after, said):
 
     status, kept = check({"probe": found, "train": train})
     assert (status, kept["wrong"]) == (1, [f"conv_net, whole card: {said}"])
+
+
+def test_a_plan_keeps_what_it_found_whatever_a_part_does(capsys):
+    """The evidence is written before each process starts; a part that fails or takes its time ends alone."""
+    evidence, written, limits = {}, [], []
+
+    def in_child(function, *args, limit_s):
+        limits.append(limit_s)
+        return function(*args)
+
+    def good(run, found):
+        found["one"] = run(lambda: {"answer": 1})
+        found["two"] = run(lambda: {"answer": 2})
+
+    def bad(run, found):
+        found["one"] = run(lambda: {"answer": 1})
+        raise KeyError("two")
+
+    parts = {"late": (good, 0), "bad": (bad, 5), "good": (good, 5)}
+    plan.carry_out(evidence, lambda: written.append(json.dumps(evidence)), in_child, parts)
+    late = {"error": "the time of its part was over"}
+    assert (evidence["late"]["one"], evidence["late"]["two"]) == (late, late)
+    assert evidence["bad"]["one"] == {"answer": 1}
+    assert evidence["bad"]["error"] == "KeyError: 'two'"
+    assert (evidence["good"]["one"], evidence["good"]["two"]) == ({"answer": 1}, {"answer": 2})
+    assert len(limits) == 3
+    assert all(0 < limit_s <= 5 for limit_s in limits)
+    # Before each of five processes, and after each part.
+    assert len(written) == 8
+    assert '"one": {"answer": 1}' in written[-2]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("good: ")
+
+
+def test_the_parts_of_a_plan_end_within_twelve_minutes():
+    assert sum(limit_s for _, limit_s in plan.PARTS.values()) < 720

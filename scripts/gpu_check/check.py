@@ -8,6 +8,7 @@ the allocator for two models (recording.py), what isolating trials costs, and a 
 time.
 
     scripts/gpu-check [EVIDENCE.json]       default: tests/evidence/<card>-torch<version>.json
+    scripts/gpu-check --plan [EVIDENCE.json]    what no card has been asked yet (plan.py), in twelve minutes
 
 Takes eight minutes of a card, or twelve of several. The file is written after each step, so an interrupted check keeps its findings; the output
 of the tests is next to it, in .tests.txt.
@@ -59,6 +60,9 @@ def main():
     parser.add_argument(
         "--without-tests", action="store_true", help="leave out the tests marked gpu"
     )
+    parser.add_argument(
+        "--plan", action="store_true", help="what no card has been asked yet, instead: 12 minutes"
+    )
     arguments = parser.parse_args()
     try:
         import torch._dynamo  # otherwise the first optimizer imports it in each child, in 3 s
@@ -82,6 +86,13 @@ def main():
         return 2
     evidence = {**card, **surroundings()}
     path = arguments.evidence or default_path(evidence)
+    if arguments.plan:
+        from gpu_check import plan
+
+        path = arguments.evidence or path.with_name(f"{path.stem}-plan.json")
+        plan.carry_out(evidence, lambda: write(evidence, path, started), in_child)
+        print(f"evidence: {path}")
+        return 0
     return check(evidence, path, started, with_tests=not arguments.without_tests)
 
 
@@ -218,12 +229,8 @@ def check(
     evidence |= {"isolation": {}, "table": {}, "ranks": {}, "tests": NOT_RUN}
 
     def keep():
-        evidence.update(wrong=wrong(evidence), seconds=round(time.monotonic() - started, 1))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join(
-            f"{json.dumps(name)}: {json.dumps(value)}" for name, value in evidence.items()
-        )
-        path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+        evidence.update(wrong=wrong(evidence))
+        write(evidence, path, started)
 
     progress("memory outside the allocator, and errors")
     evidence["outside_bytes"] = in_child(facts.outside_bytes, limit_s=FACT_S)
@@ -268,6 +275,18 @@ def check(
     keep()
     print_summary(evidence, path)
     return 1 if evidence["wrong"] else 0
+
+
+def write(evidence, path, started):
+    """Write the evidence whole, with the seconds since the start."""
+    evidence.update(seconds=round(time.monotonic() - started, 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(value)}" for name, value in evidence.items()
+    )
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    part.replace(path)
 
 
 # --- one part: a model and a card size ---

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from bed import forked
 from gpu_check import check as gpu_check
+from gpu_check import plan
 from recordings import Recording, replay
 
 from oomprobe.allocator.caching import CachingAllocator
@@ -85,6 +86,37 @@ def test_gpu_check(tmp_path):
     assert "to send it: open an issue" in said
     assert evidence["table"]["alone"].keys() == evidence["table"]["mixed"].keys()
     assert set(evidence["table"]["trained mixed"]) == {"ran"}
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_card():
+    """Of each part a little; kernels are stubs, so that only requests and peaks mean something."""
+
+    def carry_out():
+        gpu_check.find_card()  # sets how children start
+        plan.SIZES = {name: plan.SIZES[name] for name in ("conv_net", "bottlenecks")}
+        plan.ROWS, plan.BLOCKS, plan.SAVED_SIZE = ("checkpoint",), 2, 2
+        plan.TRAINED = {"longest_only_ends": 2, "ends": 1}
+        kept = ("prediction", "epochs", "savings", "pinned memory")
+        parts, evidence = {name: (plan.PARTS[name][0], 120) for name in kept}, {}
+        with contextlib.redirect_stdout(io.StringIO()):
+            plan.carry_out(evidence, lambda: None, gpu_check.in_child, parts)
+        return json.loads(json.dumps(evidence))
+
+    found = forked(carry_out, limit_s=300, card=A100, **CARD)
+    for name in ("conv_net", "bottlenecks"):
+        predicted = found["prediction"][name]
+        assert predicted["as predicted"] == predicted["requests"] > 200
+        assert predicted["reserved_bytes"] == predicted["predicted_reserved_bytes"]
+    epochs = found["epochs"]
+    ends = epochs["epoch"]["longest_only_ends"]
+    trained = [one["ended"] for one in epochs["trained"]["longest_only_ends"]]
+    assert (epochs["simulated"]["ends"], trained) == (ends, ends[:2])
+    assert trained[1] > 1
+    assert epochs["trained"]["ends"] == [{"ended": None}]
+    card, simulated = found["savings"]["checkpoint"]["peaks"]
+    assert card == pytest.approx(simulated, rel=0.001)
+    assert found["pinned memory"]["in short"] == {"equal": True}
 
 
 def check_replay(found):
