@@ -626,7 +626,7 @@ def _time(result: ProbeResult) -> Fact:
     total = f"{format_seconds(result.elapsed_s)} for {count(ran, 'trial', 'trials')}"
     if replayed:
         total += f" and {count(replayed, 'replay', 'replays')}"
-    if not result.elapsed_s > 0:
+    if not min(result.elapsed_s, result.in_steps_s) > 0:  # no step was timed
         return Fact(total)
     share = result.in_steps_s / result.elapsed_s
     if _is_of_command(result):
