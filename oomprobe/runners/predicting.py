@@ -447,10 +447,10 @@ class Predicting:
             return not self._replays.predictor.give_up(COUNTS_VALUES)
         if self._shortens:
             calls = calls[: len(names)]
-        if not calls or not names:
+            self._stepped = outcome.records[-1].stepped
+        if not calls:
             return False
-        names += names[-1:] * (len(calls) - len(names))
-        self._stepped = outcome.records[-1].stepped
+        names += [request.calls[0].step] * (len(calls) - len(names))
         self._replays.predictor.workspace_bytes[trial.batch_size] = self._card.workspace_bytes
         # Between its steps, a command may do what none of the calls that it wrote down has done.
         peaks = (expected.peak_reserved_bytes or 0, trial.peak_reserved_bytes or 0)

@@ -16,6 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.worker import _worker_loop
 
@@ -113,6 +114,8 @@ class Program:
         self.refusal = ""
         self._first_optimizer = 0  # its id
         self._calls: list[RecordedCall] | None = []
+        # The id of its first model on the card, and where calls of it began.
+        self._model, self._begun = 0, list[tuple[int, int]]()
         self._is_left = False
 
     def enter(self) -> None:
@@ -124,9 +127,16 @@ class Program:
                 self._memory.keep_back(card)
                 self._mode.notes[note] = None
 
+        def begins(module: torch.nn.Module, _: object) -> None:
+            if not self._model and any(parameter.is_cuda for parameter in module.parameters()):
+                self._model = id(module)
+            if id(module) == self._model:
+                self._begun.append(self._memory.tape.place)
+
         self._patches.enter_context(without_values(self._mode))
         groups = groups_of_program(self._mode.notes, has_joined, self._on_card)
         self._patches.enter_context(replaced([*self._of_program(), *self.files.patches(), *groups]))
+        self._patches.callback(register_module_forward_pre_hook(begins).remove)
         os.register_at_fork(after_in_child=self.leave)
 
     def hooks(self) -> dict[str, Callable[[Any], None]]:
@@ -165,6 +175,16 @@ class Program:
             return
         call = self._memory.finish_call()
         self._memory.tape.start()
+        self._keep(call, path)
+
+    def ended(self, path: str) -> None:
+        """Write the calls of a program that made no steps: each begins as its model is called."""
+        if not self._first_optimizer:
+            for call in self._memory.finish_call().cut(self._begun[:MOST_CALLS]):
+                self._keep(call, path)
+
+    def _keep(self, call: RecordedCall, path: str) -> None:
+        """Keep a call; once calls repeat, write them to a file."""
         if self._calls is None:  # they are written, or never repeat
             return
         self._calls.append(call)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -79,6 +80,7 @@ Event = tuple[int, int, Any]
 _END: Event = (-1, 0, 0)
 Name = tuple[int, int]  # of a block: calls ago, index in that call
 LiveBlocks = dict[Name, int]  # handles
+LONGEST_LIFE = 2  # calls that a block may outlive where two in a row show that calls repeat
 
 
 @dataclass(frozen=True)
@@ -131,20 +133,42 @@ class RecordedCall:
 
     @cached_property
     def closed(self) -> bool:
-        """Whether the call frees exactly the blocks that an identical call before it leaves."""
-        left = set[Name]()  # as the next call names them
+        """Whether the call frees exactly what identical calls before it leave."""
+        left = Counter[int]()
         for kind, index, detail in self.events:
             if kind == ALLOCATED:
-                left.add((1, index))
+                left[index] += 1
             elif kind == FREED:
-                left.discard((index + 1, detail))
+                left[detail] -= 1
         freed, _ = self._earlier
-        return left == freed.keys()
+        lived, _ = max(freed, default=(0, 0))
+        return lived <= LONGEST_LIFE and not any(left.values())
 
     def repeats(self, before: RecordedCall) -> bool:
         """Whether it did what the call before it did, so that another one would too."""
         is_alike = self is before or (self.core, self.sizes) == (before.core, before.sizes)
         return is_alike and self.closed
+
+    def cut(self, ends: Sequence[tuple[int, int]]) -> list[RecordedCall]:
+        """Return the calls that it is made of; each ends after so many events and sizes.
+
+        It must be the first call of a trial that begins without blocks.
+        """
+        calls, firsts = list[RecordedCall](), [0]
+        began = 0
+        for number, (ended, last) in enumerate(ends):
+            events = list[Event]()
+            for kind, index, detail in self.events[began:ended]:
+                if kind in (ALLOCATED, KERNEL):
+                    index -= firsts[-1]
+                elif kind == FREED:
+                    made = bisect_right(firsts, detail) - 1
+                    index, detail = number - made, detail - firsts[made]
+                events.append((kind, index, detail))
+            calls.append(RecordedCall(tuple(events), self.sizes[firsts[-1] : last]))
+            began = ended
+            firsts.append(last)
+        return calls
 
 
 def write_calls(calls: Iterable[RecordedCall], path: str) -> None:
@@ -188,6 +212,11 @@ class Tape:
         """Start a call, dropping events since the last one."""
         self.call_number += 1
         self._events, self._sizes = [], []
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How many events and sizes the call has so far."""
+        return len(self._events), len(self._sizes)
 
     def allocated(self, nbytes: int) -> tuple[int, int]:
         """Record an allocated block; return its name."""
@@ -407,7 +436,7 @@ class ReplayedTrial:
 
 def state_of(allocator: CachingAllocator, live: LiveBlocks) -> object:
     """Return the state that decides how a repetition of the last call goes."""
-    left = {index: block for (ago, index), block in live.items() if ago == 1}
+    left = {name: block for name, block in live.items() if name[0] <= LONGEST_LIFE}
     return [*left], allocator.layout(left.values())
 
 

@@ -399,6 +399,36 @@ def test_a_command_is_probed_like_any_and_sizes_that_follow_from_two_runs_are_re
     assert [trial.phase for trial in runs][-2:] == ["confirm", "confirm"]
 
 
+FEW_RUNS = {
+    "keeps what a step made for two steps": """
+        optimizer, kept = torch.optim.Adam(model.parameters()), []
+        for _ in range(1000):
+            loss = model(torch.randn(options.batch_size, 512).cuda()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            kept = [*kept[-1:], loss.detach().clone()]
+    """,
+    "makes no steps": """
+        for _ in range(5):
+            with torch.inference_mode():
+                model(torch.randn(options.batch_size, 512).cuda()).softmax(-1).sum().item()
+    """,
+}
+
+
+@pytest.mark.parametrize("name", FEW_RUNS)
+def test_a_loop_of_another_kind_takes_few_runs_too(tmp_path, name):
+    model = "model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()\n"
+    script = SCRIPT.partition("if __name__")[0] + model + textwrap.dedent(FEW_RUNS[name])
+    words = [PYTHON, *command(tmp_path, script=script)[1:]]
+    result = oomprobe.probe_command(words, device="sim:64MiB", start_batch=512, progress="off")
+    runs = [trial for trial in result.trials if not trial.replayed]
+    assert [trial.phase for trial in runs] == ["grow", "grow", "confirm", "confirm"]
+    report = " ".join(str(result).split())
+    assert ("to start and end the command" in report) == bool(runs[0].steps)
+
+
 def test_a_setting_is_a_saving_of_a_command_and_all_others_need_a_target(tmp_path):
     is_set = "any('expandable_segments:True' in value for value in os.environ.values())"
     script = SCRIPT.replace("options.batch_size", f"options.batch_size // (1 + {is_set})")

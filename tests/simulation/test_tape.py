@@ -8,6 +8,7 @@ from oomprobe.tape.calls import (
     FREED,
     RELEASED,
     RecordedCall,
+    Tape,
     peak_bytes,
     replay_call,
     replay_calls,
@@ -17,9 +18,9 @@ from oomprobe.tape.fit import Predictor, lines_through
 MIB = 2**20
 
 
-def a_call(*sizes, leave=0, dead=()):
-    """Return a call that frees its blocks at once, except the last `leave`, and the `dead` blocks of the previous call."""
-    events = [(FREED, 1, index) for index in dead]
+def a_call(*sizes, leave=0, dead=(), ago=1):
+    """Return a call that frees its blocks at once, except the last `leave`, and the `dead` blocks of an earlier call."""
+    events = [(FREED, ago, index) for index in dead]
     for index in range(len(sizes)):
         events.append((ALLOCATED, index, 0))
         if index < len(sizes) - leave:
@@ -28,17 +29,26 @@ def a_call(*sizes, leave=0, dead=()):
 
 
 @pytest.mark.parametrize(
-    ("leave", "dead", "closed"),
-    [(0, [], True), (1, [1], True), (1, [], False), (1, [0], False)],
+    ("leave", "dead", "ago", "closed"),
+    [
+        (0, [], 1, True),
+        (1, [1], 1, True),
+        (1, [1], 2, True),
+        (1, [1], 3, False),
+        (1, [], 1, False),
+        (1, [0], 1, False),
+    ],
     ids=[
         "leaves nothing",
         "frees what was left",
+        "frees it a call later",
+        "frees it after more calls than were seen",
         "leaves a block each time",
         "frees another block",
     ],
 )
-def test_closed_calls_free_what_the_previous_one_left(leave, dead, closed):
-    call = a_call(1, 2, leave=leave, dead=dead)
+def test_closed_calls_free_what_earlier_ones_left(leave, dead, ago, closed):
+    call = a_call(1, 2, leave=leave, dead=dead, ago=ago)
     assert call.closed is closed
     assert call.core == a_call(1, 2, leave=leave).core
 
@@ -71,6 +81,24 @@ def test_lines_are_found_and_followed_exactly(blocks, sizes, further):
 )
 def test_calls_that_follow_no_line_are_not_predicted(others):
     assert lines_through(2, [a_call(10)], 4, others) is None
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(1, 99), st.integers(0, 5)), max_size=5), max_size=5))
+def test_a_long_call_is_cut_into_those_that_would_have_been_recorded(calls):
+    """Each request of so many bytes follows the free of one of those that are live, if there are so many."""
+    whole, parts, made, ends = Tape(), Tape(), [], []
+    live = {tape: [] for tape in (whole, parts)}
+    for requests in calls:
+        for nbytes, dead in requests:
+            for tape, names in live.items():
+                if dead < len(names):
+                    tape.freed(names.pop(dead))
+                names.append(tape.allocated(nbytes))
+                tape.kernel("kernel", 0, tape.launched([nbytes]))
+        ends.append(whole.place)
+        made.append(parts.finish())
+        parts.start()
+    assert whole.finish().cut(ends) == made
 
 
 # --- replay ---
@@ -206,11 +234,12 @@ def test_calls_that_do_not_repeat_are_predicted_as_far_as_they_ran():
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3)), min_size=1, max_size=12),
     st.integers(0, 3),
+    st.lists(st.integers(1, 2), min_size=3, max_size=3),
 )
-def test_calls_that_repeat_are_replayed_until_nothing_changes(blocks, leave):
-    """Blocks of half a MiB, each of which is freed after some others, but the last ones by the next call."""
+def test_calls_that_repeat_are_replayed_until_nothing_changes(blocks, leave, ago):
+    """Blocks of half a MiB, each of which is freed after some others, but the last ones by one of the next two calls."""
     events, alive = (
-        [(FREED, 1, len(blocks) - 1 - index) for index in range(min(leave, len(blocks)))],
+        [(FREED, ago[index], len(blocks) - 1 - index) for index in range(min(leave, len(blocks)))],
         [],
     )
     for index, (_, later) in enumerate(blocks):

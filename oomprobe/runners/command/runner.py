@@ -243,7 +243,7 @@ class CommandRunner:
                 words = "\n".join([ending.error, *run.output.tail()])
                 self._files.check(request.batch_size, run.folder, words)
             self._took_s.append(run.elapsed_s)
-            self._record(run, seen, passed=ending.verdict is Verdict.FITS)
+            self._record(run, seen)
             if request.records:
                 try:
                     taped = run.tapes(seen)
@@ -257,7 +257,7 @@ class CommandRunner:
         outcome = self._outcome(request, seen, ending, fractions, measured)
         return replace(outcome, taped=taped, unrecorded=unrecorded), ending
 
-    def _record(self, run: Run, seen: RunReports, *, passed: bool) -> None:
+    def _record(self, run: Run, seen: RunReports) -> None:
         """Keep what the only process on the card asked of it."""
         if self.simulated is None:
             return
@@ -266,10 +266,9 @@ class CommandRunner:
         recorded = run.recorded()
         calls: list[RecordedCall] = []
         workspace_bytes = 0
-        if passed and len(recorded) == 1 and len(seen.training) == 1:
+        if len(seen.training) <= len(recorded) == 1:
             calls = read_calls(recorded[0])
-            for memory in seen.training[0].devices:
-                workspace_bytes = max(workspace_bytes, memory.workspace_bytes)
+            workspace_bytes = seen.fullest_card.workspaces_bytes
         self.simulated.begin_with(calls, workspace_bytes)
 
     def cap_bytes(self, request: Request) -> int:
@@ -487,7 +486,7 @@ class CommandRunner:
             records=(record,) * min(steps, len(request.calls)),
             measured=measured,
             outside_after_bytes=seen.outside_bytes,
-            in_steps_s=(step_s or 0.0) * steps,
+            in_steps_s=(seen.step_s or 0.0) * steps,
             notes=tuple(self._notes(request, trial, seen)),
         )
 

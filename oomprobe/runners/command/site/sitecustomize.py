@@ -221,7 +221,7 @@ class Watch:
         self.steps += 1
         self.step_s = [*self.step_s[:1], time.time()]  # of the first step and the last
         if self.program:
-            self.program.stepped(optimizer, os.path.join(self.folder, "%d.calls" % self.pid))
+            self.program.stepped(optimizer, self.calls_path())
         if self.recording:
             guarded(self.record_step)()
         if self.has_cuda_started() and self.torch.cuda.is_current_stream_capturing():
@@ -232,6 +232,9 @@ class Watch:
             for device in self.used_devices():
                 if device not in self.capped:
                     guarded(self.cap)(device)
+
+    def calls_path(self):
+        return os.path.join(self.folder, "%d.calls" % self.pid)
 
     def record(self):
         # Not set where nothing is to be recorded.
@@ -286,6 +289,7 @@ class Watch:
         if why == "exit":
             guarded(self.add_errors)(report)
             guarded(self.write_recording)()
+            guarded(lambda: self.program.ended(self.calls_path()))()  # if there is one
         if self.program:
             program = self.program
             report.update(notes=program.notes, not_covered=program.not_covered)
