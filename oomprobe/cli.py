@@ -29,7 +29,7 @@ from oomprobe.records.axis import CARDS, Axis
 from oomprobe.records.epoch import Epoch, read_numbers, tokens_of
 from oomprobe.records.files import is_writable, write_file
 from oomprobe.records.options import Options, only_of_searches
-from oomprobe.results.blocks import as_text
+from oomprobe.results.blocks import Block, as_text, block_lines
 from oomprobe.results.plot import NO_FORMAT, new_figure
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable, read_result
@@ -332,13 +332,14 @@ def _compare(arguments: argparse.Namespace) -> int:
         raise InvalidArgumentError(
             "compare takes two results, and one of these is a table: oomprobe show prints it"
         )
-    print(comparison(first, second, names), end="")
+    width = columns(sys.stdout)
+    print(comparison(first, second, names, width), end="")
     if arguments.tolerance is None:
         return 0
     growth = grown(first, second, arguments.tolerance)
     if not growth:
         return 0
-    print("", *growth, sep="\n")
+    print("", *block_lines(Block("above the tolerance", growth), width), sep="\n")
     return errors.REQUIRED_FAILS
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes, format_seconds
-from oomprobe.ground.words import WIDTH, clean, clip, rate, wrap
+from oomprobe.ground.words import WIDTH, clean, rate
 from oomprobe.records.breakdown import Breakdown
-from oomprobe.results.blocks import cell
+from oomprobe.results.blocks import Block, Row, Table, block_lines, cell
 from oomprobe.results.result import ProbeResult
 
-NAME_WIDTH, CELL_WIDTH = 24, 30
+HEADS = ("", "before", "after", "change")
 # Options that decide about the answer.
 SEARCH = ("memory_fraction", "min_batch", "max_batch", "multiple_of", "global_batch")
 MOST_NAMED = 5
@@ -26,39 +26,43 @@ ANOTHER = (
 )
 
 
-def comparison(first: ProbeResult, second: ProbeResult, names: tuple[str, str]) -> str:
+def comparison(
+    first: ProbeResult, second: ProbeResult, names: tuple[str, str], width: int = WIDTH
+) -> str:
     """Compare answers, memory, times, breakdowns, options and environments; `names` are the file names."""
     both = first, second
     confirmed = first.confirmation, second.confirmation
-    lines = [
-        _line("", [name[-CELL_WIDTH:] for name in names]),  # long paths differ at their ends
-        _line("device", _fields("device", both)),
-        _line("batch size", _fields("batch_size", both)),
-        _line("limited by", _fields("limited_by", both)),
-        _line("budget", _fields("budget_bytes", both), format_bytes),
-        _line("peak allocated", _fields("peak_allocated_bytes", confirmed), format_bytes),
-        _line("peak reserved", _fields("peak_reserved_bytes", confirmed), format_bytes),
-        _line("time per step", _fields("step_s", confirmed), format_seconds),
-        _line("samples per second", _fields("samples_per_s", confirmed), rate),
-        _line(
-            "memory per sample", _fields("bytes_per_sample", (first.fit, second.fit)), format_bytes
-        ),
+    fits = first.fit, second.fit
+    rows = [
+        _contrast("batch size", _fields("batch_size", both)),
+        _contrast("limited by", _fields("limited_by", both)),
+        _contrast("budget", _fields("budget_bytes", both), format_bytes),
+        _contrast("peak allocated", _fields("peak_allocated_bytes", confirmed), format_bytes),
+        _contrast("peak reserved", _fields("peak_reserved_bytes", confirmed), format_bytes),
+        _contrast("time per step", _fields("step_s", confirmed), format_seconds),
+        _contrast("samples per second", _fields("samples_per_s", confirmed), rate),
+        _contrast("memory per sample", _fields("bytes_per_sample", fits), format_bytes),
     ]
+    parts = []
     if first.breakdown is not None and second.breakdown is not None:
-        lines += ["", "memory at the answer"]
         for kind in first.breakdown.parts:
             sizes = [first.breakdown.parts[kind], second.breakdown.parts.get(kind)]
             if any(sizes):
-                lines.append(_line(f"  {kind}", sizes, format_bytes))
+                parts.append(_contrast(kind, sizes, format_bytes))
     changes = [
         *_changes(first.options, second.options),
         *_changes(first.environment, second.environment),
     ]
+    compared = zip(HEADS[1:], names, both, strict=False)
+    blocks = [
+        Block("", [f"{head}: {name}, {result.device}" for head, name, result in compared]),
+        Block("", Table(heads=HEADS, rows=rows, texts={0})),
+    ]
+    if parts:
+        blocks.append(Block("memory at the answer", Table(heads=HEADS, rows=parts, texts={0})))
     if changes:
-        lines += ["", "other differences"]
-    for change in changes:
-        lines += wrap(change, first="  ", rest="    ")
-    return "\n".join(lines) + "\n"
+        blocks.append(Block("other differences", changes))
+    return "\n\n".join("\n".join(block_lines(block, width)) for block in blocks) + "\n"
 
 
 def _fields(name: str, records: Sequence[object]) -> list[Any]:
@@ -72,14 +76,12 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}: {old.get(name)} -> {new.get(name)}"
 
 
-def _line(name: str, values: Sequence[Any], write: Callable[[Any], str] = str) -> str:
-    """Render two values, and their ratio if they are numbers."""
-    line = f"{clip(clean(name), NAME_WIDTH):<{NAME_WIDTH}}"
-    for value in values:
-        line += f"  {clip(clean(cell(value, write)), CELL_WIDTH):<{CELL_WIDTH}}"
+def _contrast(name: str, values: Sequence[Any], write: Callable[[Any], str] = str) -> Row:
+    """Return the row of two values, and of their change if they are numbers."""
+    change = ""
     if all(isinstance(value, int | float) and value for value in values):
-        line += f"  x {values[1] / values[0]:.3g}"
-    return clip(line.rstrip(), WIDTH)
+        change = f"{100 * (values[1] / values[0] - 1):+.1f} %"
+    return Row(cells=[name, *(cell(value, write) for value in values), change])
 
 
 # --- growth ---
