@@ -91,6 +91,27 @@ def test_an_optimizer_that_never_stepped_is_noted():
     assert any("some optimizers (1) did not step in 32 calls" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("trained", "is_frozen", "is_told"),
+    [("new", False, False), ("old", False, True), ("old new", False, False), ("old", True, False)],
+    ids=["its own", "another model's", "both", "a model that does not train"],
+)
+def test_an_optimizer_of_another_model_is_told(trained, is_frozen, is_told):
+    """As in a notebook whose cell of the model ran again, and not that of the optimizer."""
+    models = {"old": nn.Linear(4, 4), "new": nn.Linear(4, 4)}
+    optimizers = [torch.optim.Adam(models[name].parameters()) for name in trained.split()]
+    models["new"].requires_grad_(not is_frozen)
+
+    def step(model, batch_size):
+        models["old"](model(torch.randn(batch_size, 4))).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    notes = probe(models["new"], step, max_batch=2).notes
+    assert any("make its optimizer anew too" in note for note in notes) is is_told
+    assert any("80 B belong to another" in note for note in notes) is is_told
+
+
 def test_each_of_several_steps_meets_the_state_of_the_others():
     device = LedgerDevice(100 * MIB)
     models = [nn.Linear(1, 1), nn.Linear(1, 1)]

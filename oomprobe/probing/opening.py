@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ from oomprobe.runners.signals import Interrupts
 from oomprobe.runners.targets import build
 from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
 from oomprobe.state.surroundings import garbage_frozen
+from oomprobe.state.tracker import parameters_of
 
 ON_HOST_MEMORY = (
     "no accelerator is here and no device was named, so host memory is probed, which is slow; such a probe ends after {seconds} unless "
@@ -74,6 +77,11 @@ CACHED_BYTES = 16 * 2**20  # more than libraries leave
 CACHED = (
     "{cached} were reserved and free when the probe began, and trials start without them: in another process, call {emptying} after "
     "building, before training. In this one, the probe has already done so"
+)
+OF_ANOTHER_MODEL = (
+    "no optimizer within the step's reach holds a parameter of this model; {others} belong to "
+    "another one. If you made the model anew, as in a notebook, make its optimizer anew too: the "
+    "old one keeps the old model on the device and does not train this one"
 )
 
 
@@ -334,6 +342,13 @@ def _here(
                 cached, emptying = format_bytes(cached_bytes), session.device.emptying
                 session.notes.add(remark(CACHED.format(cached=cached, emptying=emptying)))
                 session.as_built.needs_emptying = True
+            trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
+            optimizers = snapshot.tracker.optimizers
+            theirs = [*chain.from_iterable(map(parameters_of, optimizers))]
+            if trained and theirs and trained.isdisjoint(map(id, theirs)):
+                theirs += chain.from_iterable(map(state_tensors, optimizers))
+                others = format_bytes(sum(map(attrgetter("nbytes"), theirs)))
+                session.notes.add(remark(OF_ANOTHER_MODEL.format(others=others)))
             with _state_restored(session, snapshot, device):
                 try:
                     yield session
