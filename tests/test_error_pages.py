@@ -21,6 +21,12 @@ def test_its_texts_have_the_causes_that_it_states(page):
     assert [(text, error_pages.explained(text).cause) for text, _ in stated] == stated
 
 
+@pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:55])
+def test_what_to_type_names_no_file_of_another(text):
+    typed = " ".join(error_pages.explained(text).advice).replace("snapshot.pickle", "")
+    assert {*re.findall(r"\w+\.(?:py|log|json|pickle)\b", typed)} <= {"FILE.py"}
+
+
 def test_the_pages_are_current():
     committed = {
         path.name: path.read_text(encoding="utf-8") for path in error_pages.FOLDER.glob("*.md")

@@ -33,7 +33,7 @@ from oomprobe.tape.timeline import timeline_of
 
 MOST_LOG_BYTES = 2**28
 RECORD_LESS = "record less, with _record_memory_history(max_entries=1_000_000)"
-TOO_LONG = "a log may have {limit}: pass its end, tail -c 50M train.log | oomprobe explain -"
+TOO_LONG = "a log may have {limit}: pass its end, tail -c 50M FILE | oomprobe explain -"
 MOST_QUOTED = 600  # characters of an error
 ADVICE: Mapping[str | None, tuple[str, ...]] = {
     "live": (SAVINGS,),
@@ -237,15 +237,16 @@ def of_snapshot(
             cause = "unknown"
         known |= {"cause": cause, "available_bytes": available_bytes, "advice": ADVICE[cause]}
         expansion = expansion_beside(snapshot.settings)
-        if cause == "fragmentation" and not history.is_expandable:
+        if history.is_expandable:
+            expansion = ()
+        is_cap = history.is_capped()
+        if cause == "fragmentation":
             known["advice"] = (*expansion, *ADVICE[cause])
-        if cause == "fragmentation" and replay is not None:
-            is_cap = history.is_capped()
-            known["reordered"] = reorder(history, replay.settings, available_bytes, is_cap=is_cap)
-        runs_expandable = replay is not None and (
-            replay.least(is_cap=history.is_capped())[1] <= available_bytes
-        )
-        if runs_expandable and not history.is_expandable and cause != "fragmentation":
+            if replay is not None:
+                known["reordered"] = reorder(
+                    history, replay.settings, available_bytes, is_cap=is_cap
+                )
+        elif expansion and replay is not None and replay.least(is_cap=is_cap)[1] <= available_bytes:
             known["advice"] = (*ADVICE[cause], *expansion)
             notes.append(BARELY)
     kinds = total_by(stacks.kind_of, moment.live)

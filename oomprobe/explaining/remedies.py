@@ -16,31 +16,32 @@ RECORD = (
 )
 # Vendors for whose devices torch records its memory's history, in this way from 2.1 on.
 HAVE_RECORDING = {"nvidia", "amd"}
-LARGEST = "oomprobe run train.py:build  # the largest batch size that fits this device"
+LARGEST = "oomprobe run -- python FILE.py --batch-size {batch}  # the largest that fits"
 SAVINGS = (
-    "oomprobe run train.py:build --savings all  # what would make this batch fit, and what it costs"
+    "oomprobe run FILE.py:build --savings all  # what would make this batch fit; build() returns "
+    "(model, step)"
 )
 SHAPES = (
-    "oomprobe run train.py:build --over length=512,1024,2048  # sizes for steps whose shapes vary"
+    "oomprobe run FILE.py:build --over length=512,1024,2048  # sizes for steps whose shapes vary"
 )
 UNCAP = "torch.cuda.set_per_process_memory_fraction(1.0)  # or raise the limit that set the cap"
 # Which processes hold the memory, and how to choose another device.
 NEIGHBOURS = {
     "nvidia": (
         "nvidia-smi  # which processes hold the memory",
-        "CUDA_VISIBLE_DEVICES=1 python train.py  # another device",
+        "export CUDA_VISIBLE_DEVICES=1  # another device",
     ),
     "amd": (
         "rocm-smi --showpids  # which processes hold the memory; with new drivers: amd-smi process",
-        "HIP_VISIBLE_DEVICES=1 python train.py  # another device",
+        "export HIP_VISIBLE_DEVICES=1  # another device",
     ),
     "intel": (
         "xpu-smi ps  # which processes hold the memory",
-        "ZE_AFFINITY_MASK=1 python train.py  # another device",
+        "export ZE_AFFINITY_MASK=1  # another device",
     ),
     "huawei": (
         "npu-smi info  # which processes hold the memory",
-        "ASCEND_RT_VISIBLE_DEVICES=1 python train.py  # another device",
+        "export ASCEND_RT_VISIBLE_DEVICES=1  # another device",
     ),
     "apple": (),
 }

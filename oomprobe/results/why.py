@@ -46,6 +46,10 @@ ENGINE_NAMES = {
     "vllm": "vLLM",
     "cupy": "CuPy",
 }
+OF_EQUAL_MODULES = (
+    "a line of the model, how many calls from it hold memory at once, and how much each: what "
+    "checkpointing computes again instead of keeping it"
+)
 OF_ANOTHER_ENGINE = "{name}, not torch, ran out of the device's memory"
 CAUGHT = "The run went on after this error: it was caught, and is not how the run ended."
 
@@ -171,7 +175,7 @@ class Explanation:
             Block("ranks, in the order of their errors", ranks[:MOST_ROWS]),
             _shares("what was live", self.held),
             _shares("by kind", self.kinds),
-            Block("calls of equal modules", calls[:MOST_ROWS]),
+            Block("calls of equal modules", calls[:MOST_ROWS], OF_EQUAL_MODULES),
             Block("the least memory for torch in which the same requests run", self._least()),
             Block("the same calls in other orders, in the memory that it had", orders),
             Block("what to type", self.advice),

@@ -306,6 +306,7 @@ def test_what_holds_the_memory(tmp_path):
     assert re.fullmatch(r".*test_explain\.py:\d+ in forward", calls.where)
     assert 2 <= calls.count <= 4
     assert calls.held_bytes == pytest.approx(explanation.kinds["forward"], rel=0.05)
+    assert "what checkpointing computes again" in " ".join(str(explanation).split())
 
 
 def test_two_devices_and_a_private_pool(tmp_path):
