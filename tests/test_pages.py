@@ -48,6 +48,24 @@ def test_its_code_runs_and_prints_what_it_shows(page, tmp_path):
         assert all(part in out for part in shown.split("...\n"))
 
 
+def test_the_five_lines_make_the_script_find_its_size(tmp_path):
+    page = ROOT / "docs" / "my-script.md"
+    text, (changes,) = blocks(page, "py")[0], blocks(page, "diff")
+    for hunk in changes.split("...\n"):
+        before = [line[1:] for line in hunk.splitlines() if line[:1] in ("-", " ")]
+        after = [line[1:] for line in hunk.splitlines() if line[:1] in ("+", " ")]
+        assert "\n".join(before) in text
+        text = text.replace("\n".join(before), "\n".join(after))
+    added, removed = ({*re.findall(rf"^\{sign}(.+)", changes, re.MULTILINE)} for sign in "+-")
+    assert len(added - removed) == 5
+    script = tmp_path / "train.py"
+    card = 'find_max_batch(model, step, device="sim:4GiB", progress="off")'
+    text = text.replace("find_max_batch(model, step)", card).replace("range(1000)", "range(0)")
+    script.write_text(f"{text}print(result.batch_size)\n")
+    status, out, err = run_script(script)
+    assert (status, int(out) > 8) == (0, True), err
+
+
 @BY_PAGE
 def test_code_for_frameworks_compiles_and_files_exist(page):
     for block in blocks(page, "py"):

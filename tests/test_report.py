@@ -70,3 +70,11 @@ def test_contamination_is_a_warning_below_the_verdict():
     assert all(line.startswith("!! ") for line in warning)
     assert verdict.startswith("verdict")
     assert "WARNING" not in report(a_result())
+
+
+@pytest.mark.parametrize(("in_steps_s", "told"), [(30.0, "40 % of it to start"), (0.0, None)])
+def test_a_command_whose_steps_are_not_timed_has_no_share_of_them(in_steps_s, told):
+    environment = {"command": "python train.py"}
+    text = report(a_result(environment=environment, elapsed_s=50.0, in_steps_s=in_steps_s))
+    assert ("% of it" in text) is (told is not None)
+    assert told is None or told in text
