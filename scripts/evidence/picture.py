@@ -1,11 +1,14 @@
-"""Draw docs/report.svg: the first example of README, run, and its report as a terminal shows it. Needs rich.
+"""Draw docs/report.svg: README's first command, run on the script of docs/my-script.md. Needs rich.
 
 python scripts/evidence/picture.py
 """
 
-import contextlib
 import io
 import re
+import shlex
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 from rich._export_format import CONSOLE_SVG_FORMAT
@@ -14,6 +17,7 @@ from rich.text import Text
 
 README = Path(__file__).parents[2] / "README.md"
 PICTURE = README.with_name("docs") / "report.svg"
+SCRIPT = PICTURE.with_name("my-script.md")
 WIDTH = 100  # columns of a report
 # rich's own frame, without its name and without fonts that a browser would load from a network.
 FRAME = re.sub(r"@font-face \{\{.*?\}\}|<!--.*?-->", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
@@ -27,17 +31,20 @@ STYLES = {
 }
 
 
-def report():
-    """Run the example and return what it prints."""
-    example = re.search(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)[1]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(example, README.name, "exec"), {})
-    return printed.getvalue()
+def session():
+    """Run README's first command on the script of docs/my-script.md, and return both as a terminal shows them."""
+    command = re.search(r"^(oomprobe run .*?)  #", README.read_text(), re.MULTILINE)[1]
+    script = re.search(r"^```py\n(.*?)^```", SCRIPT.read_text(), re.MULTILINE | re.DOTALL)[1]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train.py").write_text(script)
+        words = [sys.executable, "-m", *shlex.split(command)]
+        ran = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True)
+    return f"$ {command}\n{ran.stdout.rstrip()}"
 
 
 def drawn(text):
-    """Return the picture of a report."""
-    terminal = Text(f"$ python train.py\n{text.rstrip()}")
+    """Return the picture of a session."""
+    terminal = Text(text)
     for pattern, style in STYLES.items():
         terminal.highlight_regex(pattern, style)
     console = Console(
@@ -49,4 +56,4 @@ def drawn(text):
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(drawn(report()))
+    PICTURE.write_text(drawn(session()))
