@@ -319,8 +319,29 @@ _Conversion = Callable[[Any, Any], Any]  # of an operator's arguments and result
 _AS_ON_CUDA: dict[Any, _Conversion] = {}
 
 
+# The tensors of which CUDA's kernel wants one dtype, and fakes take several. Sources:
+# native/LinearAlgebra.cpp (ADDMM_META), native/cuda/layer_norm_kernel.cu, group_norm_kernel.cu,
+# native/TensorAdvancedIndexing.cpp (index_func_meta_impl).
+_OF_ONE_DTYPE = {
+    _aten.addmm.default: slice(3),
+    _aten._addmm_activation.default: slice(3),
+    _aten.native_layer_norm.default: slice(0, 4, 2),
+    _aten.native_group_norm.default: slice(2),
+    _aten.index_add.default: slice(0, 4, 3),
+}
+
+
 def as_on_cuda(func: Any, args: Any, result: Any) -> Any:
-    """Return an operator's result in the dtype and the memory format that CUDA's kernel returns."""
+    """Return an operator's result in the dtype and the memory format that CUDA's kernel returns.
+
+    Raises:
+        RuntimeError: CUDA's kernel takes no tensors of several dtypes.
+    """
+    tensors = args[_OF_ONE_DTYPE.get(func, slice(0))]
+    dtypes = [*dict.fromkeys(tensor.dtype for tensor in tensors if tensor is not None)]
+    if len(dtypes) > 1:
+        names = " and ".join(map(str, dtypes))
+        raise RuntimeError(f"{func} wants tensors of one dtype on CUDA, but got {names}")
     return _AS_ON_CUDA.get(func, lambda _, result: result)(args, result)
 
 
@@ -338,6 +359,13 @@ def _batch_norm_results(args: Any, result: Any) -> Any:
     channels = given.shape[1]
     mean, deviation = (given.new_empty(channels, dtype=torch.float32) for _ in range(2))
     return result[0], mean, deviation
+
+
+@entry(_AS_ON_CUDA, _aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
+def _loss_of_classes(args: Any, result: Any) -> Any:
+    if args[1].dtype not in (torch.long, torch.uint8):
+        raise RuntimeError(f"expected target dtype to be Long or Byte, but got {args[1].dtype}")
+    return result
 
 
 @entry(_AS_ON_CUDA, _aten.convolution_backward.default)

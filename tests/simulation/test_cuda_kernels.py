@@ -190,3 +190,23 @@ def test_reflection_stops_at_32_bits():
         nn.Linear(1, 1), step, device="sim:H100-80GB", max_batch=2048, progress="off", resolution=0
     )
     assert (result.batch_size, result.limited_by) == (1023, "size_limit")
+
+
+# --- dtypes that CUDA refuses ---
+
+
+DOUBLE = torch.float64
+MIXED = {
+    "linear": lambda x: F.linear(x.to(DOUBLE), x.new_empty(3, 8), x.new_empty(3)),
+    "addmm": lambda x: torch.addmm(x.to(DOUBLE), x, x.new_empty(8, 8)),
+    "layer norm": lambda x: F.layer_norm(x.to(HALF), (8,), x.new_ones(8)),
+    "group norm": lambda x: F.group_norm(x.to(DOUBLE)[..., None], 2, x.new_ones(8)),
+    "index_add": lambda x: x.index_add(0, x.new_zeros(8, dtype=torch.long), x.to(DOUBLE)),
+    "cross entropy": lambda x: F.cross_entropy(x, x.new_zeros(8, dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_tensors_of_several_dtypes_are_refused_as_on_a_card(name):
+    with pytest.raises(RuntimeError, match="dtype"):
+        on(AMPERE, lambda: MIXED[name](torch.zeros(8, 8, device="cuda")))
