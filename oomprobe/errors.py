@@ -217,6 +217,14 @@ LONGEST_TEXT = 2000  # characters of an exception's text: some carry all their d
 MISTYPED = (NameError, ImportError, SyntaxError)  # errors of the code alone, wherever it runs
 
 
+# What Python and torch say where the batch size is taken for a batch.
+OF_A_NUMBER = re.compile(r"'int' object|\bint object|must be Tensor, not int|got \(int,")
+A_NUMBER = (
+    ": perhaps a number was taken for a batch. step_fn(model, batch_size) gets the number of "
+    "examples, and makes a batch of as many"
+)
+
+
 def step_failed(
     error: BaseException,
     *,
@@ -344,11 +352,15 @@ def _no_answer(
     if batch_size == 1 and "Expected more than 1 value per channel when training" in text_of(error):
         return ": BatchNorm cannot train on one sample (torch/nn/functional.py). Use min_batch=2"
     if largest_passed is None:
+        if caller is None and OF_A_NUMBER.search(text_of(error)):
+            return A_NUMBER
         if trial > 1:
             return ""
         if known:
-            return ", so no batch size would help: the same error occurs without oomprobe"
-        return ", so no batch size would help"
+            return (
+                ", so a smaller batch size would not help: the same error occurs without oomprobe"
+            )
+        return ", so a smaller batch size would not help"
     if largest_passed >= batch_size:
         return f"; batch {largest_passed} ran before, so it may depend on what earlier calls left, or on chance"
     limit = "max_batch" if caller is None else caller.limit

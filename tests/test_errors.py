@@ -73,7 +73,7 @@ CALLER = errors.Caller(
 )
 UNKNOWN = "To see whether it comes without oomprobe, run step_fn(model, 8) once"
 AT_EVERY_SIZE = (
-    "This is not about memory, so no batch size would help: the same error occurs without oomprobe. "
+    "This is not about memory, so a smaller batch size would not help: the same error occurs without oomprobe. "
     "Run step_fn(model, 8) once by itself to see it."
 )
 
@@ -96,7 +96,7 @@ AT_EVERY_SIZE = (
         (
             ValueError("x"),
             {"simulated": True, "row": "length=512"},
-            "ValueError: x\nThis is not about memory, so no batch size would help. It came on a simulated card, whose tensors have "
+            "ValueError: x\nThis is not about memory, so a smaller batch size would not help. It came on a simulated card, whose tensors have "
             "no data. To see whether it comes without oomprobe, run step_fn(model, 8, length=512) once on a real device, such as the CPU.",
         ),
         (

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import same_as_golden
 from torch import nn
+from torch.utils.data import DataLoader
 
 import oomprobe
 from oomprobe.cli import main
@@ -71,6 +72,31 @@ def batch_on_the_card(model, batch_size):
     train(model, torch.randn(batch_size, 256, device="cuda"))
 
 
+def takes_a_batch(model, batch):
+    train(model, batch)
+
+
+def unpacks_a_batch(model, batch):
+    inputs, _ = batch
+    train(model, inputs)
+
+
+def takes_64_at_most(model, batch_size):
+    step(model, min(batch_size, 64))
+
+
+def drops_the_last(model, batch_size, data=torch.zeros(100, 256)):  # noqa: B008
+    train(model, next(iter(DataLoader(data, batch_size, drop_last=True))))
+
+
+async def awaits(model, batch_size):
+    step(model, batch_size)
+
+
+def in_double(model, batch_size):
+    train(model, torch.randn(batch_size, 256, dtype=torch.float64))
+
+
 find = functools.partial(oomprobe.find_max_batch, **QUIET)
 MISTAKES = {
     "model and step swapped": lambda: find(step, MODEL),
@@ -92,6 +118,27 @@ MISTAKES = {
     "a batch on a card that is not there": lambda: find(
         MODEL, batch_on_the_card, device="cpu:1GiB"
     ),
+    "the class for the model": lambda: find(nn.Linear, step),
+    "the step called": lambda: find(MODEL, step(MODEL, 8)),
+    "a list of steps": lambda: find(MODEL, [step]),
+    "an asynchronous step": lambda: find(MODEL, awaits),
+    "a batch in place of its size": lambda: find(MODEL, takes_a_batch),
+    "a batch in place of its size, unpacked": lambda: find(MODEL, unpacks_a_batch),
+    "the size limited by the step": lambda: find(MODEL, takes_64_at_most),
+    "the size limited by the step, and checked": lambda: oomprobe.check(
+        MODEL, takes_64_at_most, 512, **QUIET
+    ),
+    "a loader that drops the last batch": lambda: find(MODEL, drops_the_last),
+    "a batch in double precision": lambda: find(MODEL, in_double),
+    "a text for a number": lambda: find(MODEL, step, max_batch="64"),
+    "another card than there is": lambda: find(MODEL, step, device=torch.device("cuda", 3)),
+    "an epoch for a step without its argument": lambda: find(
+        MODEL, step, epoch=oomprobe.Epoch({"length": [1, 2, 3]})
+    ),
+    "tokens for a step without lengths": lambda: oomprobe.find_max_tokens(
+        MODEL, step, [10, 20], **QUIET
+    ),
+    "a name to preserve": lambda: find(MODEL, step, preserve="model"),
     "nothing fits": lambda: find(MODEL, step, min_batch=10_000_000),
 }
 
@@ -104,7 +151,9 @@ from torch import nn
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--bs", type=int)
-    parser.parse_args()
+    parser.add_argument("--micro", type=int, default=8)
+    if parser.parse_args().micro // 8 == 0:
+        raise ValueError("batch_size should be a positive integer value, but got batch_size=0")
 
 def make(name, lr=0.1):
     model = nn.Linear(8, 8)
@@ -145,6 +194,16 @@ TYPED = [
     "run train.py:alone --device sim:0GiB",
     f"run {CARD} -- python missing.py {{batch}}",
     f"run {CARD} -- python train.py --batch-size {{batch}}",
+    f"run {CARD} train.py:alone --epoch length=lengths.csv",
+    f"run {CARD} -- train.py --bs {{batch}}",
+    f"run {CARD} -- python train.py --bs 64",
+    f"run {CARD} -- 'python train.py --bs {{batch}}'",
+    f"run {CARD} -- python train.py --micro {{batch}}",
+    f"run {CARD} --require 64 --max-batch 32 -- python train.py --bs {{batch}}",
+    "run train.py:alone --memory-fraction 1.5",
+    "show train.log",
+    "explain empty.log",
+    "compare empty.log empty.log",
     "run --device RTX-4090 -- python train.py --bs {batch}",
     "run --device sim:all -- python train.py --bs {batch}",
 ]
@@ -156,6 +215,9 @@ def test_each_command_line_is_answered_by_what_to_type(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     Path("train.py").write_text(SCRIPT)
+    Path("lengths.csv").write_text("length\n12\n30\n")
+    Path("train.log").write_text("step 1: loss 2.3\n")
+    Path("empty.log").touch()
     answers = []
     for typed in TYPED:
         words = shlex.split(typed)

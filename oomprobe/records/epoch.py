@@ -24,6 +24,10 @@ Values = Mapping[str, tuple[Number, ...]]  # of each example, by argument
 Arguments = dict[str, Any]  # of the step, by name; "batch_size" is one of them
 Draw = Callable[[random.Random, int], Iterable[Mapping[str, Any]]]
 FEW_DRAWS = 50  # of a function, of which the largest is common
+NO_NUMBERS = (
+    "{path} has no numbers: {error}. Write one for each example, a line each and without a head; a "
+    "JSON list or an array of numpy (.npy) will do too"
+)
 EXAMPLE = 'Epoch({"length": [len(example) for example in dataset]})'
 SIZE = "batch_size"
 UNLIMITED = sys.maxsize
@@ -387,7 +391,7 @@ def read_numbers(path: Path) -> list[Number]:
             is_json = text.startswith(("[", "{"))
             numbers = json.loads(text if is_json else f"[{','.join(text.split())}]")
     except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"{path} has no numbers: {error}") from None
+        raise InvalidArgumentError(NO_NUMBERS.format(path=path, error=error)) from None
     if not isinstance(numbers, list):
         raise InvalidArgumentError(f"{path} has no list of numbers, but {clip(repr(numbers), 40)}")
     return numbers

@@ -99,6 +99,12 @@ def read_file(path: str | Path, most_bytes: int, advice: str) -> bytes:
     return data
 
 
+NO_RESULT = (
+    "{path} cannot be read as a result: {error}. A result is what --json or to_json wrote; a log "
+    "is for oomprobe explain"
+)
+
+
 def read_json(path: str | Path) -> Any:
     """Return what is in a JSON file.
 
@@ -108,4 +114,4 @@ def read_json(path: str | Path) -> Any:
     try:
         return json.loads(read_file(path, MOST_JSON_BYTES, "no result is, so name another file"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{path} cannot be read as a result: {error}") from None
+        raise InvalidArgumentError(NO_RESULT.format(path=path, error=error)) from None

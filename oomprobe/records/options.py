@@ -271,7 +271,7 @@ def _check_step(name: str, step: object, axis: Axis) -> None:
     if not callable(step):
         raise InvalidArgumentError(
             f"{name} must be a function (model, batch_size) that runs one full optimisation step, "
-            f"not {type(step).__name__}"
+            f"not {type(step).__name__}: pass the function itself, without calling it"
         )
     if inspect.isgeneratorfunction(step) or inspect.iscoroutinefunction(step):
         raise InvalidArgumentError(

@@ -28,7 +28,7 @@ def logged(record: Record) -> Record:
 def warn(text: str) -> None:
     """Warn while a probe begins, whether or not the program listens to the logger."""
     LOGGER.warning(text)
-    warnings.warn(text, stacklevel=2)
+    warnings.warn_explicit(text, UserWarning, "oomprobe", 1)  # no line of this package helps
 
 
 def log_notes(notes: Iterable[Note]) -> None:

@@ -143,6 +143,8 @@ def _why_no_program(word: str) -> str:
         return "options of oomprobe stand before the two dashes"
     if " " in word:
         return "it has spaces; leave out the quotes around the whole command"
+    if word.endswith(".py"):
+        return f"begin with python, as in python {word}"
     if "=" in word:
         return "set variables before oomprobe, or begin with env"
     return "check its name, its path and its mode"
@@ -551,7 +553,10 @@ def _is_not_its_fault(outcome: Outcome, ending: Ending) -> bool:
 def _failed(request: Request, ending: Ending, files: TrialFiles) -> str:
     """Return the message for a command that failed with a bug."""
     size, ran = request.batch_size, request.largest_passed
-    help_ = "so no batch size would help"
+    help_ = (
+        "so a smaller batch size would not help; if the script divides it, pass --min-batch N "
+        "--multiple-of N"
+    )
     if ran is not None and ran < size:
         help_ = (
             f"and batch {ran} ran: pass --max-batch {ran} if larger ones are not meant to work (a data set that ends?), or "
