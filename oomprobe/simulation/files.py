@@ -43,6 +43,11 @@ class Files:
         for name in ("save_file", "save_model"):
             setattr(module, name, functools.partial(self.save_tensors, getattr(module, name)))
         module.load_file = functools.partial(self.load_tensors, module.load_file)
+        self.answer_addresses(module)
+
+    def answer_addresses(self, module: Any) -> None:
+        """Replace the ``storage_ptr`` by which a library tells which tensors share memory."""
+        module.storage_ptr = functools.partial(self.storage_address, module.storage_ptr)
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Answer `torch.save`."""
@@ -100,6 +105,12 @@ class Files:
             save(tensors, filename, *args, **kwargs)
         else:
             self.save(by_name, filename)
+
+    def storage_address(self, ask: Callable[..., Any], tensor: torch.Tensor) -> Any:
+        """Answer `storage_ptr`: a simulated storage has no address, and a number of its own."""
+        if self._card_mode.fakes.has_values(tensor):
+            return ask(tensor)
+        return tensor.untyped_storage()._cdata
 
     def load_tensors(self, load: Callable[..., Any], filename: Any, device: Any = "cpu") -> Any:
         """Answer ``safetensors.torch.load_file``."""

@@ -249,6 +249,8 @@ SAVES = """
     import io, pickle
     import numpy as np
     from pathlib import Path
+    from huggingface_hub.serialization import _torch
+    from safetensors import torch as safetensors
     from safetensors.torch import load_file, save_file
 
     model, optimizer, loss = train()
@@ -264,6 +266,10 @@ SAVES = """
     predicted.tofile("predicted.bin")
     torch.save({"order": torch.arange(8)}, "host.pt")
     save_file(model.state_dict(), "model.safetensors")
+    for library in (_torch, safetensors):  # which tensors share memory, as a Trainer asks when it saves
+        first, *others = [library.storage_ptr(weight) for weight in model.parameters()]
+        assert first not in others
+        assert first == library.storage_ptr(next(model.parameters())[:1])
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
 
     def check(loaded):
@@ -288,6 +294,7 @@ SAVES = """
 def test_a_checkpoint_is_read_again_and_the_users_own_stays(tmp_path):
     """It has no values, by whatever way it is written."""
     pytest.importorskip("safetensors")
+    pytest.importorskip("huggingface_hub")
     precious = (
         "model.pt",
         "buffer.pt",
