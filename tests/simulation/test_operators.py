@@ -1,8 +1,13 @@
 """What is stated of operators by hand; tests/cuda/test_sequences.py compares all of them with torch's own allocator."""
 
+import contextlib
+import re
+
 import pytest
 import sequences
 from operators import CASES, STATED
+
+from oomprobe.tape.calls import parts_of
 
 
 def requests(name, variant="fp32"):
@@ -27,3 +32,23 @@ def test_an_operator_requests_what_is_stated_of_it(variant, name):
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if hasattr(case, "builds")])
 def test_each_optimizer_runs(name):
     assert requests(name)
+
+
+def test_a_kernel_is_around_as_many_results_at_each_size(monkeypatch):
+    """A call that was recorded at one size is replayed at others, which only its numbers tell."""
+    launched = {}
+
+    def noticing(kernel, numbers):
+        launched[kernel] = numbers
+        return parts_of(kernel, numbers)
+
+    monkeypatch.setattr("oomprobe.simulation.memory.parts_of", noticing)
+    for name in filter(re.compile("attention|sort|topk|norm|index|conv").search, CASES):
+        with contextlib.suppress(Exception):  # not of this dtype
+            requests(name, "bf16")
+    assert len(launched) > 30
+    for kernel, numbers in launched.items():
+        parts = len(parts_of(kernel, numbers))
+        for factor in (2, 64):
+            larger = tuple(factor * number for number in numbers)
+            assert len(parts_of(kernel, larger)) == parts, kernel

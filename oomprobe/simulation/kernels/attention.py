@@ -41,7 +41,7 @@ def _flash_steps(
         batch * heads * rows, processors.multiprocessors * 2, -(-keys // keys_per_block)
     )
     if splits == 1:
-        return (RESULT,)
+        return RESULT, RESULT, RESULT
     width_rounded = -(-width // step) * step
     row_bytes = splits * batch * heads * length * FLOAT_BYTES
     return RESULT, RESULT, row_bytes, row_bytes * width_rounded, RESULT
