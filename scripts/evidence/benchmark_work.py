@@ -28,6 +28,8 @@ def work(result):
     """Return the work of each phase of a probe's result, in steps of the answer's size."""
     answer, units, largest = result.batch_size, dict.fromkeys(PHASES, 0.0), 0
     for trial in result.trials:
+        if trial.replayed:
+            continue
         looks = trial.phase == "grow" and trial.batch_size < largest
         largest = max(largest, trial.batch_size)
         calls = trial.steps + (not trial.passed)
