@@ -6,6 +6,7 @@ import logging
 import random
 import re
 import threading
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -14,6 +15,12 @@ from counters import COUNTERS
 from torch import nn
 
 from oomprobe.state.counted import counted
+
+
+@dataclass(frozen=True)
+class Config:
+    rate: float = 0.1
+    classes: int = field(default=4, metadata={"help": "of the head"})
 
 
 @pytest.mark.parametrize("name", COUNTERS)
@@ -51,7 +58,7 @@ def test_a_step_of_training_counts_nothing(tmp_path):
         (tmp_path / "losses").open("w"),
     )
 
-    table = csv.writer(losses)
+    table, config = csv.writer(losses), Config()
 
     def step(model, batch_size):
         losses.write("0.1\n")
@@ -62,7 +69,9 @@ def test_a_step_of_training_counts_nothing(tmp_path):
         with lock:
             log.debug(pattern)
         optimizer.zero_grad(set_to_none=False)
-        loss_of(model(torch.randn(batch_size, 4)), torch.zeros(batch_size, 4)).backward()
+        loss_of(
+            model(torch.randn(batch_size, 4)), torch.zeros(batch_size, config.classes)
+        ).backward()
         optimizer.step()
         schedule.step()
         return seen

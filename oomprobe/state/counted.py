@@ -40,7 +40,6 @@ from oomprobe.state.walk import (
 SMALL_BYTES = 2**12  # tensors and arrays up to this size are counted with, larger ones hold data
 MOST_VALUES = 200_000  # reading them takes about 0.2 s
 _OF_OPTIMIZERS = ("state", "param_groups", "defaults")
-_OF_CLASSES = ("__dict__", "__weakref__", "_abc_")  # what Python keeps in a class
 _CODE = (
     types.FunctionType, types.MethodType, types.CellType, type, functools.partial, property, staticmethod, classmethod,
     functools.cached_property,
@@ -112,7 +111,12 @@ def _in_code(value: Any) -> Iterable[Any]:
     if isinstance(value, type):
         if not is_users_code(value.__module__):
             return ()
-        variables = [part for name, part in vars(value).items() if not name.startswith(_OF_CLASSES)]
+        # Names of Python's own hold code, and what libraries keep, such as a dataclass's fields.
+        variables = [
+            part
+            for name, part in vars(value).items()
+            if isinstance(part, _CODE) or not name.startswith(("__", "_abc_"))
+        ]
         return (*value.__bases__, *variables)
     # Of what stands around code.
     names = ("func", "args", "keywords", "__self__", "__func__", "fget", "fset")
