@@ -275,7 +275,8 @@ def open_command(
     """Open a session whose trials are runs of a command."""
     if sys.platform != "linux":
         raise InvalidArgumentError(
-            f"a command can be probed on Linux only, and this is {sys.platform}"
+            f"a command can be probed on Linux only, and this is {sys.platform}: let a function return the "
+            "model and its step, and probe that, oomprobe run path/to/train.py:build"
         )
     from oomprobe.runners.command.runner import CommandRunner, checked
 
