@@ -335,3 +335,11 @@ def test_what_no_process_can_run_is_refused_before_one_starts(options, around, s
     assert said in refused(
         functools.partial(oomprobe.check_target, "oomprobe.demo:wide_mlp", 8, **options)
     )
+
+
+def test_a_command_is_refused_where_it_cannot_be_ended(monkeypatch):
+    monkeypatch.setattr(opening, "sys", types.SimpleNamespace(platform="win32"))
+    with pytest.raises(
+        InvalidArgumentError, match=r"Linux only, and this is win32: let a function"
+    ):
+        oomprobe.check_command(["python", "train.py", "{batch}"], 1)
