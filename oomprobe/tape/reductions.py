@@ -18,7 +18,6 @@ from typing import NamedTuple
 _MAX_BLOCK_THREADS = 512
 _WARP = 32
 _MIN_VALUES, _MAX_VALUES = 16, 256  # reduced by one thread
-_VALUES_PER_LOAD = 4  # read by a thread at once if all go into one output
 _INT_MAX = 2**31 - 1
 
 
@@ -147,33 +146,26 @@ def _split(dims: list[_Dim]) -> Iterator[list[_Dim]]:
         )
 
 
-def _kernel_buffers(kind: Reduction, dims: list[_Dim], offset: int) -> tuple[int, ...]:
+def _kernel_buffers(kind: Reduction, dims: list[_Dim], offset: int) -> tuple[int, int] | None:
     """setReduceConfig: divide the work among threads, warps and blocks; no buffers unless blocks share an output."""
     n_reduced = sum(d.out_stride == 0 for d in dims)  # these come first
-    if not n_reduced:
-        return ()
     inputs, outputs = prod(d.size for d in dims[:n_reduced]), prod(d.size for d in dims[n_reduced:])
     along_input = n_reduced == len(dims) or dims[0].stride < dims[n_reduced].stride
     out_vector = 1
     # Neighbouring threads read neighbouring elements, which belong to one output or to neighbouring outputs.
     if along_input:
-        width_limit = inputs
-        if len(dims) == 1 and dims[0].stride == kind.item_bytes and inputs >= 128:
-            width_limit //= _VALUES_PER_LOAD
-        width, height = _block(width_limit, outputs, _MAX_BLOCK_THREADS)
+        width, height = _block(inputs, outputs, _MAX_BLOCK_THREADS)
         step_in, step_out = width, 1
     else:
         if dims[n_reduced].stride == kind.item_bytes:
             out_vector = _out_vector(kind, dims, n_reduced, offset)
         width, height = _block(outputs // out_vector, inputs, _MAX_BLOCK_THREADS // out_vector)
         step_in, step_out = 1, width
-    if -(-inputs // step_in) < min(height * 16, _MAX_VALUES):
-        return ()  # no warps share an output
     values_per_thread = -(-inputs // (step_in * height))
     grid = -(-(outputs // out_vector) // step_out)
     blocks = _blocks_per_output(kind.processors, width * height, values_per_thread, grid)
     if blocks <= 1:
-        return ()
+        return None
     return kind.partial_bytes * outputs * blocks * step_out * out_vector, 4 * grid
 
 

@@ -21,23 +21,43 @@ A100, H100, ADA, T4 = (
 
 
 @pytest.mark.parametrize(
-    ("card", "item", "shape", "strides", "reduced", "expected"),
+    ("card", "item", "shape", "strides", "offset", "reduced", "expected"),
     [
-        (A100, 4, (20000, 1024), (1024, 1), (True, False), ((113246208, 32),)),
-        (H100, 4, (20000, 1024), (1024, 1), (True, False), ((138412032, 32),)),
-        (ADA, 4, (20000, 1024), (1024, 1), (True, False), ((100663296, 32),)),
-        (T4, 4, (20000, 1024), (1024, 1), (True, False), ((20971520, 32),)),
-        (A100, 4, (20000, 1024), (1024, 1), (False, True), ()),
-        (A100, 4, (20480000,), (1,), (True,), ((1728, 4),)),
-        (A100, 2, (4, 100000, 9, 255), (229500000, 2295, 255, 1), (False, True, False, True), ((28080, 144),)),
-        (H100, 4, (700000, 1024), (1024, 1), (True, False), ((179306496, 32),) * 2),  # beyond 2 GiB: two kernels
+        (A100, 4, (20000, 1024), (1024, 1), 0, (True, False), ((113246208, 32),)),
+        (H100, 4, (20000, 1024), (1024, 1), 0, (True, False), ((138412032, 32),)),
+        (ADA, 4, (20000, 1024), (1024, 1), 0, (True, False), ((100663296, 32),)),
+        (T4, 4, (20000, 1024), (1024, 1), 0, (True, False), ((20971520, 32),)),
+        (A100, 4, (20000, 1024), (1024, 1), 0, (False, True), ()),
+        (A100, 4, (20480000,), (1,), 0, (True,), ((1728, 4),)),
+        (A100, 2, (4, 100000, 9, 255), (229500000, 2295, 255, 1), 0, (False, True, False, True), ((28080, 144),)),
+        (H100, 4, (700000, 1024), (1024, 1), 0, (True, False), ((179306496, 32),) * 2),  # beyond 2 GiB: two kernels
+        (A100, 4, (978, 6989), (1, 979), 0, (False, True), ((1752576, 124),)),
+        (A100, 4, (32, 256, 1, 4096), (1048576, 4096, 4096, 1), 2, (True, False, False, True),
+         ((2048, 1024),)),
+        (T4, 4, (1, 19421), (1, 1), 0, (True, True), ()),
+        (T4, 4, (274, 1000, 4), (4000, 4, 1), 2, (True, True, False), ((8576, 4),)),
+        (T4, 4, (1448, 104, 133), (13832, 133, 1), 0, (True, False, False), ((21245952, 436),)),
+        (T4, 4, (99, 237, 19), (237, 1, 23463), 0, (False, True, True), ()),
+        (A100, 2, (1073741824,), (1,), 0, (True,), ((32768, 4),)),
+        (A100, 2, (1073741825,), (1,), 0, (True,), ((16384, 4), (16388, 4))),
+        (A100, 4, (2147483647,), (0,), 0, (True,), ((65536, 4),)),
+        (A100, 4, (0, 3), (3, 1), 0, (True, False), ()),
+        (T4, 2, (64, 256, 4), (4, 256, 1), 0, (True, True, False), ()),
+        (A100, 4, (2, 255, 277814), (277814, 555628, 1), 0, (False, True, True), ((4328, 8),)),
+        (A100, 2, (240, 16, 4, 4096), (64, 0, 1, 15360), 2, (False, True, False, True),
+         ((14254080, 60),)),
+        (A100, 4, (8, 64, 2, 256), (0, 1, 64, 128), 2, (True, False, True, True), ((524288, 4),)),
+        (T4, 4, (27716, 64, 1, 1), (64, 1, 1, 1), 4, (True, False, False, True), ((3555328, 4),)),
+        (T4, 4, (2, 4096, 185175), (1, 2, 8192), 0, (True, False, False), ()),
+        (T4, 4, (4, 4096, 607, 256), (636485632, 155392, 256, 1), 4, (False, True, True, False),
+         ((159121408, 8),) * 8),
+        (A100, 4, (4096, 3, 2, 1000), (1, 0, 28672000, 4096), 3, (True, True, True, False), ()),
+        (A100, 4, (0, 1000000), (1000000, 1), 0, (False, True), ()),
     ],
 )  # fmt: skip
-def test_partial_results_of_reductions(card, item, shape, strides, reduced, expected):
-    assert (
-        buffers(Reduction(Processors(*card), item, max(4, item), reduced), shape, strides, 0)
-        == expected
-    )
+def test_partial_results_of_reductions(card, item, shape, strides, offset, reduced, expected):
+    kind = Reduction(Processors(*card), item, max(4, item), reduced)
+    assert buffers(kind, shape, strides, offset) == expected
 
 
 def test_reductions_in_a_step_allocate_partial_results():
