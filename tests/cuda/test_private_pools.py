@@ -1,98 +1,15 @@
 """Private pools of the model compared with those of torch's own allocator, operation by operation."""
 
-import random
-
 import pytest
 import torch
+from allocations import Modelled, outcomes
 from bed import forked
 
-from oomprobe.allocator import AllocatorOutOfMemory, AllocatorSettings, CachingAllocator
 from oomprobe.ground.torch_versions import VERSION
 
-from .test_simulated import PAIRS, SETTINGS, STATS
-
-MIB = 2**20
-CAPTURING = 9  # the stream of captures
-# Pools made as torch.cuda.MemPool makes them.
-KINDS = ({}, {}, {"no_split": True}, {"use_on_oom": True}, {"use_on_oom": True, "no_split": True})
-ENDS = {"capture": "end capture", "pool": "leave"}
+from .test_simulated import PAIRS, SETTINGS
 
 in_this_version = pytest.mark.skipif(VERSION != (2, 14), reason="the version of the model")
-
-
-def operations(count, seed):
-    """Yield random operations: requests, frees, and pools that are made, used, captured into and dropped."""
-    draw = random.Random(seed).random
-    sizes = [int(2 ** (draw() * 26)) for _ in range(20)]
-    sizes += [512, MIB, MIB + 1, 10 * MIB - 512, 10 * MIB, 21 * MIB]
-    live, pools, active, captures, grows, made, overflow = [], [], [], [], 0.55, 0, 0
-    for number in range(count):
-        kind = draw()
-        if number % 150 == 0:
-            grows = 0.42 + draw() * 0.2
-        if kind < 0.01:
-            yield "empty", None, None
-        elif kind < 0.013:
-            yield "limit", 0.05 + int(draw() * 4) / 80, None
-        elif kind < 0.03 and not active:
-            yield "stream", int(draw() * 2), None
-        elif kind < 0.05 and len(pools) < 5:
-            made += 1
-            pools.append(made)
-            flags = KINDS[int(draw() * len(KINDS))]
-            if "use_on_oom" in flags:
-                if overflow in pools[:-1]:  # torch asks several in the order of a hash
-                    flags = {}
-                else:
-                    overflow = made
-            yield "make", made, flags
-        elif kind < 0.06 and not active and len(captures) < 4:
-            made += 1
-            active.append(("capture", made))
-            yield "begin capture", made, None
-        elif kind < 0.09 and pools and len(active) < 2:
-            pool = pools[int(draw() * len(pools))]
-            if ("pool", pool) not in active:
-                active.append(("pool", pool))
-                yield "enter", pool, None
-        elif kind < 0.13 and active:
-            what, pool = active.pop()
-            if what == "capture":
-                captures.append(pool)
-            yield ENDS[what], pool, None
-        elif kind < 0.14 and len(pools) > 1 and not active:
-            yield "drop", pools.pop(int(draw() * len(pools))), None
-        elif kind < 0.15 and captures and not active:
-            yield "reset", captures.pop(int(draw() * len(captures))), None
-        elif not live or draw() < grows:
-            live.append(number)
-            yield "malloc", number, sizes[int(draw() * len(sizes))] + int(draw() * 2) * 5000
-        else:
-            yield "free", live.pop(int(draw() * len(live))), None
-    for what, pool in reversed(active):
-        yield ENDS[what], pool, None
-
-
-def outcomes(count, seed, allocator):
-    """Return the figures and any error message after each operation."""
-    handles, results = {}, []
-    for kind, number, detail in operations(count, seed):
-        message = ""
-        if kind == "malloc":
-            try:
-                handles[number] = allocator.malloc(detail)
-            except (torch.OutOfMemoryError, AllocatorOutOfMemory) as error:
-                message = str(error).partition(" by PyTorch but unallocated.")[0]
-        elif kind == "free":
-            if number in handles:
-                allocator.free(handles.pop(number))
-        elif kind == "empty":
-            allocator.empty_cache()
-        else:
-            getattr(allocator, kind.replace(" ", "_"))(number, *filter(None, [detail]))
-        figures = allocator.stats()
-        results.append((kind, [figures[name] for name in STATS], message))
-    return results
 
 
 class Torchs:
@@ -138,53 +55,6 @@ class Torchs:
 
     def reset(self, pool):
         self._graphs.pop(pool).reset()
-
-
-class Modelled:
-    """The model, as `torch.cuda.MemPool` and `torch.cuda.graph` would call it."""
-
-    def __init__(self, text):
-        settings = AllocatorSettings.from_text(text)
-        self._allocator = CachingAllocator(290 * MIB, settings, total_bytes=3000 * MIB)
-        if settings.per_process_memory_fraction < 1:
-            self.limit(settings.per_process_memory_fraction)
-        self.stream, self.malloc = self._allocator.use_stream, self._allocator.malloc
-        self.free, self.stats = self._allocator.free, self._allocator.stats
-        self.drop, self.empty_cache = self._allocator.drop_pool, self._allocator.empty_cache
-        self._before, self._captured = 0, 0
-        self._retained = {}  # pools that a graph keeps
-
-    def limit(self, fraction):
-        self._allocator.limit_bytes = int(fraction * self._allocator.total_bytes)
-
-    def make(self, pool, kind=None):
-        self._allocator.pools.make(pool, **(kind or {}))
-
-    def enter(self, pool):
-        self._allocator.pools.use(pool)
-        if self._captured and pool not in self._retained[self._captured]:
-            self._retained[self._captured].append(pool)
-            self._allocator.pools.users[pool] += 1
-
-    def leave(self, pool):
-        self._allocator.pools.leave(pool)
-        self._allocator.pools.release(pool)
-
-    def begin_capture(self, pool):
-        self._captured, self._retained[pool] = pool, []
-        self._allocator.empty_cache()
-        self._before = self._allocator.stream
-        self._allocator.use_stream(CAPTURING)
-        self._allocator.pools.use(pool, captures=True)
-
-    def end_capture(self, pool):
-        self._captured = 0
-        self._allocator.pools.leave(pool)
-        self._allocator.use_stream(self._before)
-
-    def reset(self, pool):
-        for used in (pool, *self._retained.pop(pool)):
-            self._allocator.pools.release(used)
 
 
 @in_this_version

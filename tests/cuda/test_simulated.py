@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from allocations import STATS
 from bed import forked
 from processes import in_child
 from sequences import A100, simulated
@@ -27,12 +28,6 @@ RTX_3090, RTX_4090, T4 = "8.6,82,1536", "8.9,128,1536", "7.5,40,1024"
 
 
 # --- request by request ---
-
-STATS = [
-    "allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current", "reserved_bytes.all.peak",
-    "requested_bytes.all.current", "inactive_split_bytes.all.current", "num_alloc_retries", "num_ooms",
-]  # fmt: skip
-
 
 LEAST_SPLIT = 20 if VERSION >= (2, 10) else 21  # MiB
 SETTINGS = {

@@ -2,13 +2,16 @@
 
 import contextlib
 import re
+from zlib import crc32
 
 import pytest
+from allocations import PINNED_SETTINGS, Modelled, outcomes, pinned_outcomes
 from hypothesis import given
 from hypothesis import strategies as st
 
 from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator, adopt
 from oomprobe.allocator.settings import AllocatorSettings, BlockOrder
+from oomprobe.ground.torch_versions import VERSION
 
 from .bench import ALLOCATOR_SETTINGS, EXPANDABLE
 
@@ -98,6 +101,37 @@ def test_which_of_two_free_blocks_of_one_size_is_used(order, is_split_again, reu
     for handle in free:
         allocator.free(handle)
     assert allocator.layout([allocator.malloc(4 * MIB)])[0] == places[reused]
+
+
+# Digests of what torch 2.14 answers to 1,500 operations: tests/cuda compares each answer with torch's.
+ANSWERED = {
+    "": 797_589_092,
+    "expandable_segments:True": 2_672_395_896,
+    "max_split_size_mb:24": 307_914_492,
+    "max_split_size_mb:20,max_non_split_rounding_mb:40": 3_620_033_172,
+    "roundup_power2_divisions:[1:8,4:2,32:4,>:1]": 2_825_728_062,
+    "garbage_collection_threshold:0.6": 3_566_654_292,
+    "per_process_memory_fraction:0.08": 3_401_239_297,
+    "large_segment_size_mb:12": 4_102_142_438,
+}
+ANSWERED_PINNED = dict(
+    zip(
+        PINNED_SETTINGS,
+        (3_484_333_243, 701_831_473, 3_332_761_828, 220_600_444, 3_359_192_884),
+        strict=True,
+    )
+)
+
+
+@pytest.mark.skipif(VERSION < (2, 13), reason="earlier versions use another of equal blocks")
+@pytest.mark.parametrize("text", ANSWERED)
+def test_operations_on_pools_end_as_torchs(text):
+    assert crc32(repr(outcomes(1500, 0, Modelled(text))).encode()) == ANSWERED[text]
+
+
+@pytest.mark.parametrize("text", PINNED_SETTINGS)
+def test_operations_on_pinned_memory_end_as_torchs(text):
+    assert crc32(repr(pinned_outcomes(1500, text)).encode()) == ANSWERED_PINNED[text]
 
 
 def test_statistics():
