@@ -48,6 +48,8 @@ RULES = {
     "a block that another stream uses waits": ("", 1000, [30, "share 1", -1, 30], 60, 0),
     "a block that its own stream uses does not": ("", 1000, [30, "share 0", -1, 30], 30, 0),
     "a block waits until streams are synchronized": ("", 1000, [30, "share 1", -1, "end", 30], 30, 0),
+    "an unsplit block serves what is less than a large segment smaller": ("max_split_size_mb:24", 1000, [60, -1, 41], 60, 0),
+    "an unsplit block does not serve what is smaller": ("max_split_size_mb:24", 1000, [60, -1, 40], 100, 0),
     "a block that waits is released when memory runs out": ("", 100, [60, "share 1", -1, 80], 80, 1),
 }  # fmt: skip
 
@@ -101,6 +103,23 @@ def test_which_of_two_free_blocks_of_one_size_is_used(order, is_split_again, reu
     for handle in free:
         allocator.free(handle)
     assert allocator.layout([allocator.malloc(4 * MIB)])[0] == places[reused]
+
+
+def test_a_block_of_torch_2_12_keeps_its_age_as_it_grows():
+    allocator = CachingAllocator(GIB, AllocatorSettings(block_order=BlockOrder.BLOCK))
+    first, large, other, _ = (allocator.malloc(size * MIB) for size in (2, 16, 4, 16))
+    allocator.free(large)
+    second, _ = (allocator.malloc(size * MIB) for size in (2, 16))
+    oldest = allocator.layout([other])[0]
+    for handle in (other, first, second):
+        allocator.free(handle)
+    assert allocator.layout([allocator.malloc(4 * MIB)])[0] == oldest
+
+
+def test_a_layout_has_each_free_block():
+    allocator = an_allocator()
+    layouts = [allocator.layout([]) for _ in range(3) if allocator.malloc(5 * MIB)]
+    assert layouts[0] != layouts[1] != layouts[2]
 
 
 # Digests of what torch 2.14 answers to 1,500 operations: tests/cuda compares each answer with torch's.
