@@ -6,7 +6,7 @@ from oomprobe.tape.calls import ALLOCATED, FREED, RELEASED, SWITCHED, RecordedCa
 from oomprobe.tape.fit import Predictor, borrow_slopes, lines_through, recognize_reductions
 from oomprobe.tape.record import POOLS, STREAMS, NotRecorded, cut_calls, record_calls
 from oomprobe.tape.reductions import Processors, Reduction, buffers
-from oomprobe.tape.shapes import Growth, Growths, learn_row, lines_of_row
+from oomprobe.tape.shapes import Growth, Growths, ShapedTape, learn_row, lines_of_row
 
 A100 = Processors((8, 0), 108, 2048)
 
@@ -89,6 +89,17 @@ def test_scratch_of_reductions_follows_its_rule(recorded, size):
         lines, recorded, [recognize_reductions(linear(recorded), recorded, A100)]
     )
     assert peak_bytes([line.at(size)]) == peak_bytes([linear(size)])
+
+
+@pytest.mark.parametrize("rows", [2, 3000, 8192, 40_000])
+def test_scratch_of_reductions_follows_shapes(rows):
+    tape = ShapedTape(A100)
+    ran = [1, 4096, 2, 20_000, 8000, 640]
+    tape.learn([("step", (number,)) for number in ran], [*map(linear, ran), linear(1)])
+    assert tape.structures == 1
+    predicted = tape.call("step", (rows,), 2)
+    assert peak_bytes([predicted]) == peak_bytes([linear(rows)])
+    assert predicted.closed
 
 
 def test_a_size_off_its_line_moves_the_lines():
