@@ -496,8 +496,9 @@ def test_every_text_of_a_device_out_of_memory_is_read(texts, explained):
     assert read > 15
 
 
-def test_what_other_processes_hold_is_a_figure(explained):
-    processes = OWN.format(3.60) + OTHER.format(812, 20.00)
+@pytest.mark.parametrize("own", [OWN.format(3.60), OTHER.format(11, 3.60)])  # as in a container
+def test_what_other_processes_hold_is_a_figure(own, explained):
+    processes = own + OTHER.format(812, 20.00)
     held = explained(
         NEW.format(asked=2.0, free=0.04, processes=processes, live=2.9, unused=0.3)
     ).held

@@ -78,6 +78,7 @@ CASES = {
     "no limit": (ASYNC, "live", "torch", 2 * GIB, "would exceed allowed memory", "It is: B"),
     "a limit": (ASYNC.replace("22.10", "10.93").replace("1.00 GiB", "11.40 GiB").replace("17179869184.00", "11.82"), "cap", "torch", 2 * GIB, "set_per_process_memory_fraction", "savings"),
     "unseen by the driver": (RAISED + UNSEEN, "unknown", "torch", 2 * GIB, "did not see", "other processes hold the memory"),
+    "seen but for rounding": (RAISED + IN_PIECES.replace("22.60", "22.18"), "fragmentation", "torch", 2 * GIB, "expandable_segments:True", "did not see"),
     "larger than the card": (RAISED + LARGER, "request", "torch", int(156.25 * GIB), "one request is larger", "live tensors"),
     "1EB": (f"{RAISED}CUDA out of memory. Tried to allocate more than 1EB memory.", "request", "torch", None, "1EB", "live tensors"),
     "pinned": (TRACE + PIN, "pinned", "torch", None, "pinned_max_round_threshold_mb", "nvidia-smi"),
@@ -128,6 +129,13 @@ def test_a_torch_that_cannot_record_is_not_told_to(explained):
         explanation = explained(text)
         assert ("_record_memory_history" in "".join(explanation.advice)) is is_told
         assert ("record one the next time" in "".join(explanation.notes)) is is_told
+
+
+def test_figures_without_a_unit_of_nothing_and_of_the_second_report(explained):
+    assert explained(CASES["vLLM at its start"][0]).free_bytes == int(6.51 * GIB)
+    assert explained(OF_XPU).live_bytes == 0
+    twice = f"XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory.\n{CASES['JAX'][0]}"
+    assert explained(twice).requested_bytes == 4731502592
 
 
 def test_no_advice_empties_the_cache(explained):
@@ -212,6 +220,8 @@ NCCL = (
         (f"{RAISED}{IN_PIECES}{RAISED}{GROWN}", "fragmentation", 2, False, ""),
         (f"!!! Exception !!! {ASYNC}{TRACE}torch.OutOfMemoryError: {ASYNC}", "live", 1, None, ""),
         ("CUDA out of memory with batch=16. Reducing to batch=8 and retrying.\n1/100 7.1G\n", "unknown", 1, True, ""),
+        (f"{RAISED}{FULL}{DIED}", "unknown", 2, False, ""),
+        (f"{RAISED}{FULL}CUDA error: out of memory\n", "live", 1, False, ""),
         (NCCL, "unknown", 1, False, ""),
         (f"{DIED}Search for `cudaErrorMemoryAllocation' in the docs\n", "unknown", 1, False, ""),
     ],
@@ -259,6 +269,7 @@ def test_each_rank_has_a_line(text, cause, ranks, explained):
         "a longer sequence may cause CUDA out of memory",
         '    if "CUDA out of memory" in str(error):',
         "    except torch.OutOfMemoryError:",
+        "RuntimeError: could not create a primitive",  # it may have run out of memory, or not
     ],
 )
 def test_a_line_that_only_quotes_an_error_is_none(line, explained):
