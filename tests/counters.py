@@ -109,6 +109,7 @@ COUNTERS = {
     "list": (lambda: [0], add),
     "array": (lambda: array.array("l", [0]), add),
     "numpy array": (lambda: np.zeros(1), add),
+    "list in a numpy array": (lambda: np.array([[], None], object), lambda seen: seen[0].append(1)),
     "tensor on the host": (lambda: torch.zeros(1), add),
     "version of a tensor": (lambda: torch.zeros(2000), lambda counts: counts.add_(1)),
     "length of a list": (list, lambda seen: seen.append(None)),

@@ -5,19 +5,25 @@ import re
 
 import pytest
 import sequences
-from operators import CASES, STATED
+from helpers import GOLDEN, same_as_golden
+from operators import CASES, COUNTING, STATED
 
+from oomprobe.ground.torch_versions import VERSION
 from oomprobe.tape.calls import parts_of
+
+
+def events(name, variant):
+    """Return the requests on a simulated card, and what is freed."""
+    device, case = sequences.simulated(sequences.A100, "40GiB"), {**CASES, **COUNTING}[name]
+    if hasattr(case, "builds"):
+        with device.building():
+            case = case(sequences.tensors(variant))
+    return sequences.of_a_simulated_card(device, sequences.runner(case, variant))
 
 
 def requests(name, variant="fp32"):
     """Return the bytes of each request on a simulated card."""
-    device, case = sequences.simulated(sequences.A100, "40GiB"), CASES[name]
-    if hasattr(case, "builds"):
-        with device.building():
-            case = case(sequences.tensors(variant))
-    events = sequences.of_a_simulated_card(device, sequences.runner(case, variant))
-    return [nbytes for _, nbytes in events if nbytes > 0]
+    return [nbytes for _, nbytes in events(name, variant) if nbytes > 0]
 
 
 @pytest.mark.parametrize(
@@ -52,3 +58,18 @@ def test_a_kernel_is_around_as_many_results_at_each_size(monkeypatch):
         for factor in (2, 64):
             larger = tuple(factor * number for number in numbers)
             assert len(parts_of(kernel, larger)) == parts, kernel
+
+
+@pytest.mark.skipif(
+    VERSION < (2, 13), reason="recorded with 2.13, in which torch asks for as much as in 2.14"
+)
+def test_kernels_request_what_is_recorded():
+    """For each line of a rule at least two cases, which tests/cuda/test_sequences.py compares with torch's own allocator."""
+    recorded = [
+        line.partition(": [")[0] for line in (GOLDEN / "requests.txt").read_text().splitlines()
+    ]
+    found = []
+    for line in recorded:
+        variant, _, name = line.partition(" | ")
+        found.append(f"{line}: {sequences.in_order(events(name, variant))}\n")
+    same_as_golden("".join(found), "requests.txt")
