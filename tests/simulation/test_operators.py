@@ -69,5 +69,7 @@ def test_kernels_request_what_is_recorded():
     found = []
     for line in recorded:
         variant, _, name = line.partition(" | ")
-        found.append(f"{line}: {sequences.in_order(events(name, variant))}\n")
+        # Of 64 bits, efficient attention takes two numbers more since 2.14.
+        larger = [event for event in events(name, variant) if abs(event[1]) != 8]
+        found.append(f"{line}: {sequences.in_order(larger)}\n")
     same_as_golden("".join(found), "requests.txt")
