@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from oomprobe.simulation.kernels.convolutions import convolution_workspace, winograd_workspace
+from oomprobe.simulation.kernels.table import find_launch
+from oomprobe.tape.calls import RESULT
 from oomprobe.tape.reductions import Processors, Reduction, buffers
 
 from .bench import Bench
@@ -79,6 +81,41 @@ def test_autograd_adds_gradients_in_place_if_only_it_holds_them():
         return bench.device._memory.allocator.served
 
     assert allocations([].append) == allocations(lambda _: None) + 1
+
+
+aten = torch.ops.aten
+CUDNN = aten._scaled_dot_product_cudnn_attention_backward.default
+AT, JOINED = torch.zeros(3, dtype=torch.long), torch.empty(4, 3)
+HEADS, GROUPS = (
+    torch.empty(2, heads, length, 64, dtype=torch.half) for heads, length in ((8, 100), (4, 50))
+)
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs", "expected"),
+    [
+        (CUDNN, (HEADS, HEADS, HEADS), {}, (RESULT, 6400 * 65 + 256)),
+        (CUDNN, (HEADS, HEADS, GROUPS), {}, (RESULT, 6400 * 65 + 256 + 2 * 102400)),
+        (aten.sort.default, (torch.tensor(1.0),), {}, None),
+        (aten.topk.default, (torch.tensor(1.0), 1), {}, None),
+        (aten.randperm.default, (0,), {}, None),
+        (aten.randperm.default, (1,), {}, (RESULT, 8, -1, 8, 4, 4, 1)),
+        (aten.mv.default, (torch.empty(2, 1), torch.empty(1).as_strided((1,), (0,))), {}, None),
+        (aten.mv.default, (torch.empty(2, 3), torch.empty(1).expand(3)), {}, (RESULT, 12)),
+        (aten.dot.default, (torch.tensor(1.0), torch.empty(1)), {}, None),
+        (aten.index.Tensor, (torch.empty(9, 9), [AT, AT]), {}, None),
+        (aten.index.Tensor, (torch.empty(9, 9), [AT[:, None], AT[:2]]), {}, (48, 48, RESULT)),
+        (aten.index_put.default, (torch.empty(9), [AT], torch.tensor(1.0)), {}, (4, RESULT)),
+        (aten.index_put.default, (torch.empty(3), [AT.bool()], torch.tensor(1.0)), {}, None),
+        (aten._chunk_cat.out, ([JOINED.half()], 0, 2), {"out": JOINED}, (RESULT,)),
+        (aten._chunk_cat.out, ([JOINED.bfloat16()], 0, 2), {"out": JOINED}, (RESULT, 9 * 8)),
+        (aten.max.other, (torch.empty(9), torch.empty(9)), {}, None),
+        (aten.copy_.default, (torch.empty(9), torch.empty(9)), {}, None),
+    ],
+)  # fmt: skip
+def test_what_kernels_take_beside_their_results(func, args, kwargs, expected):
+    launch = find_launch(Processors(*A100), func, args, kwargs)
+    assert (launch and launch.kernel.rule(*launch.kernel.fixed, *launch.numbers)) == expected
 
 
 # --- workspaces of convolutions ---
