@@ -121,11 +121,11 @@ def test_no_class_is_longer_than_360_lines():
 # change pass. The aim is a reader, not the number: a decision becomes a statement, a boolean with a name, or a function with a name
 # of the field; a value that needs no thought stays an expression; a helper that its only caller reads better without goes back.
 AT_MOST = {
-    "decisions per 1,000 lines": 222.9,
+    "decisions per 1,000 lines": 222.6,
     "slivers": 38,
     "names at the top of several modules": 19,
     "modules that name replays": 4,
-    "lines over 100 columns": 1919,
+    "lines over 100 columns": 1916,
     "functions with more than 14 decisions": 0,
     "riddles": 0,
     "names that say nothing": 0,
