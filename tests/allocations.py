@@ -16,8 +16,6 @@ STATS = [
     "allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.current", "reserved_bytes.all.peak",
     "requested_bytes.all.current", "inactive_split_bytes.all.current", "num_alloc_retries", "num_ooms",
 ]  # fmt: skip
-
-
 CAPTURING = 9  # the stream of captures
 # Pools made as torch.cuda.MemPool makes them.
 KINDS = ({}, {}, {"no_split": True}, {"use_on_oom": True}, {"use_on_oom": True, "no_split": True})
@@ -77,11 +75,11 @@ def operations(count, seed):
         yield ENDS[what], pool, None
 
 
-def outcomes(count, seed, allocator):
+def outcomes(operations, allocator):
     """Return the figures and any error message after each operation."""
     handles, results = {}, []
-    for kind, number, detail in operations(count, seed):
-        message = ""
+    for kind, number, detail in operations:
+        message = ""  # without its advice, which differs between versions of torch
         if kind == "malloc":
             try:
                 handles[number] = allocator.malloc(detail)
@@ -99,11 +97,58 @@ def outcomes(count, seed, allocator):
     return results
 
 
+class Torchs:
+    """Torch's allocator."""
+
+    def __init__(self, text):
+        since_2_10 = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (since_2_10 or torch.cuda.memory._set_allocator_settings)(text)
+        torch.cuda.init()
+        self.malloc = torch.cuda.caching_allocator_alloc
+        self.free = torch.cuda.caching_allocator_delete
+        self.empty_cache, self.stats = torch.cuda.empty_cache, torch.cuda.memory_stats
+        self.limit = torch.cuda.set_per_process_memory_fraction
+        self._streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+        self._pools, self._used, self._graphs = {}, {}, {}
+        self._capturing = torch.cuda.Stream()
+
+    def stream(self, number):
+        torch.cuda.set_stream(self._streams[number])
+
+    def make(self, pool, kind=None):
+        self._pools[pool] = torch.cuda.MemPool(**(kind or {}))
+
+    def enter(self, pool):
+        self._used[pool] = torch.cuda.use_mem_pool(self._pools[pool])
+        self._used[pool].__enter__()
+
+    def leave(self, pool):
+        self._used.pop(pool).__exit__(None, None, None)
+
+    def drop(self, pool):
+        del self._pools[pool]
+
+    def begin_capture(self, pool):
+        graph = torch.cuda.CUDAGraph()
+        capture = torch.cuda.graph(graph, stream=self._capturing)
+        self._graphs[pool] = graph, capture
+        capture.__enter__()
+
+    def end_capture(self, pool):
+        graph, capture = self._graphs[pool]
+        capture.__exit__(None, None, None)
+        self._graphs[pool] = graph
+
+    def reset(self, pool):
+        self._graphs.pop(pool).reset()
+
+
 class Modelled:
     """The model, as `torch.cuda.MemPool` and `torch.cuda.graph` would call it."""
 
     def __init__(self, text):
         settings = AllocatorSettings.from_text(text)
+        # The large total gives an expandable segment room for everything, where a driver would place a second one elsewhere.
         self._allocator = CachingAllocator(290 * MIB, settings, total_bytes=3000 * MIB)
         if settings.per_process_memory_fraction < 1:
             self.limit(settings.per_process_memory_fraction)
@@ -183,12 +228,9 @@ def pinned_operations(count, text):
 
 
 def pinned_outcomes(count, text):
-    allocator, handles, busy, results = (
-        PinnedAllocator(AllocatorSettings.from_text(text)),
-        {},
-        set(),
-        [],
-    )
+    """Return the model's figures after each operation."""
+    allocator = PinnedAllocator(AllocatorSettings.from_text(text))
+    handles, busy, results = {}, set(), []
     for kind, which, detail in pinned_operations(count, text):
         for stream in {*range(STREAMS)} - busy:
             allocator.synchronize(stream)

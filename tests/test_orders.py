@@ -94,8 +94,6 @@ def test_calls_in_other_orders_end_as_training_does(seed, runs, is_cap, monkeypa
 )  # fmt: skip
 def test_calls_that_cannot_change_places_are_left(lengths, more, frames, available_mib):
     _, history = train(lengths, 700 * MIB, **more)
-    events = [
-        replace(event, frames=frames.get(event.size, event.frames)) for event in history.events
-    ]
-    changed = History(replace(history.snapshot, events=tuple(events)))
+    told = (replace(event, frames=frames.get(event.size, ())) for event in history.events)
+    changed = History(replace(history.snapshot, events=tuple(told)))
     assert reorder(changed, AllocatorSettings(), available_mib * MIB, is_cap=False) is None

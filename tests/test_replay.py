@@ -7,16 +7,7 @@ import pytest
 from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.allocator.pools import Pools
 from oomprobe.allocator.settings import AllocatorSettings
-from oomprobe.tape.calls import (
-    RESULT,
-    Kernel,
-    RecordedCall,
-    Tape,
-    peak_bytes,
-    read_calls,
-    replay_call,
-    write_calls,
-)
+from oomprobe.tape import calls as tapes
 from oomprobe.tape.shapes import name_by_rank
 
 MIB = 2**20
@@ -26,17 +17,21 @@ KINDS = ["ask"] * 8 + ["free"] * 6 + ["kernel", "switch", "share", "empty", "set
 
 def scratch(more, nbytes):
     """Hold a block until the end, and another for a moment before the result and after it."""
-    return nbytes, more * nbytes, -1, RESULT, 300, -1
+    return nbytes, more * nbytes, -1, tapes.RESULT, 300, -1
 
 
-KERNEL = Kernel(scratch, (3,), 1)
+KERNEL = tapes.Kernel(scratch, (3,), 1)
 
 
 class Recorder:
     """Makes random requests of an allocator, and records them call by call."""
 
     def __init__(self, seed):
-        self.draw, self.tape, self.allocator = random.Random(seed), Tape(), CachingAllocator(2**34)
+        self.draw, self.tape, self.allocator = (
+            random.Random(seed),
+            tapes.Tape(),
+            CachingAllocator(2**34),
+        )
         before = [self.allocator.malloc(nbytes) for nbytes in (512, 5 * MIB, 30 * MIB)]
         self.began = self.allocator.copy(), {(1, at): block for at, block in enumerate(before)}
         self.live = dict(zip(self.tape.start_trial(3), before, strict=True))
@@ -59,8 +54,7 @@ class Recorder:
             index = tape.launched([nbytes + 1])
             tape.kernel(KERNEL, 0, index)
             first, second = allocator.malloc(nbytes + 1), allocator.malloc(3 * (nbytes + 1))
-            held_bytes = sum(self.sizes.values()) + 4 * (nbytes + 1)
-            self.peak_bytes = max(self.peak_bytes, held_bytes)
+            self.peak_bytes = max(self.peak_bytes, sum(self.sizes.values()) + 4 * (nbytes + 1))
             allocator.free(second)
             self.sizes[None] = nbytes + 1
             self.ask(nbytes)
@@ -109,14 +103,14 @@ class Recorder:
 def test_a_replay_does_what_was_recorded(seed, tmp_path):
     recorder = Recorder(seed)
     calls, figures = recorder.calls(12)
-    write_calls(calls, tmp_path / "calls")
+    tapes.write_calls(calls, tmp_path / "calls")
     for told in (
         calls,
-        read_calls(tmp_path / "calls"),
-        name_by_rank([*calls, RecordedCall((), ())]),
+        tapes.read_calls(tmp_path / "calls"),
+        name_by_rank([*calls, tapes.RecordedCall((), ())]),
     ):
         allocator, live = recorder.began[0].copy(), recorder.began[1]
         for call, expected in zip(told, figures, strict=True):
-            live = replay_call(allocator, call, live)
+            live = tapes.replay_call(allocator, call, live)
             assert allocator.stats() == expected
-    assert peak_bytes(calls) == recorder.peak_bytes
+    assert tapes.peak_bytes(calls) == recorder.peak_bytes

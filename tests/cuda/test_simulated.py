@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from allocations import STATS
+from allocations import Modelled, Torchs, outcomes
 from bed import forked
 from processes import in_child
 from sequences import A100, simulated
@@ -16,8 +16,6 @@ from torch import nn
 from zoo import conv_net, gpt, mlp, peaks, runs
 
 import oomprobe
-from oomprobe.allocator.caching import AllocatorOutOfMemory, CachingAllocator
-from oomprobe.allocator.settings import AllocatorSettings
 from oomprobe.ground.torch_versions import VERSION
 
 from . import habits, windows
@@ -78,72 +76,15 @@ def operations(count, streams):
             yield "free", live.pop(-1 - int(draw() ** 3 * len(live))), None
 
 
-def outcomes(count, streams, malloc, free, empty_cache, limit, use_stream, stats):
-    """Return the figures and any error message after each operation."""
-    handles, results = {}, []
-    for kind, number, nbytes in operations(count, streams):
-        message = ""
-        if kind == "malloc":
-            try:
-                handles[number] = malloc(nbytes)
-            except (torch.OutOfMemoryError, AllocatorOutOfMemory) as error:
-                # Without its advice, which differs between versions of torch for expandable segments.
-                message = str(error).partition(" by PyTorch but unallocated.")[0]
-        elif kind == "free" and number in handles:
-            free(handles.pop(number))
-        elif kind == "empty":
-            empty_cache()
-        elif kind == "limit":
-            limit(number)
-        elif kind == "stream":
-            use_stream(number)
-        figures = stats()
-        results.append(([figures[name] for name in STATS], message))
-    return results
-
-
-def torchs_outcomes(text, count, streams):
-    cuda, since_2_10 = torch.cuda, getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-    (since_2_10 or cuda.memory._set_allocator_settings)(text)
-    cuda.init()
-    malloc, free = cuda.caching_allocator_alloc, cuda.caching_allocator_delete
-    made = [cuda.default_stream(), *(cuda.Stream() for _ in range(1, streams))]
-
-    def use_stream(number):
-        cuda.set_stream(made[number])
-
-    limit, stats = cuda.set_per_process_memory_fraction, cuda.memory_stats
-    return outcomes(count, streams, malloc, free, cuda.empty_cache, limit, use_stream, stats)
-
-
 @pytest.mark.parametrize("streams", [1, 3])
 @pytest.mark.parametrize(("text", "count"), [*OFTEN, *ON_REQUEST])
 def test_requests_have_the_same_outcome_as_in_torch(text, count, streams):
-    settings = AllocatorSettings.from_text(text)
     if any(name in text and version > VERSION for name, version in SINCE.items()):
         pytest.skip("this torch has no such setting")
-    # The large total gives an expandable segment room for everything; the driver would place a second one elsewhere.
-    allocator = CachingAllocator(290 * MIB, settings, total_bytes=3000 * MIB)
-
-    def limit(fraction):
-        allocator.limit_bytes = int(fraction * allocator.total_bytes)
-
-    if settings.per_process_memory_fraction < 1:
-        limit(settings.per_process_memory_fraction)
-    functions = (
-        allocator.malloc,
-        allocator.free,
-        allocator.empty_cache,
-        limit,
-        allocator.use_stream,
-        allocator.stats,
-    )
-    expected = forked(
-        torchs_outcomes, text, count, streams, memory="3000MiB", context="2710MiB", limit_s=300
-    )
-    for number, (here, there) in enumerate(
-        zip(outcomes(count, streams, *functions), expected, strict=True)
-    ):
+    bed = {"memory": "3000MiB", "context": "2710MiB", "limit_s": 300}
+    expected = forked(lambda: outcomes(operations(count, streams), Torchs(text)), **bed)
+    found = outcomes(operations(count, streams), Modelled(text))
+    for number, (here, there) in enumerate(zip(found, expected, strict=True)):
         assert here == there, number
 
 

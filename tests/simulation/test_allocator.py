@@ -5,7 +5,7 @@ import re
 from zlib import crc32
 
 import pytest
-from allocations import PINNED_SETTINGS, Modelled, outcomes, pinned_outcomes
+from allocations import PINNED_SETTINGS, Modelled, operations, outcomes, pinned_outcomes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -133,24 +133,18 @@ ANSWERED = {
     "per_process_memory_fraction:0.08": 3_401_239_297,
     "large_segment_size_mb:12": 4_102_142_438,
 }
-ANSWERED_PINNED = dict(
-    zip(
-        PINNED_SETTINGS,
-        (3_484_333_243, 701_831_473, 3_332_761_828, 220_600_444, 3_359_192_884),
-        strict=True,
-    )
-)
+PINNED = (3_484_333_243, 701_831_473, 3_332_761_828, 220_600_444, 3_359_192_884)
 
 
 @pytest.mark.skipif(VERSION < (2, 13), reason="earlier versions use another of equal blocks")
 @pytest.mark.parametrize("text", ANSWERED)
 def test_operations_on_pools_end_as_torchs(text):
-    assert crc32(repr(outcomes(1500, 0, Modelled(text))).encode()) == ANSWERED[text]
+    assert crc32(repr(outcomes(operations(1500, 0), Modelled(text))).encode()) == ANSWERED[text]
 
 
-@pytest.mark.parametrize("text", PINNED_SETTINGS)
-def test_operations_on_pinned_memory_end_as_torchs(text):
-    assert crc32(repr(pinned_outcomes(1500, text)).encode()) == ANSWERED_PINNED[text]
+@pytest.mark.parametrize(("text", "answered"), [*zip(PINNED_SETTINGS, PINNED, strict=True)])
+def test_operations_on_pinned_memory_end_as_torchs(text, answered):
+    assert crc32(repr(pinned_outcomes(1500, text)).encode()) == answered
 
 
 def test_statistics():

@@ -6,7 +6,6 @@ from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.tape.calls import (
     ALLOCATED,
     FREED,
-    RELEASED,
     RecordedCall,
     Tape,
     peak_bytes,
@@ -134,16 +133,6 @@ def taught(*sizes):
     for size in sizes:
         assert learn(predictor, size, cold(size))
     return predictor
-
-
-def test_a_step_that_releases_the_cache():
-    allocator = CachingAllocator(1024 * MIB)
-    replay_call(
-        allocator,
-        RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0), (RELEASED, 0, 0)), (64 * MIB,)),
-        {},
-    )
-    assert allocator.reserved_bytes == 0
 
 
 def test_two_sizes_predict_the_calls_of_a_cold_trial():
