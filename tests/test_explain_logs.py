@@ -122,6 +122,8 @@ def test_each_text_has_one_cause(name, explained):
     assert not_said not in report
     by_figures = engine == "torch" and cause not in ("request", "pinned")
     assert ("Likely, not certain" in report) is by_figures
+    assert ("all that it states is above" in report) is (engine not in ("torch", "host"))
+    assert "None" not in report
     assert max(map(len, str(explanation).splitlines())) <= 100
     json.dumps(explanation.to_dict())
 
