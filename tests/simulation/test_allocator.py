@@ -47,6 +47,7 @@ RULES = {
     "caches of all streams are released when memory runs out": ("", 100, [60, -1, "use 1", 80], 80, 1),
     "a block that another stream uses waits": ("", 1000, [30, "share 1", -1, 30], 60, 0),
     "a block that its own stream uses does not": ("", 1000, [30, "share 0", -1, 30], 30, 0),
+    "a block beside one that another stream uses does not wait": ("", 1000, [30, "share 1", 30, -2, 30], 60, 0),
     "a block waits until streams are synchronized": ("", 1000, [30, "share 1", -1, "end", 30], 30, 0),
     "an unsplit block serves what is less than a large segment smaller": ("max_split_size_mb:24", 1000, [60, -1, 41], 60, 0),
     "an unsplit block does not serve what is smaller": ("max_split_size_mb:24", 1000, [60, -1, 40], 100, 0),

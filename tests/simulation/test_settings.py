@@ -52,7 +52,9 @@ ROUNDED = {
 @pytest.mark.parametrize("name", ROUNDED)
 def test_requests_are_rounded_up(name):
     request, text, size = ROUNDED[name]
-    assert AllocatorSettings.from_text(text).rounded(int(request * 2**20)) == int(size * 2**20)
+    settings = AllocatorSettings.from_text(text)
+    for told in (settings, AllocatorSettings.from_snapshot(settings.to_snapshot())):
+        assert told.rounded(int(request * 2**20)) == int(size * 2**20)
 
 
 def test_what_is_set_at_run_time_resets_three_settings():
