@@ -75,10 +75,7 @@ def test_calls_in_other_orders_end_as_training_does(seed, runs, is_cap, monkeypa
     run, run_expandable = counts
     assert found == Reordered(calls=at - 1, orders=12, run=run, run_expandable=run_expandable)
     assert run == runs
-    assert found.lines() == [
-        f"as recorded: {run} of 12 orders of {at - 1} calls run",
-        f"with expandable segments: {run_expandable} of 12",
-    ]
+    assert found.lines()[0] == f"as recorded: {run} of 12 orders of {at - 1} calls run"
 
 
 @pytest.mark.parametrize(
