@@ -22,6 +22,7 @@ from oomprobe.runners.workers.settling import (
     WAITED,
     culprit,
     failed_outcome,
+    first_to_end,
     has_failed,
     passed_outcome,
 )
@@ -103,6 +104,16 @@ def test_one_that_has_failed_ends_the_trial_of_all(answer):
 @pytest.mark.parametrize("answer", [PASSED, READY, Measured(available_bytes=1, outside_bytes=None)])
 def test_one_that_has_passed_does_not(answer):
     assert not has_failed(answer)
+
+
+def test_the_rank_whose_data_ended_first_is_believed():
+    one, two = (
+        told(
+            ended_early="StopIteration", records=(CallRecord(step="step", served_bytes=1),) * calls
+        )
+        for calls in (1, 2)
+    )
+    assert first_to_end(REQUEST, {0: two, 1: one, 2: PASSED}, 1.0) is one
 
 
 def test_a_pass_is_the_slowest_and_the_largest_of_all_ranks():
