@@ -58,6 +58,20 @@ def test_an_optimizer_that_never_steps_is_an_error():
     assert raised.value.exit_status == 6
 
 
+def test_a_size_at_which_the_optimizer_no_longer_steps_was_not_trained():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(model, batch_size):
+        optimizer.zero_grad()
+        model(torch.ones(batch_size, 2)).sum().backward()
+        if batch_size < 4:
+            optimizer.step()
+
+    with pytest.raises(oomprobe.UnreliableError, match="at batch 4 .* did not step in 2 calls"):
+        probe(model, step, max_batch=16)
+
+
 NOTES = {
     "no gradient was left": accumulating(1, backward=False, reach=False),
     "though gradients were computed": accumulating(1, reach=False),
