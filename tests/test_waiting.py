@@ -68,7 +68,7 @@ def test_a_size_at_which_the_optimizer_no_longer_steps_was_not_trained():
         if batch_size < 4:
             optimizer.step()
 
-    with pytest.raises(oomprobe.UnreliableError, match="at batch 4 .* did not step in 2 calls"):
+    with pytest.raises(oomprobe.UnreliableError, match=r"at batch 4 .* did not step in 2 calls"):
         probe(model, step, max_batch=16)
 
 
