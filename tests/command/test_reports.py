@@ -5,6 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from oomprobe.records.trials import Verdict
 from oomprobe.runners.command.reports import Memory, ProcessReport, RunReports, are_the_same
 from oomprobe.tape.record import NotRecorded
 from oomprobe.verdicts import Link
@@ -97,6 +98,23 @@ def test_which_processes_use_a_card(reports, users):
 
 
 RANKS = [report(0, memory("a"), host="node0"), report(1, memory("b"), host="node1")]
+FAULT = replace(RANKS[1], errors=(Link(classes=("builtins.ValueError",), text="wrong"),))
+
+
+@pytest.mark.parametrize(
+    ("reports", "passed", "expected"),
+    [
+        (RANKS[::-1], True, [(0, Verdict.FITS), (1, Verdict.FITS)]),
+        ([RANKS[0], FAULT], False, [(0, None), (1, Verdict.BUG)]),
+        ([RANKS[0], replace(FAULT, raised_ooms=1)], False, [(0, None), (1, Verdict.OOM)]),
+        ([RANKS[0], ENGINE], True, []),  # a single one has no record of its own
+    ],
+)
+def test_each_of_several_ranks_has_a_record(reports, passed, expected):
+    ranks = RunReports(reports).ranks(passed=passed)
+    assert [(rank.rank, rank.verdict) for rank in ranks] == expected
+
+
 TAPE = {
     "unrecorded": "",
     "entries": [{"action": "alloc", "addr": 512, "size": 100, "stream": 0, "pool_id": [0, 0]}],
