@@ -6,7 +6,7 @@ import gc
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -306,6 +306,18 @@ def open_command(
 # --- in this process ---
 
 
+def _on_another_model(
+    model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[Note]:
+    """Yield a note if optimizers train another model alone; keep nothing that a step drops."""
+    trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
+    theirs = [*chain.from_iterable(map(parameters_of, optimizers))]
+    if trained and theirs and trained.isdisjoint(map(id, theirs)):
+        theirs += chain.from_iterable(map(state_tensors, optimizers))
+        others = format_bytes(sum(map(attrgetter("nbytes"), theirs)))
+        yield remark(OF_ANOTHER_MODEL.format(others=others))
+
+
 @contextmanager
 def _here(
     order: Order,
@@ -343,13 +355,7 @@ def _here(
                 cached, emptying = format_bytes(cached_bytes), session.device.emptying
                 session.notes.add(remark(CACHED.format(cached=cached, emptying=emptying)))
                 session.as_built.needs_emptying = True
-            trained = {id(weight) for weight in model.parameters() if weight.requires_grad}
-            optimizers = snapshot.tracker.optimizers
-            theirs = [*chain.from_iterable(map(parameters_of, optimizers))]
-            if trained and theirs and trained.isdisjoint(map(id, theirs)):
-                theirs += chain.from_iterable(map(state_tensors, optimizers))
-                others = format_bytes(sum(map(attrgetter("nbytes"), theirs)))
-                session.notes.add(remark(OF_ANOTHER_MODEL.format(others=others)))
+            session.notes.extend(_on_another_model(model, snapshot.tracker.optimizers))
             with _state_restored(session, snapshot, device):
                 try:
                     yield session
