@@ -25,8 +25,8 @@ Arguments = dict[str, Any]  # of the step, by name; "batch_size" is one of them
 Draw = Callable[[random.Random, int], Iterable[Mapping[str, Any]]]
 FEW_DRAWS = 50  # of a function, of which the largest is common
 NO_NUMBERS = (
-    "{path} has no numbers: {error}. Write one for each example, a line each and without a head; a "
-    "JSON list or an array of numpy (.npy) will do too"
+    "{path} gave no numbers: {error}. Write one for each example, a line each and without a head; "
+    "a JSON list or an array of numpy (.npy) will do too"
 )
 EXAMPLE = 'Epoch({"length": [len(example) for example in dataset]})'
 SIZE = "batch_size"
