@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from processes import environment, until
@@ -62,3 +63,13 @@ def test_a_program_ends_with_who_has_started_it(warm, warm_python, tmp_path, num
     started.send_signal(number)
     assert started.wait() == -number
     until(lambda: not os.path.exists(f"/proc/{pid}"))
+
+
+def test_a_program_killed_at_any_age_leaves_the_server_alive(warm, warm_python):
+    for age_s in [index / 2000 for index in range(0, 200, 4)]:
+        started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        time.sleep(age_s)
+        started.kill()
+        started.wait()
+    done = subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"1\n", b"")

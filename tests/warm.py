@@ -125,10 +125,8 @@ class Server:
                     self._signalled(descriptor)
 
     def end(self):
-        import signal
-
         for _, pid, _ in self._programs.values():
-            os.killpg(pid, signal.SIGKILL)
+            kill(pid)
 
     def _start(self, connection):
         import marshal
@@ -147,15 +145,13 @@ class Server:
             self._poll.register(descriptor, select.POLLIN)
 
     def _signalled(self, descriptor):
-        import signal
-
         connection, pid, _ = self._clients[descriptor]
         number = connection.recv(1)
         if number:
             os.kill(pid, number[0])
         else:  # whoever has started the program has ended
             self._poll.unregister(descriptor)
-            os.killpg(pid, signal.SIGKILL)
+            kill(pid)
 
     def _ended(self, descriptor):
         from contextlib import suppress
@@ -170,6 +166,16 @@ class Server:
             connection.send(str(code).encode())
         connection.close()
         os.close(program)
+
+
+def kill(pid):
+    """Kill a program and what it started, even one so young that it leads no group yet."""
+    import signal
+    from contextlib import suppress
+
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
 
 
 def run(argv, folder, environment, numbers, given):
