@@ -158,12 +158,13 @@ class CardMode(TorchDispatchMode):
         try:
             if inside.depth == 1:
                 self.threads.in_main(self.poll)
-            if self.is_building:
-                result = self._build(func, args, kwargs)
-            else:
-                result = self._run(func, args, kwargs)
-            if isinstance(result, torch.Tensor):
-                _take_of_host(self, result, func, args, kwargs)
+            with torch._C.DisableTorchFunction():  # on in a backward pass, for hooks
+                if self.is_building:
+                    result = self._build(func, args, kwargs)
+                else:
+                    result = self._run(func, args, kwargs)
+                if isinstance(result, torch.Tensor):
+                    _take_of_host(self, result, func, args, kwargs)
             return result
         except AllocatorOutOfMemory as refusal:
             raise torch.OutOfMemoryError(str(refusal)) from None
