@@ -18,6 +18,7 @@ from oomprobe.rules.look import (
     growth_of,
     is_varying,
     merged,
+    needed,
     varies,
 )
 
@@ -148,6 +149,24 @@ def test_calls_that_are_needed(served, peaks, live, needed):
     assert (
         calls_needed(served, peaks, live, first_calls=1, ordinary_calls=2, is_exact=True) == needed
     )
+
+
+@pytest.mark.parametrize(
+    ("resumed_kib", "calls"),
+    [
+        ([30] * 4, 2),  # what evaluation has taken is no rise of training
+        ([34] * 4, 2),  # nor is what training takes beside what evaluation keeps: all trials resume
+        ([30, 30, 30, 35], 8),  # its last call is
+    ],
+)
+def test_calls_that_several_steps_need(resumed_kib, calls):
+    heights = [("train", [10] * 4), ("eval", [30] * 4), ("train", resumed_kib), ("eval", [35] * 4)]
+    records = [
+        CallRecord(step=step, stepped=1, peak_bytes=peak * KIB)
+        for step, turn in heights
+        for peak in turn
+    ]
+    assert needed(records, 2, starts_alike=True) == calls
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from oomprobe.worst_case import LargestFirst, largest_first
 SEARCH_ACCUMULATION = (
     2  # micro-batches: the second runs with the gradients of the first; later ones need no more
 )
+PLAN_ACCUMULATION = 4  # the same, of the split that is written back
 EVAL = "eval"  # the name of the step that evaluates
 # Disable what training writes, reports, evaluates or decides by itself.
 QUIET: dict[str, Any] = {
@@ -489,10 +490,11 @@ def _split_that_runs(
         if split is None:
             break
         left_s = None if limit_s is None else max(1e-3, until_s - time.monotonic())
+        made = min(split.accumulation_steps, PLAN_ACCUMULATION)
         try:
             check(
                 loop.model,
-                loop.steps(split.accumulation_steps),
+                loop.steps(made),
                 split.micro_batch,
                 time_limit_s=left_s,
                 **kept,
@@ -509,6 +511,8 @@ def _split_that_runs(
                 f"written back: per_device_train_batch_size={split.micro_batch}, gradient_accumulation_steps="
                 f"{split.accumulation_steps} (before: {before}); the global batch is {total}, and this split ran"
             )
+            if made < split.accumulation_steps:
+                note += f" with {made} micro-batches a step: further ones need no more memory"
             if global_batch is None and split.micro_batch < result.batch_size:
                 note += f". To train with {result.batch_size} instead, pass global_batch={result.batch_size}"
             return split, note

@@ -151,21 +151,34 @@ def _together(records: Records, name: str) -> int | None:
 
 def needed(records: Records, ordinary_calls: int, *, starts_alike: bool) -> int:
     """Return `calls_needed` of the step that needs the most."""
-    most = 0
-    for calls in by_step(records).values():
-        served_bytes = [record.served_bytes for record in calls]
-        peak_bytes = [record.peak_bytes for record in calls]
-        live_bytes = [record.live_bytes for record in calls]
+    most, peak_bytes, live_bytes = (
+        0,
+        _heights(records, "peak_bytes"),
+        _heights(records, "live_bytes"),
+    )
+    for step, calls in by_step(records).items():
         calls_of_it = calls_needed(
-            served_bytes,
-            peak_bytes,
-            live_bytes,
+            [record.served_bytes for record in calls],
+            peak_bytes[step],
+            live_bytes[step],
             first_calls=first_calls(calls),
             ordinary_calls=ordinary_calls,
             is_exact=starts_alike,
         )
         most = max(most, calls_of_it)
     return most
+
+
+def _heights(records: Records, name: str) -> dict[str, list[int]]:
+    """Return a number of each call, by step; in later turns 0, unless a call raises it."""
+    heights: dict[str, list[int]] = {}
+    for turn in turns_of(records):
+        numbers = [getattr(record, name) for record in turn]
+        if turn[0].step in heights:  # its first call finds what other steps have left
+            raised = [now if now > before else 0 for before, now in pairwise(numbers)]
+            numbers = [0, *raised]
+        heights.setdefault(turn[0].step, []).extend(numbers)
+    return heights
 
 
 def calls_needed(

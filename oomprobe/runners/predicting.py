@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
@@ -30,9 +30,10 @@ from oomprobe.records.trials import (
     Verdict,
 )
 from oomprobe.rules import program
-from oomprobe.rules.look import differ
+from oomprobe.rules.look import differ, turns_of
 from oomprobe.runners.explaining import Explaining
 from oomprobe.runners.local import LocalRunner, Workload
+from oomprobe.tape.calls import RecordedCall
 from oomprobe.tape.fit import Line, Predictor
 from oomprobe.tape.shapes import Growth, Growths, learn_row, lines_of_row
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from oomprobe.devices.base import CallRecorder
     from oomprobe.devices.simulated import SimulatedDevice
     from oomprobe.runners.command.runner import CommandRunner
-    from oomprobe.tape.calls import RecordedCall
     from oomprobe.tape.record import TapedTrial
     from oomprobe.tape.reductions import Processors
 
@@ -329,9 +329,10 @@ class Predicting:
         self._replays = Replays(card, cap_of)
         # Whether the user's code may know which call it is; None: a look has shown that it makes no difference.
         self._counts: bool | None = False
-        self._stepped: int | None = None  # by the last call that ran
+        self._stepped = dict[str, int]()  # by the last full step of each step
         self._asked: Request | None = None
         self._left: list[Call] = []  # of the trial that runs
+        self._again: dict[int, int] = {}  # how often the calls repeat that it does not make
         self._runs_nothing = False  # whether another card's trials are replayed on this one
 
     @property
@@ -365,7 +366,7 @@ class Predicting:
         records: tuple[CallRecord, ...] = ()
         if request.looks or request.confirms:  # each call is like the last
             records = tuple(
-                CallRecord(step=call.step, stepped=self._stepped, blocks=1)
+                CallRecord(step=call.step, stepped=self._stepped.get(call.step), blocks=1)
                 for call in request.calls
             )
         measured = self.measure() if self._runs_nothing and trial.passed else None
@@ -375,14 +376,16 @@ class Predicting:
 
     def _shorten(self, request: Request) -> Request:
         """Return the first calls of a trial; `further` makes the others, or they are replayed."""
-        self._asked, self._left = request, []
+        self._asked, self._left, self._again = request, [], {}
         if not _is_plain(request):
-            if request.accumulation_steps > 1 or len(self.facts.step_names) == 1:
+            is_listed = request.learns is None and not request.calls[-1].is_recorded
+            takes_turns = request.accumulation_steps == 1 and len(self.facts.step_names) > 1
+            if not (is_listed and takes_turns):
                 return request
             kept = list[Call]()
             for _, turn in groupby(request.calls, attrgetter("step")):
                 kept += islice(turn, CALLS_A_TURN)
-            return replace(request, calls=tuple(kept))
+            self._asked = request = replace(request, calls=tuple(kept))
         self._left = [*request.calls[FEW_CALLS:]]
         # `further` ends it once its calls repeat.
         return replace(request, calls=request.calls[:FEW_CALLS], settles=None)
@@ -394,6 +397,11 @@ class Predicting:
         if asked.records:
             return []
         if not _is_plain(asked):
+            left = self._left_in_turn(records)
+            if left:
+                self._again[len(records) - 1], self._left = left, self._left[left:]
+            if self._left:
+                return [self._left.pop(0)]
             more = program.further(asked, records, time.monotonic())
             return [call for call in more if not call.is_extra]
         if self._repeats(records):
@@ -419,8 +427,22 @@ class Predicting:
         has_stepped = any(record.stepped is not None for record in records)
         return has_stepped and calls[-1].repeats(calls[-2])
 
+    def _left_in_turn(self, records: Sequence[CallRecord]) -> int:
+        """Return how many calls are left of a turn in which each would do what the last two did."""
+        assert self._asked is not None
+        step, turn = records[-1].step, turns_of(records)[-1]
+        is_within = turn[-1].stepped is None and self._stepped.get(step) != 0  # a full step
+        is_unknown = self._asked.confirms and self._replays.predictor.lines is None
+        if len(turn) < 2 or is_within or is_unknown or self._may_count(records):
+            return 0
+        before, last = self._card.calls[-2:]
+        left = takewhile(lambda call: call.step == step, self._left)
+        return len([*left]) * last.repeats_anywhere(before)
+
     def _may_count(self, records: Sequence[CallRecord]) -> bool:
-        return self._counts is not None and any(record.counts for record in records)
+        """Return whether a step may know which call it is; a turn begins in another mode."""
+        counts = any(record.counts for turn in turns_of(records) for record in turn[1:])
+        return self._counts is not None and counts
 
     def _learn(self, request: Request, outcome: Outcome) -> Outcome:
         """Learn from a trial that ran, and replay the calls that it has not made."""
@@ -431,8 +453,11 @@ class Predicting:
             self._counts = None if is_alike else True
         contradicts = self._contradicts(request, outcome)
         self._replays.is_off |= contradicts
-        if trial.passed and self._shortens and _is_plain(request) and self._repeats(records):
-            outcome = self._extended(request, outcome)
+        if trial.passed and self._shortens:
+            if _is_plain(request) and self._repeats(records):
+                self._again[len(records) - 1] = program.most_calls(request) - len(records)
+            if self._again:
+                outcome = self._extended(request, outcome)
         unpredicted = "" if self._replays.is_off else self._replays.predictor.reason
         return replace(outcome, contradicts_replay=contradicts, unpredicted=unpredicted)
 
@@ -447,7 +472,9 @@ class Predicting:
             return not self._replays.predictor.give_up(COUNTS_VALUES)
         if self._shortens:
             calls = calls[: len(names)]
-            self._stepped = outcome.records[-1].stepped
+            for record in outcome.records:
+                if record.stepped is not None:
+                    self._stepped[record.step] = record.stepped
         if not calls:
             return False
         names += [request.calls[0].step] * (len(calls) - len(names))
@@ -459,13 +486,14 @@ class Predicting:
 
     def _extended(self, request: Request, outcome: Outcome) -> Outcome:
         """Return the outcome with all its calls, of which the last ones are replayed."""
-        made, asked = len(outcome.records), program.most_calls(request)
-        calls, last = self._card.calls[:made], replace(outcome.records[-1], seconds=None)
-        records = tuple(replace(record, seconds=None) for record in outcome.records)
-        outcome = replace(outcome, records=records + (last,) * (asked - made))
-        if asked <= made:
+        records, calls = list[CallRecord](), list[RecordedCall]()
+        for number, record in enumerate(outcome.records):
+            call, more = self._card.calls[number], self._again.get(number, 0)
+            calls += [call, *[call.repetition] * more]
+            records += [replace(record, seconds=None)] * (1 + more)
+        if len(calls) == len(outcome.records):
             return outcome
-        calls = [*calls, *[calls[-1]] * (asked - made)]
+        outcome = replace(outcome, records=tuple(records))
         replayed = self._replays.replay(request, calls, self._card.workspace_bytes)
         if replayed is None:
             return outcome
@@ -475,7 +503,7 @@ class Predicting:
                 outcome.trial,
                 verdict=replayed.verdict,
                 error=replayed.error,
-                steps=asked,
+                steps=len(calls),
                 peak_allocated_bytes=replayed.peak_allocated_bytes,
                 peak_reserved_bytes=replayed.peak_reserved_bytes,
                 peak_upper_bytes=replayed.peak_upper_bytes,

@@ -70,6 +70,7 @@ _LINEAR_ALGEBRA = {
     )
 }  # fmt: skip
 _META = torch.device("meta")
+_DEVICE = torch.ops.prim.device.default  # two of three operators of a backward pass
 _ADDMM = {_aten.addmm.default, _aten._addmm_activation.default}
 _RESIZING = {
     _aten.resize_.default,
@@ -148,7 +149,7 @@ class CardMode(TorchDispatchMode):
         return self.fakes.on_card(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
+        if func is _DEVICE:
             return HOST  # autograd checks gradients against their real parameters
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a tensor that wraps others makes its own operators of theirs

@@ -301,6 +301,8 @@ class Results:
         for index, tensor in enumerate(tensors):
             if tensor is result:
                 return itemgetter(index)
+        if type(result) in _PLAIN:
+            return lambda _: result
         geometry: list[Any] = []
         if type(result) is not FakeTensor or not _describe([result], geometry, tensors):
             return None

@@ -85,10 +85,15 @@ LONGEST_LIFE = 2  # calls that a block may outlive where two in a row show that 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call of a step: its events in order, and their sizes."""
+    """One call of a step: its events in order, and their sizes.
+
+    Attributes:
+        is_again: Whether it repeats the call before it, and those that follow count the two as one.
+    """
 
     events: tuple[Event, ...]
     sizes: tuple[int, ...]
+    is_again: bool = False
 
     @cached_property
     def core(self) -> tuple[Event, ...]:
@@ -140,14 +145,27 @@ class RecordedCall:
                 left[index] += 1
             elif kind == FREED:
                 left[detail] -= 1
+        return self._lived <= LONGEST_LIFE and not any(left.values())
+
+    @property
+    def _lived(self) -> int:
+        """For how many calls the oldest block lived that it frees; 0: it frees its own."""
         freed, _ = self._earlier
-        lived, _ = max(freed, default=(0, 0))
-        return lived <= LONGEST_LIFE and not any(left.values())
+        return max(freed, default=(0, 0))[0]
 
     def repeats(self, before: RecordedCall) -> bool:
         """Whether it did what the call before it did, so that another one would too."""
         is_alike = self is before or (self.core, self.sizes) == (before.core, before.sizes)
         return is_alike and self.closed
+
+    @property
+    def repetition(self) -> RecordedCall:
+        """What it does once more; later calls count both as one, unless it frees older blocks."""
+        return replace(self, is_again=self._lived <= 1)
+
+    def repeats_anywhere(self, before: RecordedCall) -> bool:
+        """Whether it repeats a call, and a later one cannot tell how often."""
+        return self.repeats(before) and self._lived <= 1
 
     def cut(self, ends: Sequence[tuple[int, int]]) -> list[RecordedCall]:
         """Return the calls that it is made of; each ends after so many events and sizes.
@@ -169,6 +187,41 @@ class RecordedCall:
             began = ended
             firsts.append(last)
         return calls
+
+
+def lengthen_turns(
+    calls: Sequence[RecordedCall], names: Sequence[str], asked: Sequence[str]
+) -> list[RecordedCall] | None:
+    """Return the calls of a trial in which steps take longer turns: the last call of each repeats.
+
+    Args:
+        calls: Of a trial.
+        names: The step of each.
+        asked: The steps of the longer trial, or of its first turns.
+
+    Returns:
+        None if the turns are others, or if a step ends the longer ones with other calls.
+
+    Example:
+        >>> call = RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0)), (512,))
+        >>> len(lengthen_turns([call, call], ["train"] * 2, ["train"] * 5))
+        5
+    """
+    of_step, rest = defaultdict[str, list[RecordedCall]](list), [*calls]
+    for name, call in zip(names, calls, strict=True):
+        of_step[name].append(call)
+    turns, longer = ([(name, len([*turn])) for name, turn in groupby(x)] for x in (names, asked))
+    if len(longer) > len(turns):
+        return None
+    result = list[RecordedCall]()
+    for (name, made), (asked_name, length) in zip(turns, longer, strict=False):
+        turn, rest, more = rest[:made], rest[made:], length - made
+        *before, last = of_step[name]
+        goes_on = before and last.repeats_anywhere(before[-1]) and last.repeats(turn[-1])
+        if asked_name != name or more < 0 or (more and not goes_on):
+            return None
+        result += [*turn, *[last.repetition] * more]
+    return result
 
 
 def write_calls(calls: Iterable[RecordedCall], path: str) -> None:
@@ -358,7 +411,8 @@ def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlock
     )
     allocator.served += len(blocks) - len(program.freed) - len(program.shared) - len(handles)
     allocator.served_bytes += sum(program.nbytes)
-    left = {(ago + 1, index): block for (ago, index), block in live.items()}
+    passed = 0 if call.is_again else 1
+    left = {(ago + passed, index): block for (ago, index), block in live.items()}
     left |= {(1, index): 0 for index in program.empty}
     left |= {(1, index): handle for index, handle in zip(program.left, handles, strict=True)}
     return left
@@ -458,6 +512,7 @@ def peak_bytes(calls: Sequence[RecordedCall]) -> int:
                     count += 1
                     now += request
                 most = max(most, now)
-        live = {(ago + 1, index): size for (ago, index), size in live.items()}
+        passed = 0 if call.is_again else 1
+        live = {(ago + passed, index): size for (ago, index), size in live.items()}
         live |= {(1, index): nbytes[number] for index, number in program.left.items()}
     return most

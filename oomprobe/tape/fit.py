@@ -25,6 +25,7 @@ from oomprobe.tape.calls import (
     KERNEL,
     Kernel,
     RecordedCall,
+    lengthen_turns,
     peak_bytes,
     reducing,
 )
@@ -356,13 +357,12 @@ class Predictor:
         """Predict the first calls of a cold trial, which are of these steps; None if unknown."""
         if self.lines is None:
             return None
-        count = len(names)
-        repeats = self.period > 0 and {*names} == {*self._names}
-        if not repeats and tuple(names) != self._names[:count]:
-            return None
         predicted = [line.at(batch_size) for line in self.lines]
-        again = cycle(predicted[-self.period :])
-        return [*islice(chain(predicted, again), count)]
+        repeats = self.period > 0 and {*names} == {*self._names}
+        if repeats or tuple(names) == self._names[: len(names)]:
+            again = cycle(predicted[-self.period :])
+            return [*islice(chain(predicted, again), len(names))]
+        return None if self.period else lengthen_turns(predicted, self._names, names)
 
     def workspace_at(self, batch_size: int) -> int:
         """Bound what a convolution may want at a size that did not run: it grows no faster than the batch."""

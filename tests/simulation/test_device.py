@@ -123,6 +123,48 @@ def steady(model=None, **options):
     return model, linear_step(model, 256, **options)
 
 
+def kept(model, batch_size):
+    with torch.no_grad():
+        return model(torch.randn(2 * batch_size, 256))
+
+
+def keeping():
+    model, step = steady()
+    return model, {"train": step, "eval": kept}
+
+
+def adversarial():
+    """Two optimizers, each in a step of its own, of which one reads the other's model."""
+    model = nn.ModuleDict({"made": nn.Linear(64, 256), "judged": nn.Linear(256, 64)})
+    optimizers = {name: torch.optim.Adam(part.parameters()) for name, part in model.items()}
+
+    def step(trained):
+        def call(model, batch_size):
+            loss = model["judged"](model["made"](torch.randn(batch_size, 64))).square().mean()
+            loss.backward()
+            optimizers[trained].step()
+            model.zero_grad()
+            return loss
+
+        return call
+
+    return model, {name: step(name) for name in optimizers}
+
+
+def evaluating_at_times():
+    """Every third call of a step makes more, so that calls do not repeat."""
+    model, step = steady()
+    made = []
+
+    def train(model, batch_size):
+        made.append(batch_size)
+        step(model, batch_size)
+        if len(made) % 3 == 0:
+            evaluated(model, batch_size)
+
+    return model, {"train": train, "eval": kept}
+
+
 def counting():
     model = nn.Linear(256, 256)
     return classifier(model, torch.optim.AdamW(model.parameters()), accumulate=5)
@@ -148,6 +190,9 @@ def attention():
 LOOPS = {
     "steady": (steady, "64MiB"),
     "evaluates too": (lambda: with_evaluation(*steady()), "64MiB"),
+    "keeps what it evaluates": (keeping, "64MiB"),
+    "two optimizers": (adversarial, "64MiB"),
+    "evaluates at times": (evaluating_at_times, "64MiB"),
     "counts its micro-batches": (counting, "64MiB"),
     "a smaller last batch": (with_a_smaller_last_batch, "256MiB"),
     "tokens of images": (tokens_of_images, "200MiB"),

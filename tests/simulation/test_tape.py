@@ -8,6 +8,7 @@ from oomprobe.tape.calls import (
     FREED,
     RecordedCall,
     Tape,
+    lengthen_turns,
     peak_bytes,
     replay_call,
     replay_calls,
@@ -197,9 +198,56 @@ def test_calls_of_several_steps_are_predicted_in_their_order():
         assert predictor.learn(size, names, calls(size))
     assert predictor.calls(100, names) == calls(100)
     assert predictor.calls(100, names[:4]) == calls(100)[:4]
-    assert predictor.calls(100, [*names, "eval"]) is None
+    *_, other = calls(100)
+    assert predictor.calls(100, [*names, "eval"]) == [*calls(100), other.repetition]
+    assert predictor.calls(100, [*names, "train"]) is None
     assert predictor.calls(100, ["train"]) == [first(100)]
     assert predictor.calls(100, ["eval"]) is None
+
+
+@given(
+    st.lists(st.integers(2, 6), min_size=4, max_size=5),
+    st.lists(st.integers(1, 30), min_size=4, max_size=4),
+)
+def test_longer_turns_do_what_their_calls_would_do(lengths, mib):
+    """Each step leaves a block that its next call frees, however many calls lie between."""
+    state, trained, evaluated, scratch = (MIB * size for size in mib)
+
+    def trial(lengths):
+        names, calls, last = [], [], {}
+        for turn, length in enumerate(lengths):
+            name = ("train", "eval")[turn % 2]
+            for _ in range(length):
+                sizes = (scratch, trained) if name == "train" else (2 * scratch, evaluated)
+                if not calls:
+                    sizes = (*sizes, state)
+                ago, is_first = len(calls) - last.get(name, 0), name not in last
+                dead = [] if is_first else [1]
+                calls.append(a_call(*sizes, leave=len(sizes) - 1, dead=dead, ago=ago))
+                last[name] = len(names)
+                names.append(name)
+        return names, calls
+
+    made, asked = trial([2] * len(lengths)), trial(lengths)
+    lengthened = lengthen_turns(made[1], made[0], asked[0])
+    ends = []
+    for calls in (asked[1], lengthened):
+        allocator, live = CachingAllocator(2**40), {}
+        peaks = [*replay_calls(allocator, calls, live)]
+        ends.append((peaks, allocator.peak_reserved_bytes, allocator.reserved_bytes))
+    assert ends[0] == ends[1]
+    assert peak_bytes(lengthened) == peak_bytes(asked[1])
+
+
+def test_turns_whose_calls_do_not_repeat_have_no_longer_ones():
+    names, other = ["train", "train", "eval", "eval"], a_call(5)
+    calls = [first(1), step(1), other, other]
+    assert lengthen_turns(calls, names, ["train", "train", "eval"]) is None  # a shorter turn
+    assert lengthen_turns(calls, names, ["eval"] * 3) is None
+    assert lengthen_turns(calls, names, [*names, "eval"]) == [*calls, other.repetition]
+    assert lengthen_turns(calls, names, ["train", *names]) is None  # the two differ
+    late = a_call(5, 6, leave=1, dead=[1], ago=2)
+    assert lengthen_turns([late, late], ["eval"] * 2, ["eval"] * 3) is None
 
 
 def test_a_later_turn_with_another_call_ends_predictions():
