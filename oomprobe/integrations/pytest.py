@@ -80,7 +80,7 @@ class Checked:
         """Fail if the step allocates this much or more: a number of bytes, or a text such as ``"6.2GiB"``."""
         __tracebackhide__ = True
         limit_bytes = parse_bytes(memory) if isinstance(memory, str) else memory
-        peak_bytes = self.result.trials[-1].peak_allocated_bytes or 0
+        peak_bytes, _ = self.result.trials[-1].peaks
         if peak_bytes >= limit_bytes:
             size, peak, limit = (
                 self.result.batch_size,

@@ -200,7 +200,7 @@ class EpochSearch:
         self.matched_fraction = matched_fraction
         self._learn(calls, outcome.taped)
         died = None if trial.passed else trial.steps + 1
-        reserved_bytes = trial.peak_reserved_bytes or 0
+        _, reserved_bytes = trial.peaks
         is_near = abs(reserved_bytes - expected.peak_reserved_bytes) <= TOLERANCE * reserved_bytes
         if died == expected.died and matched_fraction >= MATCHED and (died or is_near):
             return trial, ""

@@ -368,7 +368,7 @@ def _leaks(session: Session, answer: Trial) -> Iterator[Note]:
 
 def _simulation_note(session: Session, answer: Trial) -> Note:
     text = "simulated: no kernel ran, and tensors had no values"
-    peak_bytes, upper_bytes = answer.peak_reserved_bytes or 0, answer.peak_upper_bytes or 0
+    (_, peak_bytes), upper_bytes = answer.peaks, answer.peak_upper_bytes or 0
     if upper_bytes <= peak_bytes:
         return remark(text)
     text += (

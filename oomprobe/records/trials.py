@@ -93,9 +93,15 @@ class RankTrial:
     where: str | None = None
 
     @property
+    def reserved_of_available(self) -> tuple[int, int]:
+        """Bytes that the peak reserved, and available ones; 0 where that is unknown."""
+        return self.peak_reserved_bytes or 0, self.available_bytes or 0
+
+    @property
     def left_bytes(self) -> int:
         """What the peak left of the available memory; 0 if that is unknown."""
-        return (self.available_bytes or 0) - (self.peak_reserved_bytes or 0)
+        reserved_bytes, available_bytes = self.reserved_of_available
+        return available_bytes - reserved_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +193,11 @@ class Trial:
     def passed(self) -> bool:
         """Whether the size ran."""
         return self.verdict is Verdict.FITS
+
+    @property
+    def peaks(self) -> tuple[int, int]:
+        """Peak allocated and peak reserved bytes; 0 where not measured."""
+        return self.peak_allocated_bytes or 0, self.peak_reserved_bytes or 0
 
 
 def last_of(trials: Sequence[Trial], batch_size: int, *, passed: bool = True) -> Trial:

@@ -29,9 +29,8 @@ def ranks(trials: Sequence[RankTrial], limiting_rank: int | None, *, verbose: bo
         return []
     limiting = next((trial for trial in trials if trial.rank == limiting_rank), trials[0])
     others = [trial for trial in trials if trial is not limiting]
-    shares = [
-        (trial.peak_reserved_bytes or 0) / max(1, trial.available_bytes or 0) for trial in trials
-    ]
+    taken = [trial.reserved_of_available for trial in trials]
+    shares = [reserved / max(1, available) for reserved, available in taken]
     if max(shares) - min(shares) <= ALIKE:
         facts = [Fact(f"{len(trials)} ranks, all alike: {_of_available(limiting)}")]
     else:
@@ -44,16 +43,13 @@ def ranks(trials: Sequence[RankTrial], limiting_rank: int | None, *, verbose: bo
 
 
 def _of_available(trial: RankTrial) -> str:
-    reserved, available = (
-        format_bytes(trial.peak_reserved_bytes or 0),
-        format_bytes(trial.available_bytes or 0),
-    )
+    reserved, available = map(format_bytes, trial.reserved_of_available)
     return f"{reserved} reserved of {available} available"
 
 
 def _reserve(others: Sequence[RankTrial]) -> str:
-    peaks = sorted(trial.peak_reserved_bytes or 0 for trial in others)
-    least, most = format_bytes(peaks[0]), format_bytes(peaks[-1])
+    peaks = sorted(trial.reserved_of_available for trial in others)
+    least, most = (format_bytes(reserved) for reserved, _ in (peaks[0], peaks[-1]))
     if len(others) == 1:
         return f"the other reserves {least}"
     if least == most:

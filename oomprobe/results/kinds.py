@@ -174,7 +174,7 @@ class OfCards(OfValues):
             result, cells = self._rows[name], [name, *[UNKNOWN] * 5]
             if result is not None:
                 has_replays |= result.was_replayed
-                peak_bytes = last_of(result.trials, result.batch_size).peak_reserved_bytes or 0
+                _, peak_bytes = last_of(result.trials, result.batch_size).peaks
                 share = peak_bytes / max(1, result.available_bytes)
                 cells = [
                     *(name, str(result.batch_size), format_bytes(result.available_bytes)),

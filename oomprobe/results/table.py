@@ -146,7 +146,7 @@ class ProbeTable(Reported):
                 )
             peaks[value] = None
             if trial is not None and trial.passed:
-                peaks[value] = (trial.peak_allocated_bytes or 0, trial.peak_reserved_bytes or 0)
+                peaks[value] = trial.peaks
         return peaks
 
     def cheapest(self, batch_size: int, *, same_numbers: bool = False) -> Any:

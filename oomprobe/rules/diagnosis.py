@@ -147,7 +147,7 @@ def data_ended(examples: Mapping[int, int], size: int) -> bool:
 
 
 def _peak(trial: Trial) -> int:
-    return trial.peak_allocated_bytes or 0
+    return trial.peaks[0]
 
 
 def _grown(trials: Sequence[Trial]) -> list[Trial]:

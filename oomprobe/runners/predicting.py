@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import groupby, islice, takewhile
+from itertools import dropwhile, groupby, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, cast
 
@@ -232,7 +232,7 @@ class PredictingOnCard:
             return None
 
         def severity(trial: Trial) -> tuple[bool, int]:
-            return not trial.passed, trial.peak_reserved_bytes or 0
+            return not trial.passed, trial.peaks[1]
 
         return max(trials, key=severity, default=None)
 
@@ -397,14 +397,16 @@ class Predicting:
         if asked.records:
             return []
         if not _is_plain(asked):
-            left = self._left_in_turn(records)
-            if left:
-                self._again[len(records) - 1], self._left = left, self._left[left:]
+            if self._repeats_in_turn(records):
+                rest = [*dropwhile(lambda call: call.step == records[-1].step, self._left)]
+                self._again[len(records) - 1] = len(self._left) - len(rest)
+                self._left = rest
             if self._left:
                 return [self._left.pop(0)]
             more = program.further(asked, records, time.monotonic())
             return [call for call in more if not call.is_extra]
         if self._repeats(records):
+            self._again[len(records) - 1] = program.most_calls(asked) - len(records)
             return []
         if not self._left:
             self._left = [*program.further(asked, records, time.monotonic())]
@@ -427,17 +429,16 @@ class Predicting:
         has_stepped = any(record.stepped is not None for record in records)
         return has_stepped and calls[-1].repeats(calls[-2])
 
-    def _left_in_turn(self, records: Sequence[CallRecord]) -> int:
-        """Return how many calls are left of a turn in which each would do what the last two did."""
+    def _repeats_in_turn(self, records: Sequence[CallRecord]) -> bool:
+        """Return whether the rest of a turn would do what its last two calls did."""
         assert self._asked is not None
         step, turn = records[-1].step, turns_of(records)[-1]
         is_within = turn[-1].stepped is None and self._stepped.get(step) != 0  # a full step
         is_unknown = self._asked.confirms and self._replays.predictor.lines is None
-        if len(turn) < 2 or is_within or is_unknown or self._may_count(records):
-            return 0
+        if min(len(turn), len(self._card.calls)) < 2 or is_within or is_unknown:
+            return False
         before, last = self._card.calls[-2:]
-        left = takewhile(lambda call: call.step == step, self._left)
-        return len([*left]) * last.repeats_anywhere(before)
+        return last.repeats_anywhere(before) and not self._may_count(records)
 
     def _may_count(self, records: Sequence[CallRecord]) -> bool:
         """Return whether a step may know which call it is; a turn begins in another mode."""
@@ -453,11 +454,8 @@ class Predicting:
             self._counts = None if is_alike else True
         contradicts = self._contradicts(request, outcome)
         self._replays.is_off |= contradicts
-        if trial.passed and self._shortens:
-            if _is_plain(request) and self._repeats(records):
-                self._again[len(records) - 1] = program.most_calls(request) - len(records)
-            if self._again:
-                outcome = self._extended(request, outcome)
+        if trial.passed and self._again:
+            outcome = self._extended(request, outcome)
         unpredicted = "" if self._replays.is_off else self._replays.predictor.reason
         return replace(outcome, contradicts_replay=contradicts, unpredicted=unpredicted)
 
@@ -480,8 +478,7 @@ class Predicting:
         names += [request.calls[0].step] * (len(calls) - len(names))
         self._replays.predictor.workspace_bytes[trial.batch_size] = self._card.workspace_bytes
         # Between its steps, a command may do what none of the calls that it wrote down has done.
-        peaks = (expected.peak_reserved_bytes or 0, trial.peak_reserved_bytes or 0)
-        was_another = not self._shortens and differ(*peaks)
+        was_another = not self._shortens and differ(expected.peaks[1], trial.peaks[1])
         return was_another or not self._replays.predictor.learn(trial.batch_size, names, calls)
 
     def _extended(self, request: Request, outcome: Outcome) -> Outcome:
@@ -491,9 +488,9 @@ class Predicting:
             call, more = self._card.calls[number], self._again.get(number, 0)
             calls += [call, *[call.repetition] * more]
             records += [replace(record, seconds=None)] * (1 + more)
-        if len(calls) == len(outcome.records):
+        made, outcome = len(outcome.records), replace(outcome, records=tuple(records))
+        if len(calls) == made:
             return outcome
-        outcome = replace(outcome, records=tuple(records))
         replayed = self._replays.replay(request, calls, self._card.workspace_bytes)
         if replayed is None:
             return outcome

@@ -97,7 +97,7 @@ def culprit(answers: Mapping[int, Answer], available_bytes: Mapping[int, int]) -
         return failing[cause][0]
 
     def left_bytes(rank: int) -> int:
-        peak_bytes = outcomes[rank].trial.peak_reserved_bytes or 0
+        _, peak_bytes = outcomes[rank].trial.peaks
         return available_bytes.get(rank, 0) - peak_bytes
 
     return min(failing[cause], key=left_bytes)
