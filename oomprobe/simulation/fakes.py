@@ -168,6 +168,11 @@ class Fakes:
         """Let a stream use a real or fake tensor; return whether its block will wait for that once it is free."""
         return self._memory.record_stream(self._simulated(tensor), stream)
 
+    def on_its_card(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """Return what stands for a storage on the card; itself if it is not there."""
+        simulated = self._storages.get(storage, storage)
+        return simulated if self._memory.holds(simulated) else storage
+
     def _simulated(self, tensor: torch.Tensor) -> torch.UntypedStorage:
         storage = tensor.untyped_storage()
         return self._storages.get(storage, storage)

@@ -31,10 +31,18 @@ class Files:
 
     def patches(self) -> Iterator[Patch]:
         """Yield replacements for attributes, each with its owner and name."""
+        data_ptr = torch.UntypedStorage.data_ptr
+
+        def address(storage: torch.UntypedStorage) -> int:
+            """Answer with a number of its own: libraries tell by it which tensors share memory."""
+            storage = self._card_mode.fakes.on_its_card(storage)
+            return data_ptr(storage) if storage.device.type != "meta" else storage._cdata
+
         yield torch, "save", self.save
         yield torch, "load", self.load
         name = "_rebuild_meta_tensor_no_storage"
         yield torch._utils, name, self._rebuild(getattr(torch._utils, name))
+        yield torch.UntypedStorage, "data_ptr", address
         for owner in (torch.Tensor, torch.nn.Parameter):
             yield owner, "__reduce_ex__", self._reduce(owner.__reduce_ex__)
 
@@ -43,11 +51,6 @@ class Files:
         for name in ("save_file", "save_model"):
             setattr(module, name, functools.partial(self.save_tensors, getattr(module, name)))
         module.load_file = functools.partial(self.load_tensors, module.load_file)
-        self.answer_addresses(module)
-
-    def answer_addresses(self, module: Any) -> None:
-        """Replace the ``storage_ptr`` by which a library tells which tensors share memory."""
-        module.storage_ptr = functools.partial(self.storage_address, module.storage_ptr)
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Answer `torch.save`."""
@@ -105,12 +108,6 @@ class Files:
             save(tensors, filename, *args, **kwargs)
         else:
             self.save(by_name, filename)
-
-    def storage_address(self, ask: Callable[..., Any], tensor: torch.Tensor) -> Any:
-        """Answer `storage_ptr`: a simulated storage has no address, and a number of its own."""
-        if self._card_mode.fakes.has_values(tensor):
-            return ask(tensor)
-        return tensor.untyped_storage()._cdata
 
     def load_tensors(self, load: Callable[..., Any], filename: Any, device: Any = "cpu") -> Any:
         """Answer ``safetensors.torch.load_file``."""

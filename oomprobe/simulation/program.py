@@ -143,7 +143,6 @@ class Program:
         """Return what is to be done once a module is imported, by its name."""
         return {
             "safetensors.torch": self.files.answer_safetensors,
-            "huggingface_hub.serialization._torch": self.files.answer_addresses,
             "torch.utils.tensorboard.writer": self._answer_writer,
             "tensorboardX.writer": self._answer_writer,
         }

@@ -267,9 +267,10 @@ SAVES = """
     torch.save({"order": torch.arange(8)}, "host.pt")
     save_file(model.state_dict(), "model.safetensors")
     for library in (_torch, safetensors):  # which tensors share memory, as a Trainer asks when it saves
-        first, *others = [library.storage_ptr(weight) for weight in model.parameters()]
-        assert first not in others
-        assert first == library.storage_ptr(next(model.parameters())[:1])
+        addresses = [library.storage_ptr(weight) for weight in model.parameters()]
+        assert len({*addresses, library.storage_ptr(torch.ones(2, device="cuda"))}) == 5
+        assert addresses == [library.storage_ptr(weight[:1]) for weight in model.parameters()]
+        assert addresses == [library.storage_ptr(weight) for weight in model.state_dict().values()]
     shapes = {name: weight.shape for name, weight in model.state_dict().items()}
 
     def check(loaded):
