@@ -352,7 +352,17 @@ def assigned(make):
     return rows
 
 
+def packed(make):
+    lengths = torch.tensor([40, 31, 31, 9])
+    rows = nn.utils.rnn.pack_padded_sequence(make(4, 40, 1000), lengths, batch_first=True)
+    return nn.utils.rnn.pad_packed_sequence(rows._replace(data=rows.data * 2))[0]
+
+
 add(
+    packed_sequences=packed,
+    packed_sequences_of_one_length=lambda make: nn.utils.rnn.pack_padded_sequence(
+        make(40, 4, 1000), torch.full((4,), 40)
+    )[0],
     embedding=lambda make: F.embedding(make.indices(2000), make.weight(5000, 100)),
     embedding_of_many=lambda make: F.embedding(make.indices(100_000), make.weight(5000, 100)),
     embedding_of_32_bits=lambda make: F.embedding(

@@ -274,12 +274,12 @@ class CardMode(TorchDispatchMode):
         if func is _aten.histc.default:  # CUDA accepts integers, the CPU does not
             (bins,) = args[1:2] or (100,)
             func, args, kwargs = _aten.new_empty.default, (args[0], [bins]), {}
-        for tensor in on_host:  # on a real card, the step would have created them there
-            self.fakes.move_to_card(tensor)
         composite = composite_of(func)
         if composite is not None:
             with self:
                 return composite(*args, **kwargs)
+        for tensor in on_host:  # on a real card, the step would have created them there
+            self.fakes.move_to_card(tensor)
         if func.overloadpacket in MASKING and not self.is_building:
             with self:
                 positioned = with_positions(func, args)

@@ -6,6 +6,7 @@ For fakes, torch computes only the shapes of their results. Sources: aten/src/AT
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from math import inf, prod
 from typing import Any
 
@@ -179,6 +180,20 @@ def _normal(mean: _Tensor | float, deviations: _Tensor, *, generator: Any = None
 def _check_positive(deviations: _Tensor) -> None:
     least = _aten.min.default(deviations)
     _aten.ge.Scalar(least, 0)
+
+
+@entry(_COMPOSITES, "aten::_pack_padded_sequence")
+def _pack_padded_sequence(padded: _Tensor, lengths: _Tensor, batch_first: bool) -> Any:
+    """PackedSequence.cpp: the steps that as many sequences have are copied, then all joined."""
+    padded = _aten.transpose.int(padded, 0, int(batch_first))
+    ends, steps, sizes = lengths.tolist(), [], list[int]()
+    for begin, end in pairwise([0, *sorted({*ends})]):
+        count = sum(other >= end for other in ends)
+        block = _aten.slice.Tensor(_aten.slice.Tensor(padded, 0, begin, end), 1, 0, count)
+        block = _aten.contiguous.default(block)
+        steps.append(_aten.view.default(block, [-1, *padded.shape[2:]]))
+        sizes += [count] * (end - begin)
+    return _aten.cat.default(steps), torch.tensor(sizes, device=lengths.device)
 
 
 @entry(_COMPOSITES, "fsdp::split_with_sizes_copy")
