@@ -34,6 +34,10 @@ _RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 class Ones(np.ndarray[Any, Any]):
     """An array that stands for values of a simulated tensor, as do those computed of it."""
 
+    def __array_wrap__(self, array: Any, context: Any = None, *_: Any) -> Any:
+        """Return numbers as numpy does for arrays of its own class."""
+        return super().__array_wrap__(array, context)[()]
+
 
 class DeviceMode(TorchFunctionMode, ContextDecorator):
     """Function mode that answers questions about devices and maps "cuda" to the simulated card.

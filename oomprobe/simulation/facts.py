@@ -318,12 +318,14 @@ def binary(combine: Callable[[Bounds, Bounds], Bounds]) -> Rule:
 
 
 def logical(operation: Callable[[Any, Any], float]) -> Rule:
-    """Make the rule of an operator on booleans; of the bits of numbers, nothing is known."""
+    """Make the rule of an operator on booleans, or on 0 and 1; other bits are unknown."""
 
     def rule(applied: Applied) -> Bounds:
-        if applied.results[0].dtype is not torch.bool:
+        left, right = applied.fact(), applied.fact("other")
+        if applied.results[0].dtype is torch.bool:
+            left, right = as_dtype(left, torch.bool), as_dtype(right, torch.bool)
+        elif not 0 <= min(left.low, right.low) <= max(left.high, right.high) <= 1:
             return UNKNOWN
-        left, right = (as_dtype(applied.fact(name), torch.bool) for name in ("self", "other"))
         return compared(operation, left, right)
 
     return rule

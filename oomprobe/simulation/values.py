@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 _aten = torch.ops.aten
 KEPT = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 MOST_BYTES = 2**26  # of one tensor, whatever the batch
-MOST_FLOAT_BYTES = 64  # of floating-point numbers: flags, scales, means of colours
+MOST_FLOAT_BYTES = 2**12  # of floating-point numbers: flags, scales, the boxes of an image
 COUNTED = "{line} counts elements by values of this batch: a batch with more of them takes more memory; make every batch the worst case"
 ALL_CHOSEN = "{line} chooses elements by values that are unknown: counted as if it chose all of them, the most it can"
 

@@ -1,4 +1,4 @@
-"""Programs as strangers write them, whole on a simulated card: reinforcement learning, metrics, flags, decoding, experts, codebooks."""
+"""Programs as strangers write them, whole on a simulated card: reinforcement learning, metrics, flags, decoding, experts, codebooks, boxes, lengths."""
 
 import textwrap
 
@@ -258,8 +258,56 @@ CODEBOOK = """
         print(f"{loss.item():.4f} {perplexity.item():.1f}")
     assert codebook.initted.item() == 1
 """
+DETECTION = """
+    from torch.nn import functional as F
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, stride=4), nn.ReLU(), nn.Conv2d(16, 5, 3)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+    def overlap(one, two):
+        low, high = torch.max(one[:, None, :2], two[:, :2]), torch.min(one[:, None, 2:], two[:, 2:])
+        common = (high - low).clamp(min=0).prod(2)
+        areas = [(boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1]) for boxes in (one, two)]
+        return common / (areas[0][:, None] + areas[1] - common)
+
+    for i in range(4):
+        targets = []
+        for _ in range(2):
+            corner, labels = torch.rand(9, 2) * 32, torch.randint(1, 5, (9,)).cuda()
+            targets.append({"boxes": torch.cat([corner, corner + 1 + torch.rand(9, 2) * 31], 1).cuda(), "labels": labels})
+        output, losses = model(torch.rand(2, 3, 64, 64).cuda()).flatten(2).transpose(1, 2), []
+        for predicted, target in zip(output, targets):
+            boxes = target["boxes"] * 2
+            degenerate = boxes[:, 2:] <= boxes[:, :2]
+            if degenerate.any():
+                raise ValueError(f"a box without an area: {boxes[degenerate.any(1).nonzero()[0]].tolist()}")
+            anchors = torch.cat([predicted[:, :2], predicted[:, :2] + predicted[:, 2:4].exp()], 1).detach()
+            value, match = overlap(boxes, anchors).max(0)
+            match[value < 0.4] = -1
+            found = torch.where(match >= 0)[0]
+            losses.append(F.l1_loss(predicted[found, :4], boxes[match[found]], reduction="sum") / max(1, found.numel()))
+            wanted = (match >= 0).float()
+            losses.append(F.binary_cross_entropy_with_logits(predicted[:, 4], wanted))
+        loss = sum(losses)
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+TAGGING = """
+    from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+    embed, tagger, out = nn.Embedding(100, 16).cuda(), nn.GRU(16, 32, bidirectional=True, batch_first=True).cuda(), nn.Linear(64, 9).cuda()
+    optimizer = torch.optim.Adam([*embed.parameters(), *tagger.parameters(), *out.parameters()])
+    for i in range(4):
+        lengths = torch.tensor([3, 7, 1, 7])
+        words, tags = torch.randint(1, 100, (4, 7)).cuda(), torch.randint(0, 9, (4, 7)).cuda()
+        packed = pack_padded_sequence(embed(words), lengths, batch_first=True, enforce_sorted=False)
+        assert (packed.data.shape, packed.batch_sizes.tolist()) == ((18, 16), [4, 3, 3, 2, 2, 2, 2])
+        hidden, read = pad_packed_sequence(tagger(packed)[0], batch_first=True)
+        assert hidden.shape == (4, 7, 64) and read.tolist() == [3, 7, 1, 7]
+        known = (torch.arange(7) < lengths[:, None]).cuda()
+        loss = nn.functional.cross_entropy(out(hidden)[known], tags[known])
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
 PROGRAMS = {
     "PPO": PPO, "SAC": SAC, "VAE": VAE, "metrics": METRICS, "flags": FLAGS, "decoding": DECODING, "experts": EXPERTS, "codebook": CODEBOOK,
+    "detection": DETECTION, "tagging": TAGGING,
 }  # fmt: skip
 
 

@@ -1,8 +1,10 @@
 """What is claimed about the values of operators holds for real tensors, and is as tight as shapes that depend on it need."""
 
+import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import operators
 import pytest
 import torch
@@ -113,7 +115,11 @@ OPERATORS = {
         f(x, y)
         for f in (torch.logical_and, torch.logical_or, torch.logical_xor, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor)
         for x in (integers(0, 2) > 0, integers(0, 2) < 5) for y in (integers(0, 2) > 4, integers(0, 3) > 1)
-    ] + [~(integers() > 9), ~integers(), torch.logical_not(integers(0, 2)), integers() & 3, integers(-5, 5) | 2],
+    ] + [~(integers() > 9), ~integers(), torch.logical_not(integers(0, 2)), integers() & 3, integers(-5, 5) | 2] + [
+        f(integers(0, 2), y)
+        for f in (torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor)
+        for y in (integers(0, 2), integers() > 3, integers(1, 2), 1)
+    ],
     "arithmetic": lambda: [
         f(x, y)
         for f in (torch.add, torch.sub, torch.rsub, torch.mul, torch.div, torch.floor_divide, torch.remainder, torch.fmod)
@@ -243,6 +249,31 @@ def test_ranges_bound_what_depends_on_values(name):
     assert Bench().run(lambda: tuple(make().shape)) == shape
 
 
+def decoded():
+    """Take tokens until all sequences have ended, at the latest by their length."""
+    unfinished, tokens = torch.ones(4, dtype=torch.long, device="cuda"), indices()[:4, None]
+    while unfinished.max() != 0:
+        tokens = torch.cat([tokens, indices()[:4, None]], 1)
+        ended = torch.full((4,), tokens.shape[1] >= 9, device="cuda") | torch.isin(
+            tokens[:, -1], torch.tensor([3, 4], device="cuda")
+        )
+        unfinished = unfinished & ~ended
+    return tokens.shape[1]
+
+
+def numbers_of_numpy():
+    """Return what numpy makes of one array, as JSON takes it."""
+    predicted = indices().cpu().numpy()
+    correct = (predicted == 1).astype(np.float64)
+    return json.loads(
+        json.dumps([correct.mean(), correct.max() - 1, float((predicted == 0).sum())])
+    )
+
+
+def boxes():
+    return (torch.arange(800.0).view(200, 4) * 0.5).cuda() / 2
+
+
 def flag(value):
     return torch.tensor(value).cuda()
 
@@ -260,6 +291,9 @@ READ = {
     "in a range": (lambda: torch.randint(5, 9, (3,), device="cuda").tolist(), [5, 5, 5]),
     "logarithm": (lambda: bool((torch.randn(8, device="cuda").log_softmax(0) > 0.5).any()), False),
     "valid": (lambda: bool(torch._is_all_true(torch.randn(8, device="cuda") < -5)), True),
+    "decoded to the end": (decoded, 9),
+    "numbers of numpy": (numbers_of_numpy, [1.0, 0.0, 0.0]),
+    "invalid boxes": (lambda: bool((boxes()[:, 2:] <= boxes()[:, :2]).any()), False),
     "skipped steps": (lambda: scaled_steps(), [65536.0, 65536.0]),
 }
 
