@@ -303,6 +303,8 @@ TAGGING = """
         assert hidden.shape == (4, 7, 64) and read.tolist() == [3, 7, 1, 7]
         known = (torch.arange(7) < lengths[:, None]).cuda()
         loss = nn.functional.cross_entropy(out(hidden)[known], tags[known])
+        spoken = nn.functional.log_softmax(out(embed(torch.randint(0, 100, (30, 4)).cuda()).repeat(1, 1, 4)), 2)
+        loss = loss + nn.functional.ctc_loss(spoken, tags, torch.full((4,), 30), lengths, zero_infinity=True)
         optimizer.zero_grad(); loss.backward(); optimizer.step()
 """
 PROGRAMS = {

@@ -196,6 +196,27 @@ def _pack_padded_sequence(padded: _Tensor, lengths: _Tensor, batch_first: bool) 
     return _aten.cat.default(steps), torch.tensor(sizes, device=lengths.device)
 
 
+@entry(_COMPOSITES, "aten::_ctc_loss.Tensor")
+def _ctc_loss(chances: _Tensor, _: _Tensor, __: _Tensor, lengths: _Tensor, *___: Any) -> Any:
+    """cuda/LossCTC.cu: each sequence's lengths and offset, then the sums of its paths."""
+    steps, batch, _classes = chances.shape
+    states = 2 * max(lengths.tolist()) + 1  # a blank around each class
+    _numbers = [chances.new_empty(batch, dtype=torch.int64) for _ in range(3)]
+    sums = _aten.new_empty.default(chances, [batch, steps, states])
+    loss = _aten.new_empty.default(chances, [batch])
+    return loss, sums
+
+
+@entry(_COMPOSITES, "aten::_ctc_loss_backward.Tensor")
+def _ctc_loss_backward(_: _Tensor, chances: _Tensor, *others: Any) -> Any:
+    """cuda/LossCTC.cu: the same, for paths from the end."""
+    sums = others[4]
+    batch = len(sums)
+    _numbers = [chances.new_empty(batch, dtype=torch.int64) for _ in range(3)]
+    _backward_sums = _aten.empty_like.default(sums)
+    return _aten.empty_like.default(chances)
+
+
 @entry(_COMPOSITES, "fsdp::split_with_sizes_copy")
 def _split_gathered(
     gathered: _Tensor, sizes: list[int], dim: int = 0, *, out: list[_Tensor]
