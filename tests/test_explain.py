@@ -313,6 +313,33 @@ def test_a_cap_counts_requests_and_not_their_pages(explained):
     assert "as recorded, under a cap: 30.00 MiB" in str(explanation)
 
 
+@pytest.mark.parametrize(
+    ("asked", "free", "cause", "available"),
+    [
+        (40, 2**16, "cap", 182),  # of the last page of 20 MiB, 18 may lie beyond what counts
+        (20, 2**16, "fragmentation", 182),
+        (30, 2, "live", 202),  # no cap: the device was full
+        (20, 2, "fragmentation", 202),
+    ],
+)
+def test_a_refusal_among_pages_has_a_cause(asked, free, cause, available, explained):
+    start = 2**41
+    mapped = {"action": "segment_map", "addr": start, "size": 200 * MIB, "stream": 0, "frames": []}
+    refused = {
+        "action": "oom",
+        "device_free": free * MIB,
+        "size": asked * MIB,
+        "stream": 0,
+        "frames": [],
+    }
+    held = (175 if free == 2 else 150) * MIB
+    events = [mapped, served(start, held)[0], refused]
+    segments = [pages(start, 200 * MIB, (0, held))]
+    explanation = explained(warm(segments=segments, device_traces=[events]))
+    assert (explanation.cause, explanation.available_bytes) == (cause, available * MIB)
+    assert explanation.requested_bytes == asked * MIB
+
+
 def test_a_private_pool_whose_segments_go_back_is_replayed(explained):
     """What was its memory then serves a request outside of it."""
     pooled = {"size": 20 * MIB, "stream": 0, "frames": [], "pool_id": (0, 1)}
@@ -432,6 +459,8 @@ OTHER = "Process {} has {} GiB memory in use. "
         (OLD, 2.00, 9.00, "12.00 GiB allowed; ", 11.9, 12.00, "cap"),
         (NEW, 0.30, 0.04, OWN.format(23.60), 22.5, 0.60, "live"),  # nobody else is there
         (NEW, 0.60, 0.04, OWN.format(22.8) + OTHER.format(9, 0.8), 22.2, 0.5, "live"),  # 3 % of it
+        (NEW, 5.00, 0.04, OWN.format(20.0) + OTHER.format(9, 3.6), 19.5, 0.3, "live"),  # even alone
+        (NEW, 2.00, 0.04, OTHER.format(812, 3.15) + OTHER.format(9, 1.0), 2.9, 0.3, "live"),
         (NEW.replace("capacity", "capacty"), 2.0, 0.07, "", 3.6, 0.3, "others"),  # torch 2.1, 2.2
     ],
 )
@@ -443,6 +472,7 @@ def test_the_text_of_an_error(text, asked, free, processes, live, unused, cause,
     assert explanation.live_bytes == int(live * GIB)
     assert explanation.least_bytes is None
     assert list(explanation.held.values()) == sorted(explanation.held.values(), reverse=True)
+    assert min(explanation.held.values()) > 0
     assert ("_record_memory_history" in "".join(explanation.advice)) is (text is not OLD)
     if cause == "fragmentation":
         assert "expandable_segments:True" in explanation.advice[0]

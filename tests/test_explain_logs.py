@@ -67,7 +67,7 @@ OF_HIP = new("4.50 GiB", "15.98 GiB", "1.31 GiB", "", "1.22 GiB", "160.50 MiB", 
 # text, cause, engine, requested bytes, what the report says, what it must not say
 CASES = {
     "cached of torch 1.3": (CACHED, "fragmentation", "torch", 1503238553, "14.09 GiB by torch", "PYTORCH"),
-    "reserved of torch 1.10": (ALREADY, "fragmentation", "torch", 1503238553, "max_split_size_mb:128", "export PYTORCH_CUDA_ALLOC_CONF=exp"),
+    "reserved of torch 1.10": (ALREADY, "fragmentation", "torch", 1503238553, "export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128", "export PYTORCH_CUDA_ALLOC_CONF=exp"),
     "in pieces": (RAISED + IN_PIECES, "fragmentation", "torch", 2 * GIB, "export PYTORCH_ALLOC_CONF=expandable_segments:True", "other processes"),
     "capacty": (RAISED + OTHERS.replace("capacity", "capacty"), "others", "torch", int(2.14 * GIB), "nvidia-smi", "live tensors"),
     "AMD": (RAISED + OF_HIP, "others", "torch", int(4.5 * GIB), "rocm-smi", "nvidia-smi"),
@@ -75,6 +75,8 @@ CASES = {
     "Intel": (RAISED + FULL.replace("CUDA", "XPU"), "live", "torch", 2 * GIB, "--savings all", "torch.cuda"),
     "Metal, its own": (METAL.format("17.61 GB", "4.05 MB", "18.13 GB", "1024.00 MB"), "live", "torch", GIB, "--savings all", "nvidia-smi"),
     "Metal, others": (METAL.format("2.10 GB", "42.90 GB", "45.90 GB", "1.20 GB"), "others", "torch", int(1.2 * GIB), "allocations outside of torch's allocator", "other processes"),
+    "Metal, more than its cap": (METAL.format("1.00 GB", "1.00 GB", "18.00 GB", "18.50 GB"), "request", "torch", int(18.5 * GIB), "one request is larger", "nvidia-smi"),
+    "as large as the card": (RAISED + new("23.64 GiB", "23.64 GiB", "1.04 GiB", own("22.60 GiB"), "21.90 GiB", "0.30 GiB"), "live", "torch", int(23.64 * GIB), "--savings all", "one request is larger"),
     "no limit": (ASYNC, "live", "torch", 2 * GIB, "would exceed allowed memory", "It is: B"),
     "a limit": (ASYNC.replace("22.10", "10.93").replace("1.00 GiB", "11.40 GiB").replace("17179869184.00", "11.82"), "cap", "torch", 2 * GIB, "set_per_process_memory_fraction", "savings"),
     "unseen by the driver": (RAISED + UNSEEN, "unknown", "torch", 2 * GIB, "did not see", "other processes hold the memory"),
@@ -83,6 +85,7 @@ CASES = {
     "1EB": (f"{RAISED}CUDA out of memory. Tried to allocate more than 1EB memory.", "request", "torch", None, "1EB", "live tensors"),
     "pinned": (TRACE + PIN, "pinned", "torch", None, "pinned_max_round_threshold_mb", "nvidia-smi"),
     "the host's allocator": (f"{TRACE}RuntimeError: [enforce fail at alloc_cpu.cpp:75] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 133205862400 bytes.", "host", "host", 133205862400, "the host's memory", "nvidia-smi"),
+    "C++": (f"{TRACE}RuntimeError: std::bad_alloc\n", "host", "host", None, "the host's memory", "nvidia-smi"),
     "an array": ("numpy.core._exceptions._ArrayMemoryError: Unable to allocate 14.9 GiB for an array with shape (2000000000,)", "host", "host", int(14.9 * GIB), "free -g", "nvidia-smi"),
     "MemoryError": (f"{TRACE}MemoryError\n", "host", "host", None, "free -g", "nvidia-smi"),
     "a worker of a loader": (f"{TRACE}RuntimeError: DataLoader worker (pid 5172) is killed by signal: Killed. ", "host", "host", None, "num_workers=2", "nvidia-smi"),
@@ -90,6 +93,7 @@ CASES = {
     "Slurm": ("slurmstepd: error: Detected 1 oom_kill event in StepId=123.batch. Some of the step tasks have been OOM Killed.\nsrun: error: node1: task 0: Out Of Memory\n", "host", "host", None, "sbatch --mem", "2 such errors"),
     "the kernel": ("[12345.7] Out of memory: Killed process 4242 (python) total-vm:123456kB, anon-rss:63421234kB\n", "host", "host", None, "dmesg", "nvidia-smi"),
     "Kubernetes": ("    State:  Terminated\n      Reason:       OOMKilled\n      Exit Code:    137\n", "host", "host", None, "kubectl describe", "nvidia-smi"),
+    "at the first byte": ("OOMKilled\n", "host", "host", None, "kubectl describe", "nvidia-smi"),
     "JAX": ("jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4731502592 bytes.", "unknown", "jax", 4731502592, "JAX, not torch", "torch.cuda"),
     "TensorFlow": ("tensorflow.python.framework.errors_impl.ResourceExhaustedError: OOM when allocating tensor with shape[256,112,112,64] and type float on /job:localhost/device:GPU:0 by allocator GPU_0_bfc", "unknown", "tensorflow", 822083584, "TensorFlow, not torch", "torch.cuda"),
     "llama.cpp": ("ggml_backend_cuda_buffer_type_alloc_buffer: allocating 5000.00 MiB on device 0: cudaMalloc failed: out of memory\nalloc_tensor_range: failed to allocate CUDA0 buffer of size 5242880000\n", "unknown", "llama.cpp", 5000 * MIB, "llama.cpp, not torch", "such errors"),
@@ -142,6 +146,20 @@ def test_figures_without_a_unit_of_nothing_and_of_the_second_report(explained):
     assert explained(twice).requested_bytes == 4731502592
 
 
+@pytest.mark.parametrize(
+    ("kind", "item_bytes"),
+    [
+        *(("double", 8), ("int64", 8), ("complex64", 8), ("float", 4), ("int32", 4)),
+        *(("half", 2), ("bfloat16", 2), ("bool", 1), ("int8", 1), ("uint8", 1)),
+    ],
+)
+def test_tensorflow_states_a_shape_and_a_type(kind, item_bytes, explained):
+    text = CASES["TensorFlow"][0].replace("type float", f"type {kind}")
+    assert explained(text).requested_bytes == item_bytes * 256 * 112 * 112 * 64
+    huge = text.replace("256,112", "99999999999,99999999999")
+    assert explained(huge).requested_bytes == 2**63 - 1
+
+
 def test_no_advice_empties_the_cache(explained):
     for text, *_ in CASES.values():
         advice = "\n".join(explained(text).advice)
@@ -168,6 +186,8 @@ FILES = {
     "wrapped by srun": b"".join(f"0: {line}\n".encode() for line in WRAPPED.split("\n")),
     "framed": "\n".join(f"\u2502 {line} \u2502" for line in LINES.split("\n")).encode(),
     "a logger of objects": json.dumps({"level": "error", "message": LINES}).encode(),
+    "a list of lines": json.dumps({"exception": LINES.split("\n")}).encode(),
+    "far back in an object": json.dumps({"arguments": "-v " * 200, "message": LINES}).encode(),
     "a container": b"".join(
         json.dumps({"log": f"{line}\n"}).encode() + b"\n" for line in LINES.split("\n")
     ),
@@ -194,6 +214,11 @@ def test_a_gzip_file_is_unpacked_up_to_a_limit(explained, monkeypatch):
     monkeypatch.setattr(explanation, "MOST_LOG_BYTES", 1000)
     with pytest.raises(oomprobe.InvalidArgumentError, match="when unpacked: pass its end"):
         explained(gzip.compress(b"x" * 10**6))
+    log = LINES.ljust(1000)
+    for contents in (log.encode(), gzip.compress(log.encode())):
+        assert explained(contents).cause == "fragmentation"
+    with pytest.raises(oomprobe.InvalidArgumentError, match="a log may have 1000 B: pass its end"):
+        explained(f"{log}.")
 
 
 # --- which message, and whether the run went on ---
@@ -254,6 +279,10 @@ LAUNCHER = (
         (RANKS, "fragmentation", {"rank 2": "fragmentation", "rank 0": "live"}),
         (RANKS + LAUNCHER.format(0), "live", {"rank 2": "fragmentation", "rank 0": "live"}),
         (f"{IN_PIECES}{FULL.replace('GPU 0', 'GPU 1')}", "fragmentation", {"GPU 0": "fragmentation", "GPU 1": "live"}),
+        (f"1: OutOfMemoryError: {IN_PIECES}0: OutOfMemoryError: {FULL}", "fragmentation", {"rank 1": "fragmentation", "rank 0": "live"}),
+        (f"[rank2]: {FULL}[rank0]: {FULL}", "live", {"rank 2": "live", "rank 0": "live"}),
+        (f"[rank2]: {IN_PIECES}[rank0]: {FULL}[rank2]: {GROWN}", "live", {"rank 0": "live", "rank 2": "fragmentation"}),
+        (f"[rank2]: {IN_PIECES}{'.' * 20_001}\n[rank0]: {FULL}", "live", {"rank 0": "live"}),
         (f"{RANKS}epoch 2 done\n[rank1]: {FULL}", "live", {"rank 1": "live"}),
     ],
 )  # fmt: skip
@@ -263,6 +292,8 @@ def test_each_rank_has_a_line(text, cause, ranks, explained):
     assert list(explanation.ranks.items()) == list(ranks.items())
     for rank in ranks:
         assert (f"  - {rank}: " in str(explanation)) is (len(ranks) > 1)
+    about = next(rank for rank in ranks if ranks[rank] == cause)
+    assert (f"; this is about that of {about}." in str(explanation.notes)) is (len(ranks) > 1)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +324,9 @@ def test_room_that_nobody_used_is_told(explained):
     report = " ".join(str(explained(RAISED + room)).split())
     assert "More was free than was asked for" in report
     assert "Other processes may hold" not in report
+    for free, is_room in (("2068.00 MiB", True), ("2067.00 MiB", False)):  # a segment's rounding
+        text = RAISED + room.replace("11.00 GiB is", f"{free} is")
+        assert ("More was free" in str(explained(text).notes)) is is_room
     capped = room.replace("Of the allocated", "12.00 GiB allowed; Of the allocated")
     assert "More was free" not in " ".join(str(explained(RAISED + capped)).split())
 

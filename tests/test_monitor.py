@@ -312,6 +312,14 @@ def test_a_peak_from_before_the_run_is_not_the_runs(card, capsys):
     card.reset_peak_memory_stats()
     train(card, monitor)
     assert (monitor.peak_bytes, monitor.to_dict()["resets"]) == (PROBED, 0)
+    for resets in (1, 2):
+        card.reset_peak_memory_stats()
+        train(card, monitor, 1, PROBED // 2)
+        said = monitor.to_dict()
+        assert (monitor.peak_bytes, said["peak_reserved_bytes"]) == (PROBED, PROBED)
+        assert said["resets"] == resets
+        assert f"peaks that were noticed: {resets};" in str(said["notes"])
+        train(card, monitor)
 
 
 # --- what it says as data ---
