@@ -1,12 +1,27 @@
-"""Calls cut from torch's memory history, and what is predicted from their bare sizes."""
+"""Calls cut from torch's memory history, what is predicted from their bare sizes, and what recorded stacks say."""
+
+from pathlib import Path
 
 import pytest
 
-from oomprobe.tape.calls import ALLOCATED, FREED, RELEASED, SWITCHED, RecordedCall, peak_bytes
+import oomprobe
+from oomprobe.tape.calls import (
+    ALLOCATED,
+    FREED,
+    KERNEL,
+    RELEASED,
+    SWITCHED,
+    Kernel,
+    RecordedCall,
+    peak_bytes,
+    reducing,
+)
 from oomprobe.tape.fit import Predictor, borrow_slopes, lines_through, recognize_reductions
+from oomprobe.tape.history import Live
 from oomprobe.tape.record import POOLS, STREAMS, NotRecorded, cut_calls, record_calls
 from oomprobe.tape.reductions import Processors, Reduction, buffers
 from oomprobe.tape.shapes import Growth, Growths, ShapedTape, learn_row, lines_of_row
+from oomprobe.tape.stacks import UNKNOWN, Modules, Stacks
 
 A100 = Processors((8, 0), 108, 2048)
 
@@ -100,6 +115,34 @@ def test_scratch_of_reductions_follows_shapes(rows):
     predicted = tape.call("step", (rows,), 2)
     assert peak_bytes([predicted]) == peak_bytes([linear(rows)])
     assert predicted.closed
+
+
+@pytest.mark.parametrize(("item_bytes", "result_bytes"), [(4, 4), (2, 4), (2, 2)])
+def test_a_reduction_is_recognized_by_its_scratch(item_bytes, result_bytes):
+    """Of half precision, too, whose results may be of single precision."""
+    rows, columns = 20_000, 1024
+    kind = Reduction(A100, item_bytes, 4, (True, False))
+    [pair] = buffers(kind, (rows, columns), (columns, 1), 0)
+    events = [(ALLOCATED, index, 0) for index in range(4)] + [(FREED, 0, 3), (FREED, 0, 2)]
+    sizes = (item_bytes * columns * rows, result_bytes * columns, *pair)
+    known = recognize_reductions(RecordedCall((*events, (FREED, 0, 0)), sizes), 100, A100)
+    kernel = Kernel(reducing, (kind,), 5)
+    assert known.events == (*events[:2], (KERNEL, 4, (kernel, 0)), (FREED, 0, 0))
+    assert known.sizes == (*sizes[:2], 0, 0, 0, rows, columns, columns, 1)
+    for changed in ({"sizes": (*sizes[:3], pair[1] + 4)}, {"events": (*events[:4], (FREED, 0, 2))}):
+        other = RecordedCall(**{"events": (*events,), "sizes": sizes} | changed)
+        assert recognize_reductions(other, 100, A100) == other
+    assert recognize_reductions(RecordedCall((*events,), sizes), 7, A100).sizes == sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "most_bytes"), [(1, 100), (8, 100), (12, 150), (13, 163), (16, 300), (32, 600)]
+)
+def test_a_workspace_grows_no_faster_than_the_batch(size, most_bytes):
+    predictor = Predictor()
+    assert predictor.workspace_at(size) == 0
+    predictor.workspace_bytes = {16: 300, 8: 100}
+    assert predictor.workspace_at(size) == most_bytes
 
 
 def test_a_size_off_its_line_moves_the_lines():
@@ -208,3 +251,59 @@ def test_a_trial_of_a_row_that_grows_otherwise_corrects_it():
     assert row.calls(8, ["step"]) == [of_power(8, 7)]
     grown = row.calls(100, ["step"])[0].sizes
     assert grown[:3] == pytest.approx(of_power(100, 7).sizes[:3], rel=0.001)
+
+
+# --- stacks ---
+
+OWN = str(Path(oomprobe.__file__).parent)
+ENGINE = ("torch::autograd::Engine::evaluate_function", "engine.cpp")
+OF_MM = ("torch::autograd::generated::MmBackward0::apply", "Functions.cpp")
+CALL, FORWARD = ("_wrapped_call_impl", "/torch/nn/modules/module.py"), ("forward", "/me/net.py")
+TRAIN = ("main", "/me/train.py")
+
+
+def stack(*places):
+    return [
+        {"name": name, "filename": file, "line": number}
+        for number, (name, file) in enumerate(places, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("places", "kind", "line"),
+    [
+        ((), UNKNOWN, UNKNOWN),
+        ((OF_MM, ENGINE, TRAIN), "backward", "backward of Mm"),
+        ((ENGINE, TRAIN), "backward", "backward"),
+        ((("apply", "/torch/autograd/function.py"), ENGINE), "backward", "backward"),
+        ((("at::cuda::getCUDABlasLtWorkspace", "x.cpp"), OF_MM), "workspaces of libraries", "workspaces of libraries"),
+        ((("all_reduce", "/torch/distributed/c10d.py"), TRAIN), "communication", "train.py:2 in main"),
+        ((("unshard", "/torch/distributed/fsdp/param.py"), TRAIN), "outside of modules", "train.py:2 in main"),
+        ((("step", "/torch/optim/adam.py"), CALL, TRAIN), "optimizer", "train.py:3 in main"),
+        ((("__init__", "/torch/nn/modules/linear.py"), TRAIN), "parameters and buffers", "train.py:2 in main"),
+        ((CALL, FORWARD, TRAIN), "forward", "net.py:2 in forward"),
+        ((("relu", "/torch/nn/functional.py"),), "outside of modules", "/torch/nn/functional.py:1 in relu"),
+        ((("f", "<stdin>"),), "outside of modules", "<stdin>:1 in f"),
+        ((("f", "/tmp/ipykernel_7/1.py"),), "outside of modules", "1.py:1 in f"),
+        ((("run", f"{OWN}/runners/local.py"), ("build", f"{OWN}/demo.py")), "outside of modules", "demo.py:2 in build"),
+        ((("run", f"{OWN}/runners/local.py"), ("malloc", "alloc.cpp")), "outside of modules", "outside of modules"),
+    ],
+)  # fmt: skip
+def test_a_stack_tells_a_kind_and_a_line_of_the_user(places, kind, line):
+    frames, others = stack(*places), [stack(TRAIN, FORWARD)] * (TRAIN in places)
+    stacks = Stacks([frames, *others])
+    assert (stacks.kind_of(frames), stacks.line_of(frames)) == (kind, line)
+    assert Stacks([frames], "before").kind_of(frames) == ("before" if kind == UNKNOWN else kind)
+
+
+def test_equal_modules_are_calls_from_one_line():
+    first, second, alone = (
+        stack((name, f"/me/{name}.py"), CALL, FORWARD, CALL, (*FORWARD[:1], f"/me/{of}.py"), TRAIN)
+        for name, of in (("a", "model"), ("b", "model"), ("c", "head"))
+    )
+    live = [Live(size, 0, frames) for size, frames in ((1000, first), (600, second), (1024, first))]
+    live += [Live(4096, 0, alone), Live(9000, 0, stack(TRAIN)), Live(512, 0, stack(CALL, TRAIN))]
+    stacks = Stacks(block.frames for block in live)
+    assert stacks.equal_modules(live) == (Modules("model.py:5 in forward", 2, 1024 + 1024 + 1024),)
+    live += [Live(5000, 0, alone)] * 2
+    assert [calls.count for calls in stacks.equal_modules(live)] == [3, 2]
