@@ -338,6 +338,7 @@ def test_a_refusal_among_pages_has_a_cause(asked, free, cause, available, explai
     explanation = explained(warm(segments=segments, device_traces=[events]))
     assert (explanation.cause, explanation.available_bytes) == (cause, available * MIB)
     assert explanation.requested_bytes == asked * MIB
+    assert "expandable_segments" not in str(explanation.advice)  # they are on
 
 
 def test_a_private_pool_whose_segments_go_back_is_replayed(explained):

@@ -142,7 +142,7 @@ def test_a_torch_that_cannot_record_is_not_told_to(explained):
 def test_figures_without_a_unit_of_nothing_and_of_the_second_report(explained):
     assert explained(CASES["vLLM at its start"][0]).free_bytes == int(6.51 * GIB)
     assert explained(OF_XPU).live_bytes == 0
-    twice = f"XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory.\n{CASES['JAX'][0]}"
+    twice = f"XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory.\n\n{CASES['JAX'][0]}"
     assert explained(twice).requested_bytes == 4731502592
 
 
@@ -277,6 +277,7 @@ LAUNCHER = (
     ("text", "cause", "ranks"),
     [
         (RANKS, "fragmentation", {"rank 2": "fragmentation", "rank 0": "live"}),
+        (RANKS + LAUNCHER.format(7), "fragmentation", {"rank 2": "fragmentation", "rank 0": "live"}),
         (RANKS + LAUNCHER.format(0), "live", {"rank 2": "fragmentation", "rank 0": "live"}),
         (f"{IN_PIECES}{FULL.replace('GPU 0', 'GPU 1')}", "fragmentation", {"GPU 0": "fragmentation", "GPU 1": "live"}),
         (f"1: OutOfMemoryError: {IN_PIECES}0: OutOfMemoryError: {FULL}", "fragmentation", {"rank 1": "fragmentation", "rank 0": "live"}),

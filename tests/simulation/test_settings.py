@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from oomprobe.allocator.settings import WITHOUT_EFFECT, AllocatorSettings
@@ -23,12 +25,15 @@ BY_SIZE = (8, 8, 8, 0, 2, *[1] * 11)
             "max_split_size_mb:12,large_segment_size_mb:12",
             {"max_split_size_mb": 12, "large_segment_size_mb": 12},
         ),
+        ("large_segment_size_mb:11", {"large_segment_size_mb": 11}),
         ("garbage_collection_threshold:0.8", {"garbage_collection_threshold": 0.8}),
+        ("per_process_memory_fraction:0", {"per_process_memory_fraction": 0.0}),
         (
             "pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:0",
             {"pinned_max_round_threshold_mb": 64, "pinned_max_cached_size_mb": 0},
         ),
         ("roundup_power2_divisions:4", {"roundup_power2_divisions": (4,) * 16}),
+        ("roundup_power2_divisions:[65536:4]", {"roundup_power2_divisions": (4,) * 16}),
         ("roundup_power2_divisions:[4:8,16:2,>:1]", {"roundup_power2_divisions": BY_SIZE}),
         (",".join(f"{name}:1" for name in sorted(WITHOUT_EFFECT)), {}),
     ],
@@ -57,6 +62,26 @@ def test_requests_are_rounded_up(name):
         assert told.rounded(int(request * 2**20)) == int(size * 2**20)
 
 
+@pytest.mark.parametrize(
+    ("recorded", "fields"),
+    [
+        ({}, {}),
+        ({"max_split_size": -1, "garbage_collection_threshold": 0}, {}),
+        ({"max_split_size": 64 * 2**20}, {"max_split_size_mb": 64}),
+        ({"garbage_collection_threshold": 0.8}, {"garbage_collection_threshold": 0.8}),
+        ({"expandable_segments": True, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, EXPANDABLE),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "large_segment_size_mb:12"}, {"large_segment_size_mb": 12}),
+        ({"roundup_power2_divisions": {"1": 4, "2": 0}}, {"roundup_power2_divisions": (4, *[0] * 15)}),
+    ],
+)  # fmt: skip
+def test_reads_what_a_snapshot_tells(recorded, fields):
+    read = AllocatorSettings.from_snapshot(recorded)
+    assert replace(read, roundup_power2_divisions=()) == AllocatorSettings(
+        **{name: value for name, value in fields.items() if name != "roundup_power2_divisions"}
+    )
+    assert read.roundup_power2_divisions == fields.get("roundup_power2_divisions", (0,) * 16)
+
+
 def test_what_is_set_at_run_time_resets_three_settings():
     text = "max_split_size_mb:64,roundup_power2_divisions:4,garbage_collection_threshold:0.8"
     settings = AllocatorSettings.from_text(f"{text},expandable_segments:True")
@@ -68,7 +93,8 @@ def test_what_is_set_at_run_time_resets_three_settings():
 UNREADABLE = [
     "expandable_segments:true", "expandable_segments", "per_process_memory_fraction:x", "per_process_memory_fraction:1.5",
     "garbage_collection_threshold:1.0", "garbage_collection_threshold:0", "roundup_power2_divisions:3",
-    "roundup_power2_divisions:[5:2]", "pinned_max_cached_size_mb:-1", "large_segment_size_mb:10", "max_split_size_mb:8",
+    "roundup_power2_divisions:[5:2]", "pinned_max_cached_size_mb:-1", "large_segment_size_mb:10", "max_split_size_mb:10",
+    "max_non_split_rounding_mb:10", "pinned_max_round_threshold_mb:-1", "per_process_memory_fraction:-.1", "roundup_power2_divisions:0",
 ]  # fmt: skip
 NOT_SIMULATED = ["backend:cudaMallocAsync", "segment_size:64", "throw_on_cudamalloc_oom:True"]
 
@@ -85,7 +111,9 @@ def test_refuses_a_setting(item):
 @pytest.mark.parametrize(
     "text",
     [
+        "max_split_size_mb:11",
         "max_split_size_mb:19",
+        "max_non_split_rounding_mb:11",
         "max_non_split_rounding_mb:19",
         "max_split_size_mb:30,large_segment_size_mb:40",
     ],
