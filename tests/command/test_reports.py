@@ -5,8 +5,14 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from oomprobe.records.trials import Verdict
-from oomprobe.runners.command.reports import Memory, ProcessReport, RunReports, are_the_same
+from oomprobe.records.trials import RankTrial, Verdict
+from oomprobe.runners.command.reports import (
+    Memory,
+    ProcessReport,
+    RunReports,
+    are_the_same,
+    limiting_rank,
+)
 from oomprobe.tape.record import NotRecorded
 from oomprobe.verdicts import Link
 
@@ -95,6 +101,76 @@ def test_what_is_known_of_all_processes(reports, all_report, steps_of_all, missi
 )
 def test_which_processes_use_a_card(reports, users):
     assert [len(card.users) for card in RunReports(reports).cards] == users
+
+
+RAN_OUT = replace(report(0, memory()), raised_ooms=1)
+CAUGHT = replace(report(0, memory()), ooms=1)
+RETRIED = report(0, replace(memory(), retries=1))
+BROKE = replace(report(0, memory()), errors=(Link(classes=("builtins.KeyError",), text="a"),))
+
+
+@pytest.mark.parametrize(
+    ("one", "is_pressed", "caught_oom", "may_recover", "goes_on", "is_in_trouble"),
+    [
+        (report(0, memory()), False, False, True, False, False),
+        (CAUGHT, True, False, True, False, False),
+        (RETRIED, True, False, True, False, False),
+        (RAN_OUT, False, True, False, True, True),
+        (replace(RAN_OUT, why="exit"), False, True, False, False, True),
+        (replace(RAN_OUT, devices=()), False, True, False, True, False),
+        (BROKE, False, False, False, False, True),
+        (replace(BROKE, devices=()), False, False, False, False, False),
+    ],
+)
+def test_what_an_allocator_has_met(
+    one, is_pressed, caught_oom, may_recover, goes_on, is_in_trouble
+):
+    seen = RunReports([ENGINE, one])
+    assert (seen.is_pressed, seen.caught_oom, seen.may_recover) == (
+        is_pressed,
+        caught_oom,
+        may_recover,
+    )
+    assert (seen.goes_on, seen.is_in_trouble) == (goes_on, is_in_trouble)
+    assert seen.out_of_memory is (one if caught_oom else None)
+
+
+def test_what_the_command_says_and_takes_in_all():
+    one = replace(report(0, memory(peak=4)), step_s=(1.0, 9.0), pinned_bytes=3, host_bytes=5)
+    other = replace(
+        report(1, memory("b", peak=6, outside=0)), steps=5, step_s=(1.0, 13.0), pinned_bytes=4
+    )
+    silent = replace(ENGINE, pinned_bytes=100, host_bytes=100, read_at="x.py:1", refusal="")
+    seen = RunReports([silent, one, other])
+    assert (seen.steps, seen.step_s, seen.pinned_bytes, seen.host_bytes) == (3, 4.0, 7, 5)
+    assert RunReports([replace(one, steps=1)]).step_s is RunReports([]).step_s is None
+    assert RunReports([replace(one, steps=1), other]).step_s == 3.0
+    assert (seen.refusal, seen.read_at) == ("", "")
+    told = [
+        replace(one, refusal="no"),
+        replace(BROKE, read_at="y.py:2"),
+        replace(one, refusal="nor"),
+    ]
+    assert (RunReports(told).refusal, RunReports(told).read_at) == ("no", "y.py:2")
+    assert RunReports([]).fullest_card.users == ()
+    fullest = seen.fullest_card  # that of `other` has the larger share of what is available
+    assert [user.rank for user, _ in fullest.users] == [None, 1]
+    assert fullest.peak_reserved_bytes == 10 * GIB
+    crowded = replace(one, devices=(replace(memory(outside=7), workspace_bytes=2),))
+    assert RunReports([crowded, other]).fullest_card.memory.uuid == "a"  # 4 of 3 GiB
+    assert RunReports([crowded]).fullest_card.workspaces_bytes == 2
+
+
+def test_the_rank_that_limits():
+    def rank(number, verdict, peak=5, available=10):
+        return RankTrial(
+            rank=number, verdict=verdict, peak_reserved_bytes=peak, available_bytes=available
+        )
+
+    passed = [rank(0, Verdict.FITS), rank(1, Verdict.FITS, 6), rank(2, Verdict.FITS, 6, 20)]
+    assert limiting_rank(passed) == 1
+    assert limiting_rank([*passed, rank(3, Verdict.OOM, 1), rank(4, Verdict.OOM, 2)]) == 4
+    assert limiting_rank([rank(0, None), rank(1, Verdict.BUG)]) is None
 
 
 RANKS = [report(0, memory("a"), host="node0"), report(1, memory("b"), host="node1")]

@@ -1,7 +1,10 @@
 """Who is believed when the ranks of a group disagree about a trial."""
 
+from dataclasses import replace
+
 import pytest
 
+from oomprobe.errors import UnreliableError
 from oomprobe.records.trials import (
     Call,
     CallRecord,
@@ -20,11 +23,13 @@ from oomprobe.runners.workers.settling import (
     LATE,
     TIMED_OUT,
     WAITED,
+    built_late,
     culprit,
     failed_outcome,
     first_to_end,
     has_failed,
     passed_outcome,
+    sum_of_known,
 )
 
 MIB = 2**20
@@ -61,6 +66,7 @@ def ended(*, signal=None, code=None, why=None, stderr=""):
     )
 
 
+WHERE = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 7 in step\n'
 PASSED, OOM = told(), told(Verdict.OOM, error="CUDA out of memory")
 BUG, LOST = failed(ValueError("shape")), Lost(text="an illegal memory access")
 NOISE = failed(RuntimeError("Connection closed by peer"))
@@ -116,6 +122,41 @@ def test_the_rank_whose_data_ended_first_is_believed():
     assert first_to_end(REQUEST, {0: two, 1: one, 2: PASSED}, 1.0) is one
 
 
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ({0: PASSED, 2: PASSED, 1: ended(why=LATE, stderr=WHERE)}, "rank 1 was still in the step more than 60 s after the others had finished batch 8: rank 1 at train.py:7."),
+        ({1: PASSED, 0: ended(why=LATE), 2: ended(why=LATE, stderr=WHERE)}, "ranks 0, 2 were still in the step more than 60 s after rank 1 had finished batch 8: rank 0 at an unknown place; rank 2 at train.py:7."),
+    ],
+)  # fmt: skip
+def test_ranks_out_of_step_are_named_with_their_places(answers, said):
+    with pytest.raises(UnreliableError) as raised:
+        first_to_end(REQUEST, answers, 60.0)
+    assert said in str(raised.value)
+    late = built_late(answers, 60.0)
+    assert str(late).startswith(
+        f"rank {next(iter(answers))} had built the target, but 60 s later"
+    )
+    assert f"not built on {said.partition(' w')[0]}: " in str(late)
+
+
+def test_a_sum_is_of_what_is_known():
+    assert sum_of_known([None, None]) is sum_of_known([]) is None
+    assert sum_of_known([None, 2, 3, 4]) == 9
+    trials = {rank: told() for rank in (0, 1)}
+    for rank, one in trials.items():
+        trial = replace(one.trial, pinned_bytes=10 + rank, leaked_bytes=rank, alloc_retries=rank)
+        trials[rank] = replace(one, trial=trial, outside_before_bytes=rank, unrecorded="?" * rank)
+    outcome = passed_outcome(trials, AVAILABLE)
+    assert outcome.unrecorded == "?"
+    assert (outcome.outside_before_bytes, outcome.outside_after_bytes) == (1, None)
+    trial = outcome.trial
+    assert (trial.pinned_bytes, trial.host_bytes, trial.leaked_bytes) == (21, None, 1)
+    assert trial.alloc_retries == 1
+    alone = trials[0]
+    assert passed_outcome({0: alone}, AVAILABLE) is alone
+
+
 def test_a_pass_is_the_slowest_and_the_largest_of_all_ranks():
     answers = {
         2: told(
@@ -149,12 +190,9 @@ def test_a_pass_is_the_slowest_and_the_largest_of_all_ranks():
 
 
 def test_a_failure_says_on_which_rank_and_what_the_others_did():
-    where = (
-        'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 7 in step\n'
-    )
     outcome = failed_outcome(
         REQUEST,
-        {1: OOM, 0: ended(signal=15, why=WAITED, stderr=where), 2: PASSED},
+        {1: OOM, 0: ended(signal=15, why=WAITED, stderr=WHERE), 2: PASSED},
         1,
         AVAILABLE,
         [READY] * 3,
