@@ -341,16 +341,19 @@ def test_a_refusal_among_pages_has_a_cause(asked, free, cause, available, explai
     assert "expandable_segments" not in str(explanation.advice)  # they are on
 
 
-def test_a_private_pool_whose_segments_go_back_is_replayed(explained):
-    """What was its memory then serves a request outside of it."""
+@pytest.mark.parametrize(("goes_back", "least_mib"), [(True, 20), (False, 40)])
+def test_a_private_pool_is_replayed(goes_back, least_mib, explained):
+    """What was its memory serves a request outside of it only once its segments have gone back."""
     pooled = {"size": 20 * MIB, "stream": 0, "frames": [], "pool_id": (0, 1)}
     actions = ["segment_alloc", "alloc", "free_requested", "free_completed", "segment_free"]
-    events = [pooled | {"action": action, "addr": 2**41} for action in actions]
+    events = [pooled | {"action": action, "addr": 2**41} for action in actions[: 4 + goes_back]]
     events += [event | {"pool_id": (0, 0), "addr": 2**40} for event in events[:2]]
-    last = pages(2**40, 20 * MIB, (0, 20 * MIB)) | {"is_expandable": False}
-    explanation = explained(warm(segments=[last], device_traces=[events]))
+    kept = pages(2**41, 20 * MIB) | {"segment_pool_id": (0, 1)}
+    segments = [pages(2**40, 20 * MIB, (0, 20 * MIB)), *([] if goes_back else [kept])]
+    segments = [segment | {"is_expandable": False} for segment in segments]
+    explanation = explained(warm(segments=segments, device_traces=[events]))
     assert explanation.notes[0].startswith("Replayed 2 requests: after 2 of them")
-    assert explanation.least_bytes == 20 * MIB
+    assert explanation.least_bytes == least_mib * MIB
 
 
 FREE = {"action": "free_completed", "addr": 2**41, "size": 512, "stream": 0, "frames": []}

@@ -57,8 +57,9 @@ def test_a_history_is_cut_where_calls_end():
 
 @pytest.mark.parametrize(("may_retry", "events"), [(False, [(RELEASED, 0, 0)]), (True, [])])
 def test_only_a_step_that_meets_no_retry_gives_back_segments(may_retry, events):
-    [call] = record_calls([[GAVE_BACK, GAVE_BACK, asked(1, 10)]], [], may_retry=may_retry)
-    assert [*call.events] == [*events, (ALLOCATED, 0, 0)]
+    entries = [asked(2, 10), GAVE_BACK, GAVE_BACK, asked(1, 10)]
+    [call] = record_calls([entries], [], may_retry=may_retry)
+    assert [*call.events] == [(ALLOCATED, 0, 0), *events, (ALLOCATED, 1, 0)]
 
 
 def test_a_stream_is_switched_to_once():
@@ -179,14 +180,14 @@ def test_a_thread_that_frees_a_block_later_changes_no_line(where):
 
 def test_micro_batches_are_predicted_in_turn():
     def calls(size):
-        """Return three full steps of two micro-batches."""
+        """Return two full steps of three micro-batches."""
         return [
-            RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0)), (n * size,)) for n in (5, 1, 2) * 3
+            RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0)), (n * size,)) for n in (5, 1, 2) * 2
         ]
 
     predictor = Predictor(processors=A100)
     for size in (1, 2):
-        assert predictor.learn(size, ["step"] * 9, calls(size))
+        assert predictor.learn(size, ["step"] * 6, calls(size))
     assert predictor.period == 3
     assert [call.sizes for call in predictor.calls(10, ["step"] * 7)] == [
         *[(50,), (10,), (20,)] * 2,
