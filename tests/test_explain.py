@@ -285,6 +285,12 @@ def test_pages_that_were_mapped_when_recording_began(explained):
     assert explanation.least_bytes == explanation.least_bytes_expandable == 142 * MIB
 
 
+def test_segments_may_lie_side_by_side(explained):
+    snapshot = warm()
+    snapshot["segments"].append(pages(2**41 + 200 * MIB, 20 * MIB, (0, 512)))
+    assert "Replayed 3 requests: after 3 of them" in explained(snapshot).notes[0]
+
+
 def test_pages_that_were_mapped_while_recording(explained):
     """The replay asks for the blocks anew, which makes fewer gaps."""
     snapshot = warm()

@@ -20,7 +20,16 @@ from oomprobe.tape.fit import Predictor, borrow_slopes, lines_through, recognize
 from oomprobe.tape.history import Live
 from oomprobe.tape.record import POOLS, STREAMS, NotRecorded, cut_calls, record_calls
 from oomprobe.tape.reductions import Processors, Reduction, buffers
-from oomprobe.tape.shapes import Growth, Growths, ShapedTape, learn_row, lines_of_row
+from oomprobe.tape.shapes import (
+    Growth,
+    Growths,
+    ShapedTape,
+    features,
+    kinds_of_polynomials,
+    learn_row,
+    lines_of_row,
+    take_kernels_out,
+)
 from oomprobe.tape.stacks import UNKNOWN, Modules, Stacks
 
 A100 = Processors((8, 0), 108, 2048)
@@ -193,6 +202,25 @@ def test_micro_batches_are_predicted_in_turn():
         *[(50,), (10,), (20,)] * 2,
         (50,),
     ]
+
+
+def test_requests_are_numbered_anew_where_kernels_are_taken_out():
+    kernel = Kernel(reducing, (Reduction(A100, 4, 4, (True, False)),), 5), 0
+    events = [(ALLOCATED, 0, 0), (KERNEL, 1, kernel), (ALLOCATED, 6, 0), (FREED, 0, 6)]
+    earlier = (FREED, 1, 6), (FREED, 0, 0)
+    call = RecordedCall((*events, *earlier), (10, 0, 7, 8, 9, 1, 30))
+    plain, kernels = take_kernels_out(call)
+    assert plain.events == ((ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (FREED, 0, 1), *earlier)
+    assert plain.sizes == (10, 30, 0, 7, 8, 9, 1)
+    assert kernels == {0: (KERNEL, 2, kernel)}
+
+
+def test_polynomials_have_the_fewest_terms_first():
+    assert features((4, 8, 9)) == [1, 8, 9, 64, 72, 81, 4, 32, 36, 256, 288, 324]
+    assert features((4, 9), 8) == [1, 16, 256, 4, 64, 1024]
+    *few, linear, every = kinds_of_polynomials((4, 8, 9))
+    assert few == [[term] for term in range(12)] + [[0, term] for term in range(1, 12)]
+    assert (linear, every) == ([0, 1, 2, 6, 7, 8], [*range(12)])
 
 
 # --- rows of a table ---
