@@ -362,6 +362,20 @@ def test_a_private_pool_is_replayed(goes_back, least_mib, explained):
     assert explanation.least_bytes == least_mib * MIB
 
 
+@pytest.mark.parametrize(("pool", "least_mib"), [((0, 1), 20), ((1, 0), 40)])
+def test_a_capture_gives_back_no_cache(pool, least_mib, explained):
+    """A private pool outside of a capture makes room by what is free elsewhere."""
+    plain = {"addr": 2**40, "size": 20 * MIB, "stream": 0, "frames": [], "pool_id": (0, 0)}
+    actions = ["segment_alloc", "alloc", "free_requested", "free_completed"]
+    events = [plain | {"action": action} for action in actions]
+    events += [event | {"pool_id": pool, "addr": 2**41} for event in events[:2]]
+    private = pages(2**41, 20 * MIB, (0, 20 * MIB)) | {"segment_pool_id": pool}
+    segments = [pages(2**40, 20 * MIB), private]
+    segments = [segment | {"is_expandable": False} for segment in segments]
+    explanation = explained(warm(segments=segments, device_traces=[events]))
+    assert explanation.least_bytes == least_mib * MIB
+
+
 FREE = {"action": "free_completed", "addr": 2**41, "size": 512, "stream": 0, "frames": []}
 
 
