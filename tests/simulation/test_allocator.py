@@ -192,6 +192,23 @@ def test_a_refusal_has_the_figures_of_torchs_message(limit_bytes):
     assert allocator.ooms == allocator.alloc_retries == 1
 
 
+def test_a_refusal_tells_what_private_pools_keep():
+    allocator = an_allocator(capacity_bytes=100 * MIB)
+    allocator.pools.use(5)
+    allocator.serve([20 * MIB, MIB // 2, -1, -1], [])
+    allocator.pools.leave(5)
+    with pytest.raises(AllocatorOutOfMemory, match=r"with 22.00 MiB allocated in private pools"):
+        allocator.malloc(90 * MIB)
+
+
+def test_one_free_segment_of_a_size_goes_back():
+    allocator = an_allocator()
+    allocator.serve([30 * MIB, 60 * MIB, 30 * MIB, -1, -1, -1], [])
+    for reserved_mib in (90, 60, 60):
+        allocator.segments.release_one(30 * MIB)
+        assert allocator.reserved_bytes == reserved_mib * MIB
+
+
 # Bytes of a segment, offset and requested bytes of its blocks, room after it, then a request, and where it goes.
 ADOPTED = {
     "between blocks": (20, [(0, 5), (10, 5)], 0, 5, 5),
