@@ -88,11 +88,7 @@ AT_EVERY_SIZE = (
             "ValueError: x\nThis is not about memory; batch 8 ran before, so it may depend on what earlier calls left, or on "
             f"chance. {UNKNOWN} in a new process.",
         ),
-        (
-            ValueError("x"),
-            {"trial": 3},
-            f"ValueError: x\nThis is not about memory. It came in trial 3 of its process. {UNKNOWN} in a new process.",
-        ),
+        (ValueError("x"), {"trial": 3}, f"ValueError: x\nThis is not about memory. It came in trial 3 of its process. {UNKNOWN} in a new process."),
         (
             ValueError("x"),
             {"simulated": True, "row": "length=512"},
@@ -108,7 +104,7 @@ AT_EVERY_SIZE = (
         ),
     ],
     ids=lambda value: str(value)[:20],
-)
+)  # fmt: skip
 def test_a_failed_step_says_what_to_do(own, options, said):
     failed = step_failed(own, batch_size=8, **options)
     assert type(failed) is StepFailedError
@@ -204,13 +200,10 @@ class OwnText(Exception):
     ("error", "text"),
     [
         (KeyError(torch.zeros(3, 4)), "a tensor of shape (3, 4), torch.float32, on cpu"),
-        (
-            OwnText(torch.zeros(2), 3),
-            "the loss is a tensor of shape (2,), torch.float32, on cpu at 3",
-        ),
+        (OwnText(torch.zeros(2), 3), "the loss is a tensor of shape (2,), torch.float32, on cpu at 3"),
     ],
     ids=["key", "own text"],
-)
+)  # fmt: skip
 def test_a_text_gives_the_shape_of_a_tensor(error, text):
     assert errors.text_of(error) == text
     assert errors.traceback_of(error).endswith(f"{type(error).__name__}: {text}")

@@ -166,12 +166,9 @@ def test_a_file_and_a_result_are_the_same(tmp_path):
         (None, "cannot be read as a result"),
         ("[1]", "schema_version None"),
         ('{"schema_version": 1}', "not a result that oomprobe wrote"),
-        (
-            ProbeTable(axis="length", rows={8: PROBE}).to_json(),
-            "not with a ProbeTable: of a table pass",
-        ),
+        (ProbeTable(axis="length", rows={8: PROBE}).to_json(), "not with a ProbeTable: of a table pass"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_result_is_refused(tmp_path, text, said):
     path = tmp_path / "probe.json"
     if text is not None:
@@ -376,25 +373,13 @@ def no_such(*_, **__):
     ("fault", "said"),
     [
         (lambda fake, patch: fake.poison(), "an illegal memory access"),
-        (
-            lambda fake, patch: patch.setattr(torch, "get_device_module", no_such),
-            "driver version is insufficient",
-        ),
-        (
-            lambda fake, patch: patch.setattr(torch, "get_device_module", lambda device: torch.mps),
-            "no peaks on cuda",
-        ),
-        (
-            lambda fake, patch: patch.setattr(fake, "is_initialized", lambda: False),
-            "has not used its accelerator",
-        ),
-        (
-            lambda fake, patch: patch.setattr(torch.distributed, "is_initialized", no_such),
-            "insufficient",
-        ),
+        (lambda fake, patch: patch.setattr(torch, "get_device_module", no_such), "driver version is insufficient"),
+        (lambda fake, patch: patch.setattr(torch, "get_device_module", lambda device: torch.mps), "no peaks on cuda"),
+        (lambda fake, patch: patch.setattr(fake, "is_initialized", lambda: False), "has not used its accelerator"),
+        (lambda fake, patch: patch.setattr(torch.distributed, "is_initialized", no_such), "insufficient"),
         (lambda fake, patch: patch.setattr(sys, "stderr", None), ""),
     ],
-)
+)  # fmt: skip
 def test_a_step_never_raises(card, monkeypatch, fault, said):
     before, after = PeakMonitor(PROBE), None
     train(card, before)

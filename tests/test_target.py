@@ -111,27 +111,21 @@ def test_a_file_named_like_a_module_does_not_replace_it(folder):
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        *(
-            (text, f"{text!r} is not a target.")
-            for text in ("", "train.py", "train.py:", ":build", "train.py:build()")
-        ),
+        *((text, f"{text!r} is not a target.") for text in ("", "train.py", "train.py:", ":build", "train.py:build()")),
         ("no_such.py:build", "there is no file '{}/no_such.py'."),
         ("my_trian.py:build", "there is no file '{}/my_trian.py'; did you mean my_train.py?"),
         ("my_train.py:biuld", "my_train.py has no function 'biuld'; did you mean build?"),
         ("no_such.train:build", "there is no module 'no_such' to import."),
         ("my_train:no_such", "my_train has no function 'no_such'."),
         ("my_train:not_a_function", "my_train has no function 'not_a_function'."),
-        (
-            "my_train.py:a_model_alone",
-            "my_train.py:a_model_alone returned Linear, not a pair (model, step_fn).",
-        ),
+        ("my_train.py:a_model_alone", "my_train.py:a_model_alone returned Linear, not a pair (model, step_fn)."),
         (
             "my_train.py:the_wrong_way_round",
             "my_train.py:the_wrong_way_round returned (function, Linear): return the model and the step, in this order and "
             "without more. The step reaches the optimizer and all else as a variable of the function that builds them.",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_target_is_named(folder, target, told):
     write(folder / "my_train.py")
     assert refused(lambda: build(target)) == told.format(os.path.realpath(folder))

@@ -23,25 +23,10 @@ def test_sizes_are_parsed(text, size_bytes):
 @pytest.mark.parametrize(
     "text",
     [
-        *(
-            "",
-            "GiB",
-            "0",
-            "0.4B",
-            "-1GiB",
-            "1e9",
-            "1.GiB",
-            ".5GiB",
-            "5i",
-            "5iB",
-            "4 GiBs",
-            "4PiB",
-            "4,5GiB",
-            "nan",
-        ),
+        *("", "GiB", "0", "0.4B", "-1GiB", "1e9", "1.GiB", ".5GiB", "5i", "5iB", "4 GiBs", "4PiB", "4,5GiB", "nan"),
         *("9" * 400, str(2**63), "99999999999TiB"),
     ],
-)
+)  # fmt: skip
 def test_invalid_sizes_are_refused_with_an_example(text):
     with pytest.raises(InvalidArgumentError, match="write it like '24GiB'"):
         parse_bytes(text)

@@ -140,17 +140,11 @@ def test_a_users_own_wording_is_a_bug(error):
         (TEGRA_TEXT.replace("NVML_SUCCESS == r", "block"), Verdict.POISONED),
         (OOM_TEXT + "x" * 10 * MAX_TEXT, Verdict.OOM),
         ("x" * 10 * MAX_TEXT + "\n" + OOM_TEXT, Verdict.OOM),
-        (
-            "Unexpected bus error encountered in worker. Perhaps insufficient shared memory (shm).",
-            Verdict.BUG,
-        ),
-        (
-            "unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)",
-            Verdict.BUG,
-        ),
+        ("Unexpected bus error encountered in worker. Perhaps insufficient shared memory (shm).", Verdict.BUG),
+        ("unable to allocate shared memory(shm) for file </torch_1>: Cannot allocate memory (12)", Verdict.BUG),
     ],
     ids=lambda value: str(value)[:20],
-)
+)  # fmt: skip
 def test_a_text_that_misleads(text, verdict):
     assert classify_error(RuntimeError(text)) is verdict
     assert len(facts_of_error(RuntimeError(text))[0].text) < 3 * MAX_TEXT
@@ -243,16 +237,12 @@ class Hostile(RuntimeError):
     [
         (ValueError("step failed"), torch.OutOfMemoryError("?"), Verdict.OOM),
         (RuntimeError("step failed"), KeyError("labels"), Verdict.BUG),
-        (
-            torch.OutOfMemoryError(OOM_TEXT),
-            RuntimeError("CUDA error: misaligned address"),
-            Verdict.POISONED,
-        ),
+        (torch.OutOfMemoryError(OOM_TEXT), RuntimeError("CUDA error: misaligned address"), Verdict.POISONED),
         (RuntimeError(ENGINE_TEXT), RuntimeError(OOM_TEXT), Verdict.OOM),
         (torch.OutOfMemoryError(OOM_TEXT), numbered(719), Verdict.POISONED),
     ],
     ids=lambda value: str(value)[:20],
-)
+)  # fmt: skip
 def test_the_strongest_link_decides(outer, inner, verdict):
     assert classify_error(caused(outer, inner), UNCORROBORATED) is verdict
     assert classify_error(caused(outer, inner), CORROBORATED) is verdict

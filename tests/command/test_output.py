@@ -104,44 +104,20 @@ LISTENS = "torch.distributed.DistNetworkError: The server socket has failed to l
     ("text", "verdict", "error"),
     [
         (NCCL_ERROR, OOM, ""),
-        (
-            "ValueError: batch must be a multiple of 8\nRuntimeError: CUDA out of memory.\n",
-            OOM,
-            "RuntimeError",
-        ),
+        ("ValueError: batch must be a multiple of 8\nRuntimeError: CUDA out of memory.\n", OOM, "RuntimeError"),
         ("ValueError: CUDA out of memory\n", BUG, "ValueError: CUDA out of memory"),
-        (
-            "RuntimeError: Connection closed by peer\nValueError: too small\n",
-            BUG,
-            "ValueError: too small",
-        ),
+        ("RuntimeError: Connection closed by peer\nValueError: too small\n", BUG, "ValueError: too small"),
         ("Epoch 1: 10%\rEpoch 1: 20%\rKeyError: 'x'\n", BUG, "KeyError: 'x'"),
         ("KeyError: 'the line that is cut off", BUG, "KeyError: 'the line that is cut off"),
         ("", CRASHED, "the command exited with 1"),
-        (
-            "train.py: error: no\n",
-            CRASHED,
-            "the command exited with 1\nthe end of its output:\ntrain.py: error",
-        ),
+        ("train.py: error: no\n", CRASHED, "the command exited with 1\nthe end of its output:\ntrain.py: error"),
         (f"{WAITED}\nKeyError: 'x'\n", BUG, "KeyError: 'x'"),
-        (
-            "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 2 GiB\n",
-            Verdict.HOST_OOM,
-            "numpy",
-        ),
-        (
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n",
-            Verdict.HOST_OOM,
-            "the system's OOM killer",
-        ),
-        (
-            "srun: error: node1: task 3: Out Of Memory\n",
-            Verdict.HOST_OOM,
-            "the system's OOM killer",
-        ),
+        ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 2 GiB\n", Verdict.HOST_OOM, "numpy"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.\n", Verdict.HOST_OOM, "the system's OOM killer"),
+        ("srun: error: node1: task 3: Out Of Memory\n", Verdict.HOST_OOM, "the system's OOM killer"),
         (f"{LISTENS}\n", BUG, "torch.distributed.DistNetworkError"),
     ],
-)
+)  # fmt: skip
 def test_other_outputs(text, verdict, error):
     found = cause(read(text))
     assert (found.verdict, found.error[: len(error)]) == (verdict, error)
@@ -169,15 +145,10 @@ NCCL_ENDS = "  what():  NCCL error: unhandled cuda error\nRuntimeError: CUDA err
         (f"{RAN_OUT}\nKeyError: 'x'", [REPORTS], BUG, "KeyError: 'x'"),
         (RAN_OUT, [RAISES], BUG, "rank 0: KeyError: x"),
         (RAN_OUT, [replace(REPORTS, raised_ooms=1)], OOM, RAN_OUT),
-        (
-            TIP,
-            [replace(REPORTS, raised_ooms=1)],
-            OOM,
-            "rank 0: its allocator ran out of memory, and the program caught",
-        ),
+        (TIP, [replace(REPORTS, raised_ooms=1)], OOM, "rank 0: its allocator ran out of memory, and the program caught"),
         (NCCL_ENDS, [REPORTS], OOM, "RuntimeE"),
     ],
-)
+)  # fmt: skip
 def test_text_decides_only_where_processes_do_not_report(text, reports, verdict, error):
     found = cause(read(text), reports=reports)
     assert (found.verdict, found.error[: len(error)]) == (verdict, error)

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from oomprobe.records.trials import RankTrial, Verdict
+from oomprobe.records.trials import Verdict
 from oomprobe.runners.command.reports import (
     Memory,
     ProcessReport,
@@ -21,42 +21,20 @@ GIB = 2**30
 
 def memory(uuid="a", *, reserved=2, peak=4, outside=1, fraction=0.9, requested=(), total=10):
     return Memory(
-        index=0,
-        uuid=uuid,
-        name="Card",
-        total_bytes=total * GIB,
-        reserved_bytes=reserved * GIB,
-        peak_reserved_bytes=peak * GIB,
-        peak_allocated_bytes=peak * GIB,
-        retries=0,
-        requested=requested,
-        fraction=fraction,
-        outside_bytes=None if outside is None else outside * GIB,
-    )
+        index=0, uuid=uuid, name="Card", total_bytes=total * GIB, reserved_bytes=reserved * GIB,
+        peak_reserved_bytes=peak * GIB, peak_allocated_bytes=peak * GIB, retries=0,
+        requested=requested, fraction=fraction, outside_bytes=outside and outside * GIB,
+    )  # fmt: skip
 
 
 def report(
     rank=None, *devices, steps=3, world=None, why="step", begun_s=0.0, at_s=10.0, host="node"
 ):
     return ProcessReport(
-        pid=1,
-        host=host,
-        rank=rank,
-        world_size=world,
-        program="train.py",
-        why=why,
-        begun_s=begun_s,
-        at_s=at_s,
-        torch="2.14.1",
-        cuda="13.0",
-        steps=steps,
-        step_s=(1.0, 2.0),
-        ooms=0,
-        raised_ooms=0,
-        where=None,
-        errors=(),
-        devices=devices,
-    )
+        pid=1, host=host, rank=rank, world_size=world, program="train.py", why=why, begun_s=begun_s,
+        at_s=at_s, torch="2.14.1", cuda="13.0", steps=steps, step_s=(1.0, 2.0), ooms=0, raised_ooms=0,
+        where=None, errors=(), devices=devices,
+    )  # fmt: skip
 
 
 ENGINE = report(None, memory("b"), steps=0)  # beside the trainer; it never steps
@@ -90,87 +68,53 @@ def test_what_is_known_of_all_processes(reports, all_report, steps_of_all, missi
     ("reports", "users"),
     [
         # Ranks that see one device each all call it 0; its UUID and machine tell them apart.
-        (
-            [report(0, memory("a")), report(1, memory("b")), report(2, memory("a"), host="other")],
-            [1, 1, 1],
-        ),
+        ([report(0, memory("a")), report(1, memory("b")), report(2, memory("a"), host="other")], [1, 1, 1]),
         # A process that ended before training began, such as a check.
         ([report(None, memory(), why="exit", at_s=5.0), report(0, memory(), begun_s=6.0)], [1]),
         ([report(None, memory(), why="exit", at_s=5.0), report(0, memory(), begun_s=4.0)], [2]),
     ],
-)
+)  # fmt: skip
 def test_which_processes_use_a_card(reports, users):
     assert [len(card.users) for card in RunReports(reports).cards] == users
 
 
-RAN_OUT = replace(report(0, memory()), raised_ooms=1)
-CAUGHT = replace(report(0, memory()), ooms=1)
-RETRIED = report(0, replace(memory(), retries=1))
-BROKE = replace(report(0, memory()), errors=(Link(classes=("builtins.KeyError",), text="a"),))
+PLAIN = report(0, memory())
+RAN_OUT = replace(PLAIN, raised_ooms=1)
+BROKE = replace(PLAIN, errors=(Link(classes=("builtins.KeyError",), text="a"),))
 
 
 @pytest.mark.parametrize(
-    ("one", "is_pressed", "caught_oom", "may_recover", "goes_on", "is_in_trouble"),
+    ("one", "met"),
     [
-        (report(0, memory()), False, False, True, False, False),
-        (CAUGHT, True, False, True, False, False),
-        (RETRIED, True, False, True, False, False),
-        (RAN_OUT, False, True, False, True, True),
-        (replace(RAN_OUT, why="exit"), False, True, False, False, True),
-        (replace(RAN_OUT, devices=()), False, True, False, True, False),
-        (BROKE, False, False, False, False, True),
-        (replace(BROKE, devices=()), False, False, False, False, False),
+        (PLAIN, ["may_recover"]),
+        (replace(PLAIN, ooms=1), ["is_pressed", "may_recover"]),
+        (report(0, replace(memory(), retries=1)), ["is_pressed", "may_recover"]),
+        (RAN_OUT, ["caught_oom", "goes_on", "is_in_trouble"]),
+        (replace(RAN_OUT, why="exit"), ["caught_oom", "is_in_trouble"]),
+        (replace(RAN_OUT, devices=()), ["caught_oom", "goes_on"]),
+        (BROKE, ["is_in_trouble"]),
+        (replace(BROKE, devices=()), []),
     ],
 )
-def test_what_an_allocator_has_met(
-    one, is_pressed, caught_oom, may_recover, goes_on, is_in_trouble
-):
+def test_what_an_allocator_has_met(one, met):
     seen = RunReports([ENGINE, one])
-    assert (seen.is_pressed, seen.caught_oom, seen.may_recover) == (
-        is_pressed,
-        caught_oom,
-        may_recover,
-    )
-    assert (seen.goes_on, seen.is_in_trouble) == (goes_on, is_in_trouble)
-    assert seen.out_of_memory is (one if caught_oom else None)
+    names = ("is_pressed", "caught_oom", "may_recover", "goes_on", "is_in_trouble")
+    assert [name for name in names if getattr(seen, name)] == met
 
 
 def test_what_the_command_says_and_takes_in_all():
-    one = replace(report(0, memory(peak=4)), step_s=(1.0, 9.0), pinned_bytes=3, host_bytes=5)
-    other = replace(
-        report(1, memory("b", peak=6, outside=0)), steps=5, step_s=(1.0, 13.0), pinned_bytes=4
-    )
-    silent = replace(ENGINE, pinned_bytes=100, host_bytes=100, read_at="x.py:1", refusal="")
-    seen = RunReports([silent, one, other])
+    one = replace(PLAIN, step_s=(1.0, 9.0), pinned_bytes=3, host_bytes=5, refusal="no")
+    other = replace(report(1, memory("b", peak=6, outside=0)), steps=5, step_s=(1.0, 13.0))
+    silent = replace(ENGINE, pinned_bytes=100, read_at="x.py:1")
+    seen = RunReports([silent, one, replace(other, pinned_bytes=4, refusal="nor")])
     assert (seen.steps, seen.step_s, seen.pinned_bytes, seen.host_bytes) == (3, 4.0, 7, 5)
+    assert (seen.refusal, seen.read_at) == ("no", "")
+    assert RunReports([replace(BROKE, read_at="y.py:2")]).read_at == "y.py:2"
     assert RunReports([replace(one, steps=1)]).step_s is RunReports([]).step_s is None
-    assert RunReports([replace(one, steps=1), other]).step_s == 3.0
-    assert (seen.refusal, seen.read_at) == ("", "")
-    told = [
-        replace(one, refusal="no"),
-        replace(BROKE, read_at="y.py:2"),
-        replace(one, refusal="nor"),
-    ]
-    assert (RunReports(told).refusal, RunReports(told).read_at) == ("no", "y.py:2")
     assert RunReports([]).fullest_card.users == ()
-    fullest = seen.fullest_card  # that of `other` has the larger share of what is available
-    assert [user.rank for user, _ in fullest.users] == [None, 1]
-    assert fullest.peak_reserved_bytes == 10 * GIB
+    assert seen.fullest_card.peak_reserved_bytes == 10 * GIB  # of 10, and that of `one` 4 of 9
     crowded = replace(one, devices=(replace(memory(outside=7), workspace_bytes=2),))
-    assert RunReports([crowded, other]).fullest_card.memory.uuid == "a"  # 4 of 3 GiB
-    assert RunReports([crowded]).fullest_card.workspaces_bytes == 2
-
-
-def test_the_rank_that_limits():
-    def rank(number, verdict, peak=5, available=10):
-        return RankTrial(
-            rank=number, verdict=verdict, peak_reserved_bytes=peak, available_bytes=available
-        )
-
-    passed = [rank(0, Verdict.FITS), rank(1, Verdict.FITS, 6), rank(2, Verdict.FITS, 6, 20)]
-    assert limiting_rank(passed) == 1
-    assert limiting_rank([*passed, rank(3, Verdict.OOM, 1), rank(4, Verdict.OOM, 2)]) == 4
-    assert limiting_rank([rank(0, None), rank(1, Verdict.BUG)]) is None
+    assert RunReports([crowded, other]).fullest_card.workspaces_bytes == 2  # it has 4 of 3 GiB
 
 
 RANKS = [report(0, memory("a"), host="node0"), report(1, memory("b"), host="node1")]
@@ -178,17 +122,19 @@ FAULT = replace(RANKS[1], errors=(Link(classes=("builtins.ValueError",), text="w
 
 
 @pytest.mark.parametrize(
-    ("reports", "passed", "expected"),
+    ("reports", "passed", "expected", "limiting"),
     [
-        (RANKS[::-1], True, [(0, Verdict.FITS), (1, Verdict.FITS)]),
-        ([RANKS[0], FAULT], False, [(0, None), (1, Verdict.BUG)]),
-        ([RANKS[0], replace(FAULT, raised_ooms=1)], False, [(0, None), (1, Verdict.OOM)]),
-        ([RANKS[0], ENGINE], True, []),  # a single one has no record of its own
+        (RANKS[::-1], True, [(0, Verdict.FITS), (1, Verdict.FITS)], 0),
+        ([RANKS[0], report(1, memory("b", peak=5))], True, [(0, Verdict.FITS), (1, Verdict.FITS)], 1),
+        ([RANKS[0], FAULT], False, [(0, None), (1, Verdict.BUG)], None),
+        ([RANKS[0], replace(FAULT, raised_ooms=1)], False, [(0, None), (1, Verdict.OOM)], 1),
+        ([RANKS[0], ENGINE], True, [], None),  # a single one has no record of its own
     ],
-)
-def test_each_of_several_ranks_has_a_record(reports, passed, expected):
+)  # fmt: skip
+def test_each_of_several_ranks_has_a_record(reports, passed, expected, limiting):
     ranks = RunReports(reports).ranks(passed=passed)
     assert [(rank.rank, rank.verdict) for rank in ranks] == expected
+    assert limiting_rank(ranks) == limiting
 
 
 TAPE = {
@@ -231,14 +177,10 @@ def test_what_processes_have_recorded(tmp_path, reports, tapes, said):
     ("reports", "outside", "available"),
     [
         # Each of two processes on a card counts the other's memory as outside of its own.
-        (
-            [report(0, memory(reserved=2, outside=4)), report(1, memory(reserved=3, outside=3))],
-            1 * GIB,
-            9 * GIB,
-        ),
+        ([report(0, memory(reserved=2, outside=4)), report(1, memory(reserved=3, outside=3))], 1 * GIB, 9 * GIB),
         ([report(0, memory(outside=None))], None, 10 * GIB),
     ],
-)
+)  # fmt: skip
 def test_the_memory_that_a_command_leaves(reports, outside, available):
     (card,) = RunReports(reports).cards
     assert (card.outside_bytes, card.available_bytes) == (outside, available)
@@ -256,17 +198,11 @@ def test_the_memory_that_a_command_leaves(reports, outside, available):
         ),  # 0.5 is wanted there
         ([report(0, memory("a", fraction=2.0**34))], "rank 0 set its allocator's cap"),
         ([report(0, memory("a", fraction=None))], "rank 0 did not report the cap"),
-        (
-            [report(0, memory("a", peak=10))],
-            "rank 0 reserved more than its cap before its first step ended",
-        ),
-        (
-            [report(0, memory("a")), report(1, memory("a"))],
-            "rank 0 and rank 1 hold memory of one GPU, Card",
-        ),
+        ([report(0, memory("a", peak=10))], "rank 0 reserved more than its cap before its first step ended"),
+        ([report(0, memory("a")), report(1, memory("a"))], "rank 0 and rank 1 hold memory of one GPU, Card"),
         ([report(None)], "no process of the command reported its GPU's memory"),
     ],
-)
+)  # fmt: skip
 def test_whether_all_were_held_to_their_caps(reports, said):
     found = RunReports(reports).uncapped({"": 0.9, "b": 0.5})
     assert found is None if said is None else found.startswith(said)

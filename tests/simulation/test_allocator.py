@@ -201,14 +201,6 @@ def test_a_refusal_tells_what_private_pools_keep():
         allocator.malloc(90 * MIB)
 
 
-def test_one_free_segment_of_a_size_goes_back():
-    allocator = an_allocator()
-    allocator.serve([30 * MIB, 60 * MIB, 30 * MIB, -1, -1, -1], [])
-    for reserved_mib in (90, 60, 60):
-        allocator.segments.release_one(30 * MIB)
-        assert allocator.reserved_bytes == reserved_mib * MIB
-
-
 # Bytes of a segment, offset and requested bytes of its blocks, room after it, then a request, and where it goes.
 ADOPTED = {
     "between blocks": (20, [(0, 5), (10, 5)], 0, 5, 5),

@@ -34,8 +34,7 @@ A100, H100, ADA, T4 = (
         (A100, 2, (4, 100000, 9, 255), (229500000, 2295, 255, 1), 0, (False, True, False, True), ((28080, 144),)),
         (H100, 4, (700000, 1024), (1024, 1), 0, (True, False), ((179306496, 32),) * 2),  # beyond 2 GiB: two kernels
         (A100, 4, (978, 6989), (1, 979), 0, (False, True), ((1752576, 124),)),
-        (A100, 4, (32, 256, 1, 4096), (1048576, 4096, 4096, 1), 2, (True, False, False, True),
-         ((2048, 1024),)),
+        (A100, 4, (32, 256, 1, 4096), (1048576, 4096, 4096, 1), 2, (True, False, False, True), ((2048, 1024),)),
         (T4, 4, (1, 19421), (1, 1), 0, (True, True), ()),
         (T4, 4, (274, 1000, 4), (4000, 4, 1), 2, (True, True, False), ((8576, 4),)),
         (T4, 4, (1448, 104, 133), (13832, 133, 1), 0, (True, False, False), ((21245952, 436),)),
@@ -46,13 +45,11 @@ A100, H100, ADA, T4 = (
         (A100, 4, (0, 3), (3, 1), 0, (True, False), ()),
         (T4, 2, (64, 256, 4), (4, 256, 1), 0, (True, True, False), ()),
         (A100, 4, (2, 255, 277814), (277814, 555628, 1), 0, (False, True, True), ((4328, 8),)),
-        (A100, 2, (240, 16, 4, 4096), (64, 0, 1, 15360), 2, (False, True, False, True),
-         ((14254080, 60),)),
+        (A100, 2, (240, 16, 4, 4096), (64, 0, 1, 15360), 2, (False, True, False, True), ((14254080, 60),)),
         (A100, 4, (8, 64, 2, 256), (0, 1, 64, 128), 2, (True, False, True, True), ((524288, 4),)),
         (T4, 4, (27716, 64, 1, 1), (64, 1, 1, 1), 4, (True, False, False, True), ((3555328, 4),)),
         (T4, 4, (2, 4096, 185175), (1, 2, 8192), 0, (True, False, False), ()),
-        (T4, 4, (4, 4096, 607, 256), (636485632, 155392, 256, 1), 4, (False, True, True, False),
-         ((159121408, 8),) * 8),
+        (T4, 4, (4, 4096, 607, 256), (636485632, 155392, 256, 1), 4, (False, True, True, False), ((159121408, 8),) * 8),
         (A100, 4, (4096, 3, 2, 1000), (1, 0, 28672000, 4096), 3, (True, True, True, False), ()),
         (A100, 4, (0, 1000000), (1000000, 1), 0, (False, True), ()),
     ],
@@ -152,15 +149,12 @@ def backward(images, weight, *, transposed=False, groups=1):
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), stride=(2, 2)), 2 * 8 * 9 * 31 * 31),
         (lambda x: forward(x, torch.empty(16, 8, 3, 3), dilation=(2, 2)), 2 * 8 * 9 * 60 * 60),
         (lambda x: forward(x, torch.empty(8, 4, 3, 3), transposed=True), 2 * 4 * 9 * 64 * 64),
-        (
-            lambda x: forward(x, torch.empty(8, 4, 3, 3), transposed=True, groups=2),
-            2 * 8 * 9 * 64 * 64,
-        ),
+        (lambda x: forward(x, torch.empty(8, 4, 3, 3), transposed=True, groups=2), 2 * 8 * 9 * 64 * 64),
         (lambda x: backward(x, torch.empty(16, 8, 5, 5)), 2 * 8 * 25 * 60 * 60),
         (lambda x: backward(x, torch.empty(8, 4, 3, 3), transposed=True), 2 * 4 * 9 * 64 * 64),
         (lambda x: convolution_workspace(torch.ops.aten.mm.default, (x, x)), 0),
     ],
-)
+)  # fmt: skip
 def test_unfolded_patches_of_64x64_images(workspace, values):
     assert workspace(torch.empty(2, 8, 64, 64)) == 4 * values
     assert workspace(torch.empty(2, 8, 64, 64, dtype=torch.float16)) == 2 * values

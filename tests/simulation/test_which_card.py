@@ -143,16 +143,12 @@ def test_cards_on_which_nothing_fits():
 @pytest.mark.parametrize(
     ("devices", "error", "text"),
     [
-        (
-            ["sim:24GiB", "cuda"],
-            oomprobe.InvalidArgumentError,
-            "can only be simulated cards, and one of them is 'cuda'",
-        ),
+        (["sim:24GiB", "cuda"], oomprobe.InvalidArgumentError, "can only be simulated cards, and one of them is 'cuda'"),
         (["sim:24GiB", "sim:RTX-9999X"], oomprobe.NoDeviceError, "RTX-9999X"),
         (["sim:24GiB", "sim:24GiB"], oomprobe.InvalidArgumentError, "each only once"),
         ([], oomprobe.InvalidArgumentError, "at least one card"),
     ],
-)
+)  # fmt: skip
 def test_wrong_cards_are_refused_before_anything_runs(devices, error, text):
     def step(model, batch_size):
         raise AssertionError

@@ -66,31 +66,16 @@ SHARDS = "loader: 0 of 12 shards failed to allocate"
     ("ended", "smaller", "verdict"),
     [
         ({"signal": signal.SIGKILL, "oom_kills": 1}, True, Verdict.HOST_OOM),
-        (
-            {"signal": signal.SIGABRT, "stderr": "CUDA error: device-side assert triggered"},
-            True,
-            Verdict.POISONED,
-        ),
+        ({"signal": signal.SIGABRT, "stderr": "CUDA error: device-side assert triggered"}, True, Verdict.POISONED),
         ({"code": 1, "stderr": "no such file"}, True, Verdict.CRASHED),
         ({"code": 1, "stderr": SHARDS}, True, Verdict.OOM),
         ({"code": 1, "stderr": SHARDS}, False, Verdict.CRASHED),
         # What Python prints after a library's last words is not read.
-        (
-            {
-                "signal": signal.SIGABRT,
-                "stderr": "std::bad_alloc\nFatal Python error: Aborted\n" + FRAMES,
-            },
-            True,
-            Verdict.OOM,
-        ),
+        ({"signal": signal.SIGABRT, "stderr": "std::bad_alloc\nFatal Python error: Aborted\n" + FRAMES}, True, Verdict.OOM),
         # Long before the end, so the process handled it.
-        (
-            {"code": 1, "stderr": "CUDA error: out of memory" + "\nand on" * 6},
-            True,
-            Verdict.CRASHED,
-        ),
+        ({"code": 1, "stderr": "CUDA error: out of memory" + "\nand on" * 6}, True, Verdict.CRASHED),
     ],
-)
+)  # fmt: skip
 def test_without_pressure_signal_and_last_words_decide(ended, smaller, verdict):
     assert verdict_on(exited(**ended), smaller=smaller) is verdict
 
@@ -100,12 +85,9 @@ def test_without_pressure_signal_and_last_words_decide(ended, smaller, verdict):
     [
         ({"signal": signal.SIGTERM}, Verdict.CRASHED),
         ({"signal": signal.SIGKILL, "oom_kills": 0}, Verdict.CRASHED),
-        *(
-            ({"signal": signal.SIGKILL, "why": why}, Verdict.TIMED_OUT)
-            for why in ("timed out", "stuck")
-        ),
+        *(({"signal": signal.SIGKILL, "why": why}, Verdict.TIMED_OUT) for why in ("timed out", "stuck")),
     ],
-)
+)  # fmt: skip
 def test_a_process_ended_on_purpose_tells_nothing_about_memory(ended, verdict):
     status = exited(**{"oom_kills": 1, "stderr": "CUDA error: out of memory", **ended})
     assert verdict_on(status, used_mib=99) is verdict
@@ -114,19 +96,13 @@ def test_a_process_ended_on_purpose_tells_nothing_about_memory(ended, verdict):
 @pytest.mark.parametrize(
     ("status", "text"),
     [
-        (
-            exited(signal=signal.SIGSEGV, stderr="ouch"),
-            "killed by SIGSEGV\nthe end of its stderr:\nouch",
-        ),
+        (exited(signal=signal.SIGSEGV, stderr="ouch"), "killed by SIGSEGV\nthe end of its stderr:\nouch"),
         (exited(signal=signal.SIGKILL), "killed by SIGKILL (not by the system's OOM killer)"),
-        (
-            exited(signal=signal.SIGKILL, oom_kills=2),
-            "killed by SIGKILL (the system's OOM killer was active)",
-        ),
+        (exited(signal=signal.SIGKILL, oom_kills=2), "killed by SIGKILL (the system's OOM killer was active)"),
         (exited(code=3), "exited with code 3 before it answered"),
         (exited(signal=15, why="timed out"), "the trial's process timed out and was terminated"),
     ],
-)
+)  # fmt: skip
 def test_the_text_of_an_exit_status(status, text):
     assert status.text().endswith(text)
 

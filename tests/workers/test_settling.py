@@ -134,27 +134,19 @@ def test_ranks_out_of_step_are_named_with_their_places(answers, said):
         first_to_end(REQUEST, answers, 60.0)
     assert said in str(raised.value)
     late = built_late(answers, 60.0)
-    assert str(late).startswith(
-        f"rank {next(iter(answers))} had built the target, but 60 s later"
-    )
+    assert str(late).startswith(f"rank {next(iter(answers))} had built the target, but 60 s later")
     assert f"not built on {said.partition(' w')[0]}: " in str(late)
 
 
-def test_a_sum_is_of_what_is_known():
+def test_a_pass_adds_up_what_ranks_share():
     assert sum_of_known([None, None]) is sum_of_known([]) is None
-    assert sum_of_known([None, 2, 3, 4]) == 9
-    trials = {rank: told() for rank in (0, 1)}
-    for rank, one in trials.items():
-        trial = replace(one.trial, pinned_bytes=10 + rank, leaked_bytes=rank, alloc_retries=rank)
-        trials[rank] = replace(one, trial=trial, outside_before_bytes=rank, unrecorded="?" * rank)
-    outcome = passed_outcome(trials, AVAILABLE)
-    assert outcome.unrecorded == "?"
-    assert (outcome.outside_before_bytes, outcome.outside_after_bytes) == (1, None)
-    trial = outcome.trial
-    assert (trial.pinned_bytes, trial.host_bytes, trial.leaked_bytes) == (21, None, 1)
-    assert trial.alloc_retries == 1
-    alone = trials[0]
-    assert passed_outcome({0: alone}, AVAILABLE) is alone
+    alone, other = (
+        replace(told(unrecorded=text), trial=replace(PASSED.trial, pinned_bytes=pinned))
+        for text, pinned in (("", 10), ("?", 11))
+    )
+    outcome = passed_outcome({0: alone, 1: other}, AVAILABLE)
+    assert (outcome.unrecorded, outcome.trial.pinned_bytes) == ("?", 21)
+    assert outcome.trial.host_bytes is outcome.outside_after_bytes is None
 
 
 def test_a_pass_is_the_slowest_and_the_largest_of_all_ranks():
