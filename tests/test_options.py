@@ -130,23 +130,13 @@ def test_options_are_stated_once():
 @pytest.mark.parametrize(
     ("options", "batch_size", "error", "said"),
     [
-        (
-            {"mutliple_of": 8},
-            None,
-            TypeError,
-            "there is no option 'mutliple_of'; did you mean multiple_of?",
-        ),
-        (
-            {"max_bach": 8},
-            8,
-            InvalidArgumentError,
-            "there is no option 'max_bach'; did you mean max_batch?",
-        ),
+        ({"mutliple_of": 8}, None, TypeError, "there is no option 'mutliple_of'; did you mean multiple_of?"),
+        ({"max_bach": 8}, 8, InvalidArgumentError, "there is no option 'max_bach'; did you mean max_batch?"),
         ({"qqq": 8}, None, InvalidArgumentError, "there is no option 'qqq'$"),
         ({"max_batch": 8, "steps": 3}, 8, InvalidArgumentError, "would ignore max_batch, steps"),
         ({}, 0, InvalidArgumentError, "batch_size must be an integer of at least 1"),
     ],
-)
+)  # fmt: skip
 def test_options_that_a_function_does_not_take_are_named(options, batch_size, error, said):
     with pytest.raises(error, match=said.replace("?", "[?]")):
         order.Order.of(options, batch_size=batch_size)
@@ -164,20 +154,14 @@ def test_the_main_function_refuses_what_is_no_option(name):
     ("limits", "said"),
     [
         ({"min_batch": 9, "max_batch": 8}, "min_batch=9 is larger than max_batch=8: swap them"),
-        (
-            {"min_batch": 3, "start_batch": 2},
-            "start_batch=2 is not between min_batch=3 and max_batch=None",
-        ),
-        (
-            {"max_batch": 8, "start_batch": 9},
-            "start_batch=9 is not between min_batch=1 and max_batch=8",
-        ),
+        ({"min_batch": 3, "start_batch": 2}, "start_batch=2 is not between min_batch=3 and max_batch=None"),
+        ({"max_batch": 8, "start_batch": 9}, "start_batch=9 is not between min_batch=1 and max_batch=8"),
         (
             {"min_batch": 9, "max_batch": 15, "multiple_of": 8},
             "no multiple of 8 lies between min_batch=9 and max_batch=15: lower multiple_of or raise max_batch",
         ),
     ],
-)
+)  # fmt: skip
 def test_limits_without_a_size_between_them(limits, said):
     assert refused(lambda: Options(**limits)) == said
 
@@ -189,13 +173,9 @@ def test_limits_without_a_size_between_them(limits, said):
         ({"max_batch": 8}, 5, 5),
         ({"max_batch": 8}, 9, 8),
         ({"min_batch": 5}, 5, 5),
-        (
-            {"min_batch": 4, "multiple_of": 3, "start_batch": 5},
-            5,
-            "min_batch=4, start_batch=5, multiple_of=3",
-        ),
+        ({"min_batch": 4, "multiple_of": 3, "start_batch": 5}, 5, "min_batch=4, start_batch=5, multiple_of=3"),
     ],
-)
+)  # fmt: skip
 def test_the_data_set_limits_the_sizes(options, examples, expected):
     options = Options(**options)
     if isinstance(expected, str):
@@ -249,22 +229,16 @@ def test_anything_callable_with_a_model_and_a_size_is_a_step(step):
     [
         (lambda model: None, "step(model) cannot be called with (model, batch_size): too many"),
         (Trainer.step, "step(self, model, batch_size) cannot be called"),
-        (
-            lambda batch_size, model: None,
-            "is called with (model, batch_size): swap its first two parameters",
-        ),
+        (lambda batch_size, model: None, "is called with (model, batch_size): swap its first two parameters"),
         (lambda n, net, length=8: None, "step(n, net, length=8) is called with"),
-        (
-            None,
-            "step must be a function (model, batch_size) that runs one full optimisation step, not NoneType",
-        ),
+        (None, "step must be a function (model, batch_size) that runs one full optimisation step, not NoneType"),
         ({}, "step_fn is an empty mapping: give at least one step, {'train': step_fn}"),
         ({1: max}, "names of steps must be strings, not 1"),
         ({"train": generator}, "train is a generator or async, so calling it runs nothing"),
         ({"train": coroutine}, "train is a generator or async, so calling it runs nothing"),
         ({"train": functools.partial(generator, batch_size=2)}, "train is a generator or async"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_step_is_refused_before_it_runs(step, said):
     assert said in refused(named_steps, step)
 
@@ -272,19 +246,13 @@ def test_what_is_no_step_is_refused_before_it_runs(step, said):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (
-            torch.nn.Linear,
-            "model must be a torch.nn.Module, not the class Linear: make an instance",
-        ),
+        (torch.nn.Linear, "model must be a torch.nn.Module, not the class Linear: make an instance"),
         (None, "model must be a torch.nn.Module, not NoneType"),
-        (
-            check_model,
-            "the first argument is a function, and model must be a torch.nn.Module: swap the two",
-        ),
+        (check_model, "the first argument is a function, and model must be a torch.nn.Module: swap the two"),
         (torch.nn.Sequential(torch.nn.LazyLinear(2)), "the parameter 0.weight of a lazy module"),
     ],
     ids=["a class", "none", "a function", "a lazy module"],
-)
+)  # fmt: skip
 def test_anything_but_a_module_with_its_parameters_is_refused(value, said):
     assert refused(check_model, value).startswith(said)
 

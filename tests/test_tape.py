@@ -24,6 +24,7 @@ from oomprobe.tape.shapes import (
     Growth,
     Growths,
     ShapedTape,
+    Structure,
     features,
     kinds_of_polynomials,
     learn_row,
@@ -211,6 +212,19 @@ def test_requests_are_numbered_anew_where_kernels_are_taken_out():
     assert plain.events == ((ALLOCATED, 0, 0), (ALLOCATED, 1, 0), (FREED, 0, 1), *earlier)
     assert plain.sizes == (10, 30, 0, 7, 8, 9, 1)
     assert kernels == {0: (KERNEL, 2, kernel)}
+
+
+def test_calls_of_another_structure_lend_their_kernels():
+    events = (ALLOCATED, 0, 0), (ALLOCATED, 1, 0)
+    kernel = Kernel(reducing, (Reduction(A100, 4, 4, (True, False)),), 5)
+    lender, borrower = Structure(events), Structure((*events, (FREED, 0, 0)))
+    for rows in (1000, 2000, 4000):
+        call = RecordedCall(events, (4096 * rows, 4096, 0, rows, 1024, 1024, 1))
+        lender.learn((rows,), call, {1: (KERNEL, 2, (kernel, 0))})
+    lender.fit()
+    borrower.learn((2000,), RecordedCall(borrower.events, (4096 * 2000, 4096)), {})
+    borrower.borrow([lender])
+    assert borrower.call((3000,)).sizes == (4096 * 3000, 4096, 0, 3000, 1024, 1024, 1)
 
 
 def test_polynomials_have_the_fewest_terms_first():
