@@ -114,6 +114,14 @@ def test_a_step_that_ignores_its_batch_size(peaks, served, on_host, smaller):
     assert smaller == (found and found.batch_size)
 
 
+def test_sizes_that_grow_again_are_compared_with_far_smaller_ones():
+    calls = dict.fromkeys((1, 256, 1024), taken(served_bytes=7))
+    trials = [*doubled([5] * 11), *doubled([5] * 9)]
+    assert same_memory_smaller(trials, calls, on_host=False) is None
+    trials += doubled([5] * 11)
+    assert same_memory_smaller(trials, calls, on_host=False).batch_size == 1
+
+
 def asking(*served, values=0):
     return replace(taken(), each_served_bytes=served, values=values)
 

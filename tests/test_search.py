@@ -507,6 +507,15 @@ def test_no_resolution_stops_below_a_narrow_hole(resolution, limit, runs, guess)
     assert limit * (1 - resolution - 1 / 64) - 1 <= answer <= limit
 
 
+def test_a_hole_that_a_replay_has_seen_does_not_run():
+    memory = Porous(1300, [(0.98, 0.986)])  # 1274 to 1281
+    memory.more = lambda size, phase: {"is_expected": phase is not Phase.RECHECK}
+    answer = search(memory).batch_size
+    assert answer > 1281
+    (decided,) = memory.trials(Phase.RECHECK)
+    assert decided[0] > answer
+
+
 @pytest.mark.parametrize(
     ("largest", "size"), [(1, 1), (8, 1), (64, 4), (256, 16), (512, 16), (1024, 32), (4096, 128)]
 )
@@ -564,6 +573,8 @@ SEARCHES = {  # the limit with all the memory, under the cap, and what else diff
     "expected to vary": (1000, 900, {"start": 880, "known": replace(LOOKED, guess=None), "near": 1 / 8}),
     "a look that is steady": (1000, 900, {"look": lambda size: KNOWN}),
     "a look that varies": (1000, 900, {"look": lambda size: replace(LOOKED, guess=700)}),
+    "a look that varies, where replays failed":
+        (1000, 900, {"look": lambda size: replace(LOOKED, guess=None), "more": lambda size, phase: {"is_expected": phase is Phase.GROW}}),
     "a look that varies, at its own guess": (1000, 900, {"look": lambda size: replace(LOOKED, guess=16)}),
     "a look that varies, expected high": (1000, 900, {"look": lambda size: replace(LOOKED, guess=1200)}),
     "a look that fails": (1000, 900, {"look": lambda size: Reply(passed=size < 4, varies=size < 4, guess=20)}),

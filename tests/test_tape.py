@@ -235,6 +235,25 @@ def test_polynomials_have_the_fewest_terms_first():
     assert (linear, every) == ([0, 1, 2, 6, 7, 8], [*range(12)])
 
 
+@pytest.mark.parametrize("count", [4, 12, 22, 31])
+def test_calls_between_evaluations_are_alike_and_those_from_one_to_the_next_repeat(count):
+    def asked(size, number):
+        return (50 * size,) if number % 10 == 0 else (7 * size,)
+
+    def calls(size):
+        # The first makes the optimizer's state.
+        sizes = [(900,), *(asked(size, number) for number in range(2, count + 1))]
+        return [RecordedCall(((ALLOCATED, 0, 0), (FREED, 0, 0)), asked) for asked in sizes]
+
+    predictor = Predictor(processors=A100)
+    for size in (1, 2):
+        assert predictor.learn(size, ["step"] * count, calls(size))
+    assert predictor.period == (10 if count > 20 else 1)
+    later = predictor.calls(3, ["step"] * 45)[1:]
+    met = 45 if count > 20 else count  # those of one evaluation say nothing of the next
+    assert [call.sizes for call in later[: met - 1]] == [asked(3, n) for n in range(2, met + 1)]
+
+
 # --- rows of a table ---
 
 

@@ -115,9 +115,10 @@ def same_memory_smaller(
     doublings = DOUBLINGS if is_counted else UNCOUNTED_DOUBLINGS
     if now.batch_size >= ENDLESS_BATCH:
         return grown[0]
-    if len(grown) <= doublings:
+    smaller = [*filter(lambda trial: trial.batch_size << doublings <= now.batch_size, grown)]
+    if not smaller:
         return None
-    then = grown[-1 - doublings]
+    then = smaller[-1]
     same_peak = _peak(now) <= _peak(then) + HOST_NOISE_BYTES * on_host
     same_requests = served_bytes.get(now.batch_size) == served_bytes.get(then.batch_size)
     if same_peak and (same_requests or now.replayed):

@@ -87,10 +87,8 @@ class Program:
         self._most = self._most_to_confirm = patience.look_calls
         self._call_s: dict[int, float] = {}  # the time of one call of each step, by batch size
         self._decided = 0  # calls of the last trial that passed and was no confirmation
-        # Calls after which those of a look repeated; 0: they did not.
-        self._settling_period = 0
-        # Calls after which a step does the same again, as far as any trial has shown.
-        self.period = 1
+        self._settling_period = 0  # calls after which those of a look repeated; 0: they did not
+        self.period = 1  # calls after which a step does the same again, as far as any trial showed
         self.has_varied = False  # whether calls of a confirmation asked for different amounts
         self.varies = False  # whether a look found that later calls need more than earlier ones
         self.looked: Trial | None = None

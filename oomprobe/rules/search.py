@@ -284,6 +284,9 @@ class _Search:
             self.varies, self.least_tolerance, self.guess = True, reply.tolerance, reply.guess
             self.full_good, self.passed = size, {size}
             self.within_cap = size if reply.within_cap else None
+            if self.expected:  # small sizes, by longer trials, tell which others follow
+                self.start, self.full_bad = self.sizes.first, None
+                self.grow()
 
     def _forget_failure(self, size: int, reply: Reply) -> None:
         """Take the pass of a size that failed before as its verdict; call the failure transient unless the step varies."""
@@ -357,10 +360,8 @@ class _Search:
             assert self.good is not None
             return None if self.good == self.sizes.last else self.sizes.up(self.good, stride)
         if self.good is not None:
-            is_narrow = (
-                self.bad - self.good
-                <= max(self.resolution, self.tolerance, self.least_tolerance) * self.good
-            )
+            share = max(self.resolution, self.tolerance, self.least_tolerance)
+            is_narrow = self.bad - self.good <= share * self.good
             if is_narrow or self.out_of_time(self.good, self.bad):
                 return None
         place = PLACE if self.failures_cost else 1 / 2
@@ -371,9 +372,8 @@ class _Search:
         return middle
 
     def _failure_above(self, size: int) -> int | None:
-        return min(
-            (failed for failed in self.failed | self.failed_full if failed > size), default=None
-        )
+        above = filter(lambda failed: failed > size, self.failed | self.failed_full)
+        return min(above, default=None)
 
     def recheck(self) -> None:
         """Repeat the deciding failure once: a leak, another process or fragmentation may have caused it.
@@ -414,6 +414,7 @@ class _Search:
                 break
             if not self.ask(size, Phase.BISECT, capped=True).passed:
                 break
+            self.certain |= self.expected & {hole}  # it decides nothing, so it need not run
             reply = self.ask(hole, Phase.RECHECK, capped=True)
             if reply.passed:
                 self._forget_failure(hole, reply)

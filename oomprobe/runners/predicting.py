@@ -30,7 +30,7 @@ from oomprobe.records.trials import (
     Verdict,
 )
 from oomprobe.rules import program
-from oomprobe.rules.look import differ, turns_of
+from oomprobe.rules.look import differ, needed, turns_of
 from oomprobe.runners.explaining import Explaining
 from oomprobe.runners.local import LocalRunner, Workload
 from oomprobe.tape.calls import RecordedCall
@@ -190,11 +190,12 @@ class PredictingOnCard:
         self._runner, self._axis = runner, axis
         self._replays: list[Replays] = []  # by rank, once a trial was recorded
         self._mistakes, self._reason = 0, ""  # why nothing was recorded
+        self._recorded_calls = 0  # of the last trial
 
     @property
     def facts(self) -> RunnerInfo:
         """What the runner knows. The environment's "predicted" is true, or says why nothing was."""
-        facts, reasons = self._runner.facts, [one.predictor.reason for one in self._replays]
+        facts, reasons = self._runner.facts, map(attrgetter("predictor.reason"), self._replays)
         predicted = self._reason or max(reasons, default="") or True
         return replace(facts, environment={**facts.environment, "predicted": predicted})
 
@@ -212,7 +213,11 @@ class PredictingOnCard:
         # What building left in the cache is in no tape.
         expected = None if request.as_built else self._predict(request)
         if request.confirms or request.looks:  # unrecorded, as that would slow them down
-            return self._judge(self._runner.run(request), expected)
+            outcome = self._judge(self._runner.run(request), expected)
+            made, starts_alike = self._recorded_calls, outcome.starts_alike
+            if request.looks and needed(outcome.records, made, starts_alike=starts_alike) > made:
+                self._replays.clear()  # what shorter trials asked for is not all
+            return outcome
         if expected is not None and self._may_answer(request, expected):
             return Outcome(trial=expected)
         outcome = self._runner.run(replace(self._lengthen(request), records=True))
@@ -257,7 +262,7 @@ class PredictingOnCard:
     def _lengthen(self, request: Request) -> Request:
         """Return a trial with more calls, whose failures would not count, where it may teach something."""
         learns = request.learns
-        hopes = all(replays.hopes for replays in self._replays)
+        hopes = all(map(attrgetter("hopes"), self._replays))
         is_long = len(request.calls) >= MOST_CALLS  # so that it repeats if it ever does
         if request.phase not in (Phase.GROW, Phase.RECHECK) or is_long or not hopes:
             return request
@@ -267,6 +272,8 @@ class PredictingOnCard:
             return replace(request, calls=calls, learns=learns)
         more = replace(request.calls[-1], is_extra=True)
         added = max(ADDED_CALLS, len(request.calls) // 2)  # a full step more, if that takes several
+        if len(request.calls) > REPLAYED_CALLS:
+            added = len(request.calls)  # to meet once more the call that made it so long
         return replace(request, calls=(*request.calls, *(more,) * added))
 
     def _reaches(self, request: Request, size: int) -> bool:
@@ -276,13 +283,13 @@ class PredictingOnCard:
         return expected is not None and expected.passed
 
     def _learn(self, request: Request, outcome: Outcome) -> None:
-        self._reason = outcome.unrecorded
+        self._reason, self._recorded_calls = outcome.unrecorded, len(outcome.records)
         if not self._replays:
             for taped in outcome.taped:
                 self._replays.append(Replays(taped, _cap_of, taped.processors))
         self._start_row(request.row)
         for replays, taped in zip(self._replays, outcome.taped, strict=False):
-            names = [record.step for record in outcome.records[: len(taped.calls)]]
+            names = [*map(attrgetter("step"), outcome.records[: len(taped.calls)])]
             replays.card, size = taped, outcome.trial.batch_size
             replays.predictor.workspace_bytes[size] = 0  # it is among what was recorded
             replays.predictor.learn(size, names, taped.calls)

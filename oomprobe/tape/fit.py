@@ -12,7 +12,7 @@ with other lines where a size that ran did not follow them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from fractions import Fraction
@@ -32,7 +32,7 @@ from oomprobe.tape.calls import (
 from oomprobe.tape.reductions import Processors, Reduction, buffers
 
 NUMBERS_BYTES = 4096  # losses and counts, of which a loop may hold one more at the peak
-LONGEST_PERIOD = 8  # of calls on a real card, such as micro-batches
+LONGEST_PERIOD = 24  # of calls on a real card: micro-batches, or those between evaluations
 NO_LINES = "the allocations at batch {size} and {other_size} differ in more than sizes that grow with the batch"
 DIFFERENT_TURNS = "step {name!r} allocates something else in its second turn than in its first"
 
@@ -220,16 +220,10 @@ class _Trial:
         longest_period: int,
     ) -> _Trial:
         """Return the trial of these calls."""
-        period, distinct = 0, len(calls)
+        distinct, period = len(calls), 0
         if len({*names}) == 1:
-            period = _period(calls, min(longest_period, distinct // 2))
-        while period and distinct >= 2 * period:
-            if (
-                calls[distinct - 2 * period : distinct - period]
-                != calls[distinct - period : distinct]
-            ):
-                break
-            distinct -= period
+            longest = min(longest_period, distinct // 2)
+            distinct, period = min(_periods(calls, longest), default=(distinct, 0))
         return cls(batch_size, tuple(names), tuple(calls[:distinct]), period)
 
     @property
@@ -244,14 +238,19 @@ class _Trial:
         return None
 
 
-def _period(calls: Sequence[RecordedCall], longest: int) -> int:
-    """Return after how many calls the last ones repeat, as in gradient accumulation; 0: they do not."""
+def _periods(calls: Sequence[RecordedCall], longest: int) -> Iterator[tuple[int, int]]:
+    """Yield each number of calls after which the last ones repeat, after how many calls differ.
+
+    Calls between evaluations are alike too, but those that differ from them end later.
+    """
     done = [(call.core, call.sizes) for call in calls]
     for period in range(1, longest + 1):
-        is_closed = period > 1 or calls[-1].closed
+        is_closed, end = period > 1 or calls[-1].closed, len(calls)
         if is_closed and done[-period:] == done[-2 * period : -period]:
-            return period
-    return 0
+            start = end - period
+            while start >= period and calls[start - period : start] == calls[start:end]:
+                start, end = start - period, start
+            yield end, period
 
 
 class Predictor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from bed import forked
 from torch import nn
-from zoo import MODELS, mlp, runs, training_step
+from zoo import MODELS, mlp, numbered, runs, training_step
 
 import oomprobe
 from oomprobe.devices.accelerator import AcceleratorDevice
@@ -80,6 +80,33 @@ def test_a_predicted_search_takes_few_trials(searches):
     assert statistics.median(counts) <= 7
     assert statistics.median(steps) <= 12
     assert statistics.median(running["steps"] for _, running in searches.values()) >= 20
+
+
+def evaluating():
+    """A loop that evaluates at each tenth call, by batches four times as large."""
+    model, step = mlp()
+
+    @numbered
+    def with_evaluation(number, model, batch_size):
+        step(model, batch_size)
+        if number % 10 == 0:
+            with torch.no_grad():
+                model(torch.randn(4 * batch_size, 256, device="cuda"))
+
+    return model, with_evaluation
+
+
+def test_a_call_that_only_the_look_meets_is_predicted_from_longer_trials():
+    predicting, running = (forked(found, evaluating, predicts, **BED) for predicts in (True, False))
+    assert predicting["predicted"] is True
+    assert predicting["answer"] >= running["answer"]
+    cap_bytes = predicting["budget_bytes"]
+    assert forked(runs_long, evaluating, predicting["answer"], cap_bytes, **BED)
+    confirmed = [passed for _, phase, passed, _ in predicting["ran"] if phase == "confirm"]
+    assert confirmed == [True]
+    # 50 calls of the answer, for the step counts them, and 10 of the size above.
+    assert predicting["steps"] <= 75
+    assert running["steps"] >= 2.5 * predicting["steps"]
 
 
 def replays_as_it_ran(build, sizes):

@@ -133,9 +133,11 @@ def test_what_happens_at_every_tenth_call_is_learned_once():
         sum(trial.steps == 50 and 2 * trial.batch_size < row.batch_size for row, trial in trials)
         == 1
     )  # the look
-    # Later rows know how long trials must be.
-    assert sum(trial.phase == "confirm" and not trial.passed for _, trial in trials) <= 1
-    assert all(trial.steps >= 11 for _, trial in trials if trial.passed and trial.phase != "grow")
+    # All rows know then how long trials must be, and what an evaluation asks for.
+    assert all(trial.passed for _, trial in trials if trial.phase == "confirm")
+    ran = [trial for _, trial in trials if trial.passed and not trial.replayed]
+    assert all(trial.steps >= 11 for trial in ran if trial.phase != "grow")
+    assert work_of(table.rows.values()) <= 70 * len(table.rows)  # of which 25 to 50 confirm
     for length, row in table.rows.items():
         assert forked(runs_with, evaluating, "length", length, row.batch_size, 30, memory="1GiB")
 
