@@ -49,6 +49,7 @@ from oomprobe.runners.savings import NO_BLOCKS
 
 Open = Callable[[Order], AbstractContextManager[Session]]
 
+SAME_CALLS = {EXPANDABLE: AS_IS}  # savings with which a step makes the same calls as with others
 ENOUGH = 3  # savings that reach the required size
 MOST_PAIRS = 8  # that are tried at the required size
 SET_ALREADY = "already on, or the allocator is another one"
@@ -204,8 +205,9 @@ class _Search:
         rows, name = self._rows, label(saving)
         with self._reported(saving):
             with self._started(saving) as session:
-                if follows is not None:
-                    session.follow(follows, NEAREST)
+                known = follows or self._programs.get(SAME_CALLS.get(name, ""))
+                if known is not None:  # calls that repeat with one do with the other
+                    session.follow(known, NEAREST, settles=True)
                 if only_if_runs is not None:
                     largest = session.confirm_only(only_if_runs)
                     if largest.batch_size is None:

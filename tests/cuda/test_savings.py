@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import savings_by_hand
 import torch
+import zoo
 from bed import forked
 from ledger import Log
 from savings_by_hand import ATTENTION_SAVED, LAST_BLOCK, LOOPS
@@ -90,6 +91,27 @@ def test_on_a_card_the_same_is_run(loop, isolate, savings):
         assert found[saving][1] == pytest.approx(reserved, rel=0.02), (
             saving
         )  # another trial may have left its layout
+
+
+def trials_by_row(savings, required=None):
+    """Return the trials that ran in each row."""
+    target = f"{zoo.__file__}:gpt"
+    table = oomprobe.probe_target(target, savings=savings, require=required, **QUIET)
+    rows = table.rows.items()
+    return {name: [trial for trial in row.trials if not trial.replayed] for name, row in rows}
+
+
+def test_calls_with_some_blocks_checkpointed_repeat_like_those_with_all():
+    (confirmed,) = forked(trials_by_row, "checkpoint", 170, limit_s=150)["checkpoint last 1 of 2"]
+    assert confirmed.settled_after <= 16
+
+
+def test_a_setting_of_the_allocator_needs_no_look():
+    as_is, expandable = forked(trials_by_row, "expandable_segments", limit_s=100).values()
+    assert [trial.steps == 50 for trial in as_is].count(True) == 1
+    assert len(expandable) <= 8  # the last runs the size at which rows are compared
+    assert not [trial for trial in expandable if trial.steps > 16]
+    assert any(trial.phase == "confirm" and trial.settled_after for trial in expandable)
 
 
 def test_a_process_that_runs_cannot_get_expandable_segments():
