@@ -119,7 +119,7 @@ def same_memory_smaller(
     if not smaller:
         return None
     then = smaller[-1]
-    same_peak = _peak(now) <= _peak(then) + HOST_NOISE_BYTES * on_host
+    same_peak = now.peaks[0] <= then.peaks[0] + HOST_NOISE_BYTES * on_host
     same_requests = served_bytes.get(now.batch_size) == served_bytes.get(then.batch_size)
     if same_peak and (same_requests or now.replayed):
         return then
@@ -136,7 +136,7 @@ def ask_for_the_same(
     calls, calls_then = taken[now.batch_size], taken[then.batch_size]
     both = min(len(calls.each_served_bytes), len(calls_then.each_served_bytes))  # made these calls
     same_requests = calls.each_served_bytes[:both] == calls_then.each_served_bytes[:both]
-    same_peak = abs(_peak(now) - _peak(then)) <= HOST_NOISE_BYTES * device.on_host
+    same_peak = abs(now.peaks[0] - then.peaks[0]) <= HOST_NOISE_BYTES * device.on_host
     is_known = device.counts_bytes or calls.values + sum(calls.each_served_bytes) > 0
     return is_known and calls.values == calls_then.values and same_requests and same_peak
 
@@ -145,10 +145,6 @@ def data_ended(examples: Mapping[int, int], size: int) -> bool:
     """Return whether the model got fewer examples than `size`, and as many as a smaller size."""
     got = examples.get(size, 0)
     return any(1 < asked == smaller < got < size for asked, smaller in examples.items())
-
-
-def _peak(trial: Trial) -> int:
-    return trial.peaks[0]
 
 
 def _grown(trials: Sequence[Trial]) -> list[Trial]:
@@ -163,7 +159,7 @@ def splits_from(trials: Sequence[Trial], allocated: Mapping[int, Calls]) -> Tria
     first, last = grown[0], grown[-1]
     blocks = [allocated[trial.batch_size].blocks for trial in grown]
     multiplies = all(0 < SPLITTING_FACTOR * fewer <= more for fewer, more in pairwise(blocks))
-    same_peak = not differ(_peak(first), _peak(last))
+    same_peak = not differ(first.peaks[0], last.peaks[0])
     return first if multiplies and same_peak else None
 
 
@@ -171,7 +167,7 @@ def how_different(before: Trial, after: Trial) -> str | None:
     """Say how two trials of the same calls under the same cap differ; None if they do not."""
     if before.verdict is not after.verdict:
         return f"{before.verdict}, then {after.verdict}"
-    peak_before, peak_after = _peak(before), _peak(after)
+    peak_before, peak_after = before.peaks[0], after.peaks[0]
     if after.passed and differ(peak_before, peak_after):
         return f"peaks of {format_bytes(peak_before)} and {format_bytes(peak_after)}"
     return None
@@ -225,8 +221,8 @@ def is_size_limit(trials: Sequence[Trial], trial: Trial) -> bool:
 def line_through(trials: Sequence[Trial], trial: Trial, wanted_bytes: int) -> int | None:
     """Return the size whose peak would be `wanted_bytes`, on the line through the smallest size that passed and a trial; or None."""
     smallest = min((ran for ran in trials if ran.passed), key=lambda ran: ran.batch_size)
-    size, peak_bytes = smallest.batch_size, _peak(smallest)
-    rise_bytes = _peak(trial) - peak_bytes
+    size, peak_bytes = smallest.batch_size, smallest.peaks[0]
+    rise_bytes = trial.peaks[0] - peak_bytes
     if rise_bytes <= 0 or trial.batch_size <= size:
         return None
     return size + max(0, (wanted_bytes - peak_bytes) * (trial.batch_size - size) // rise_bytes)

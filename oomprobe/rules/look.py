@@ -151,16 +151,12 @@ def _together(records: Records, name: str) -> int | None:
 
 def needed(records: Records, ordinary_calls: int, *, starts_alike: bool) -> int:
     """Return `calls_needed` of the step that needs the most."""
-    most, peak_bytes, live_bytes = (
-        0,
-        _heights(records, "peak_bytes"),
-        _heights(records, "live_bytes"),
-    )
+    most, peaks, lives = 0, _heights(records, "peak_bytes"), _heights(records, "live_bytes")
     for step, calls in by_step(records).items():
         calls_of_it = calls_needed(
             [record.served_bytes for record in calls],
-            peak_bytes[step],
-            live_bytes[step],
+            peaks[step],
+            lives[step],
             first_calls=first_calls(calls),
             ordinary_calls=ordinary_calls,
             is_exact=starts_alike,
@@ -175,8 +171,7 @@ def _heights(records: Records, name: str) -> dict[str, list[int]]:
     for turn in turns_of(records):
         numbers = [getattr(record, name) for record in turn]
         if turn[0].step in heights:  # its first call finds what other steps have left
-            raised = [now if now > before else 0 for before, now in pairwise(numbers)]
-            numbers = [0, *raised]
+            numbers = [0, *(now if now > before else 0 for before, now in pairwise(numbers))]
         heights.setdefault(turn[0].step, []).extend(numbers)
     return heights
 

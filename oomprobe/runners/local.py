@@ -552,9 +552,10 @@ class LocalRunner:
             for cache in self._tracker.opaque
             if cache.emptied_by and cache.has_changed
         ]
-        measured = None
+        measured, outside_bytes = None, self._device.outside_bytes()
         if trial.passed and not self._baseline.known:
             measured = self.measure()
+            outside_bytes = measured.outside_bytes
             self._baseline.take(measured.available_bytes)
         is_spent, lives_on = outcome.is_spent, not self.compiled.is_used  # whose graphs are dropped
         if lives_on and self._snapshot is None:
@@ -566,9 +567,7 @@ class LocalRunner:
             trial=trial,
             is_spent=is_spent,
             measured=measured,
-            outside_after_bytes=self._device.outside_bytes()
-            if measured is None
-            else measured.outside_bytes,
+            outside_after_bytes=outside_bytes,
             refusal=self._baseline.refusal(trial, emptying, lives_on=lives_on),
         )
 
@@ -671,11 +670,8 @@ class LocalRunner:
             self._notes.add(Note(text=self._device.not_compared, kind=NoteKind.NOT_COMPARED))
         if self.compiled.is_used:
             self._notes.add(Note(text=COMPILED, kind=NoteKind.COMPILES))
-        if (
-            self._snapshot is not None
-            and not self._tracker.is_exact
-            and self._shapes_now() != self._shapes
-        ):
+        may_go_on = self._snapshot is not None and not self._tracker.is_exact
+        if may_go_on and self._shapes_now() != self._shapes:
             self._notes.add(remark(WENT_ON))
         # Not before the confirmation: an optimizer may step only then.
         if trial.passed and trial.phase is Phase.CONFIRM:
