@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
+from zoo import run_loop
 
 import oomprobe
 from peers.models import EPOCHS
@@ -36,9 +37,7 @@ class Call:
         return "input_ids" if self.workload.tokens else "x"
 
     def train(self, batch_size):
-        step = self.step
-        for _ in range(TRAINING_STEPS):
-            step(self.model, batch_size)
+        run_loop(self.step, TRAINING_STEPS, self.model, batch_size)
         return batch_size
 
 
