@@ -477,20 +477,39 @@ def test_blocks_take_what_they_take_with_the_code_that_is_to_be_typed(name, plac
     model = residuals()
     known = {"checkpoint": torch.utils.checkpoint.checkpoint, "functools": functools}
     exec(table.savings.typed[name], {"model": model, "torch": torch, **known})
-    options = {"device": "sim:1GiB", "progress": "off", "confirm_steps": 2, "patience": QUICK}
-    by_hand = oomprobe.check(model, step_of_residuals(model), SIZE, **options)
+    options = {"progress": "off", "confirm_steps": 2, "patience": QUICK}
+    step = step_of_residuals(model)
+    with pytest.raises(oomprobe.NothingFitsError):  # in a block, of which nothing stays on
+        oomprobe.check(model, step, SIZE, device="sim:96MiB", **options)
+    by_hand = oomprobe.check(model, step, SIZE, device="sim:1GiB", **options)
     trial = by_hand.trials[-1]
     assert table.at(SIZE)[name] == (trial.peak_allocated_bytes, trial.peak_reserved_bytes)
     assert table.rows[name].pinned_bytes == by_hand.pinned_bytes
     assert bool(by_hand.pinned_bytes) == name.startswith("offload")
 
 
-def test_the_fewest_blocks_are_those_of_an_exhaustive_search():
-    model, options = residuals(), {"device": "sim:300MiB", "memory_fraction": 1.0}
-    table = found(model, step_of_residuals(model), "checkpoint", SIZE, **options)
+def stacks():
+    """Two lists of blocks of one class, as an encoder and a decoder have."""
+    return nn.Sequential(
+        nn.Linear(8, WIDTH), *(Mixer(ByHand(""), layers=2).layers for _ in range(2))
+    )
+
+
+@pytest.mark.parametrize(
+    ("build", "sample", "name", "size", "card"),
+    [
+        (stacks, (8,), "checkpoint", SIZE, "sim:320MiB"),
+        (lambda: Pyramid(ByHand("")), (3, 16, 16), OFFLOAD, 512, "sim:128MiB"),
+    ],
+)
+def test_the_fewest_blocks_are_those_of_an_exhaustive_search(build, sample, name, size, card):
+    model, options = build(), {"device": card, "memory_fraction": 1.0}
+    options |= {"min_batch": size, "max_batch": size}
+    step = training_step(adamw(model), lambda batch_size: torch.randn(batch_size, *sample))
+    table = found(model, step, name, size, **options)
     for end in ("first", "last"):
-        names = [f"checkpoint {end} {count} of {BLOCKS}" for count in range(1, BLOCKS)]
-        peaks = with_blocks(model, names, **options).at(SIZE)
+        names = [f"{name} {end} {count} of {BLOCKS}" for count in range(1, BLOCKS)]
+        peaks = found(model, step, names, size, **options).at(size)
         running = [name for name in names if peaks.get(name) is not None]
         assert running
         assert [name for name in table.rows if name in names] == running[:1], end

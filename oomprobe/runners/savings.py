@@ -91,7 +91,7 @@ TYPED_IN_BLOCKS = {
     "block.forward, use_reentrant=False, context_fn=saving_attention)",
     OFFLOAD: "saved = torch.autograd.graph.save_on_cpu(pin_memory=True)\nfor block in {blocks}: "
     "block.register_forward_pre_hook(lambda *_: saved.__enter__()), "
-    "block.register_forward_hook(lambda *_: saved.__exit__())",
+    "block.register_forward_hook(lambda *_: saved.__exit__(), always_call=True)",
 }
 
 
