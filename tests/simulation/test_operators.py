@@ -37,6 +37,8 @@ def test_an_operator_requests_what_is_stated_of_it(variant, name):
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if hasattr(case, "builds")])
 def test_each_optimizer_runs(name):
+    if name == "Adagrad, fused" and VERSION < (2, 13):
+        pytest.skip("this torch may have no such kernel")
     assert requests(name)
 
 

@@ -91,6 +91,8 @@ def whole_peak_bytes():
 
 @pytest.mark.parametrize("name", ["recomputing", "on_meta", "drawn", "hsdp", "tensor_parallel"])
 def test_shards_take_less_than_whole_parameters(name):
+    if name == "drawn" and VERSION < (2, 10):
+        pytest.skip("this torch draws less on a DTensor")
     assert check(name).peak_allocated_bytes < whole_peak_bytes()
 
 

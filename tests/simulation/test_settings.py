@@ -19,14 +19,14 @@ BY_SIZE = (8, 8, 8, 0, 2, *[1] * 11)
         ("backend:native,pinned_num_register_threads:8", {}),
         ("max_split_size_mb:64", {"max_split_size_mb": 64}),
         ("max_non_split_rounding_mb:32", {"max_non_split_rounding_mb": 32}),
-        ("max_split_size_mb:12,large_segment_size_mb:12", {"max_split_size_mb": 12, "large_segment_size_mb": 12}),
+        ("max_split_size_mb:13,large_segment_size_mb:12", {"max_split_size_mb": 13, "large_segment_size_mb": 12}),
         ("large_segment_size_mb:11", {"large_segment_size_mb": 11}),
         ("garbage_collection_threshold:0.8", {"garbage_collection_threshold": 0.8}),
         ("per_process_memory_fraction:0", {"per_process_memory_fraction": 0.0}),
         ("pinned_max_round_threshold_mb:64,pinned_max_cached_size_mb:0", {"pinned_max_round_threshold_mb": 64, "pinned_max_cached_size_mb": 0}),
         ("roundup_power2_divisions:4", {"roundup_power2_divisions": (4,) * 16}),
         ("roundup_power2_divisions:[65536:4]", {"roundup_power2_divisions": (4,) * 16}),
-        ("roundup_power2_divisions:[4:8,16:2,>:1]", {"roundup_power2_divisions": BY_SIZE}),
+        ("roundup_power2_divisions:[4:8,16:2,32:1,>:1]", {"roundup_power2_divisions": BY_SIZE}),
         (",".join(f"{name}:1" for name in sorted(WITHOUT_EFFECT)), {}),
     ],
 )  # fmt: skip
@@ -39,10 +39,14 @@ ROUNDED = {
     "up to the smallest": (0.0001, "", 512 / 2**20),
     "to a step between powers of two": (5.1, "roundup_power2_divisions:8", 5.5),
     "a power of two stays": (4, "roundup_power2_divisions:2", 4),
-    "by the size's own number": (17.1, "roundup_power2_divisions:[4:8,16:2,>:1]", 24),
+    "by the size's own number": (17.1, "roundup_power2_divisions:[4:8,16:2,32:1,>:1]", 24),
     "the first number is that of smaller ones": (3.1, "roundup_power2_divisions:[32:4,4:1]", 3.5),
     "small ones have no step so fine": (600 / 2**20, "roundup_power2_divisions:2", 1024 / 2**20),
-    "the last is not for those below": (1.25, "roundup_power2_divisions:[>:2]", 1.25),
+    "the last is not for those below": (
+        1.25,
+        "roundup_power2_divisions:[>:2]",
+        1.25 if VERSION >= (2, 10) else 1.5,
+    ),
 }
 
 
