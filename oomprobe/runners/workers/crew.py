@@ -79,6 +79,7 @@ class Crew:
             wait_for_workers=False,
             timeout=timedelta(seconds=30),
             master_listen_fd=listening.detach(),
+            use_libuv=False,  # torch 2.6 takes no listening socket with it
         )
         crew = cls({}, store, patience)
         try:
