@@ -55,7 +55,7 @@ STOPPED = (
     "time limit: bisecting stopped between {good}, which ran, and {bad}, which failed; a larger size may fit (allow more with "
     "time_limit_s)"
 )
-DROPPED = "memory at batch {size} differs from what other sizes predicted: predictions were dropped, and every size was run from there on"
+DROPPED = "memory at batch {size} differs from what other sizes predicted: predicted trials were dropped, and the search went on from what ran"
 
 
 class ContradictedError(Exception):
@@ -110,7 +110,7 @@ class Session:
         self._known: Reply | None = None  # what the look of another row found
         # How near to `start_batch` the limit is expected then, and whether its calls repeated.
         self._near, self._is_steady = search.NEAR, False
-        # Before predictions were dropped, by batch size and cap.
+        # Before predicted trials were dropped, by batch size and cap.
         self._ran: dict[tuple[int, int | None], Trial] = {}
 
     @property

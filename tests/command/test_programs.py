@@ -576,7 +576,7 @@ def test_a_peak_that_no_replay_has_shown_ends_replaying_with_a_note(tmp_path):
         words, device="sim:1GiB", start_batch=512, max_batch=2048, progress="off"
     )
     assert result.batch_size == 2048
-    assert any("predictions were dropped" in note for note in result.notes)
+    assert any("predicted trials were dropped" in note for note in result.notes)
 
 
 def test_ranks_are_cards_of_their_own(tmp_path):

@@ -1,3 +1,4 @@
+import os
 import queue
 import sys
 import threading
@@ -226,6 +227,28 @@ def test_what_is_predicted_is_what_runs_show(name):
             ]
 
 
+def test_steps_that_take_turns_run_until_their_calls_repeat(tmp_path):
+    """Calls write to a file, as nobody who looks for counters sees."""
+    model, step = steady()
+    log = os.open(tmp_path / "calls", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+
+    def train(model, batch_size):
+        os.write(log, b"t")
+        step(model, batch_size)
+
+    def evaluate(model, batch_size):
+        os.write(log, b"e")
+        evaluated(model.eval(), batch_size)
+
+    result = probe(model, {"train": train, "eval": evaluate}, "sim:64MiB")
+    os.close(log)
+    made = (tmp_path / "calls").read_text()
+    *_, confirmed = [trial for trial in result.trials if trial.phase == "confirm"]
+    assert (confirmed.steps, confirmed.replayed) == (24, False)
+    assert made.startswith("tteettee" * 2 + "ttteettee")  # two sizes, and the answer
+    assert len(made) <= 3 * 9 + len("tte")  # the failure that is explained
+
+
 def test_a_failed_backward_leaves_nothing_to_the_next_trial():
     model, layer = nn.Linear(256, 256), nn.Linear(256, 256)
 
@@ -300,7 +323,7 @@ def test_a_search_whose_predictions_fail_goes_on_from_what_ran(at, times):
     assert not any(trial.replayed for trial in result.trials)
     [note] = [note for note in result.notes if "predict" in note]
     assert note == (
-        f"memory at batch {sizes[2]} differs from what other sizes predicted: predictions were dropped, and every size was run from there on"
+        f"memory at batch {sizes[2]} differs from what other sizes predicted: predicted trials were dropped, and the search went on from what ran"
     )
 
 
