@@ -27,6 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from calibration import torchvision_names  # noqa: E402
 
 import oomprobe  # noqa: E402
+from oomprobe.runners.predicting import Replays  # noqa: E402
 
 torchvision_names.declare()  # its operators do not load with a torch without CUDA, and then transformers does not import
 
@@ -222,7 +223,7 @@ def searched(make):
 def time_loops():
     for name, make in LOOPS.items():
         result, cpu_s = searched(make)
-        with mock.patch.object(oomprobe.SimulatedDevice, "predict_trial", return_value=None):
+        with mock.patch.object(Replays, "predict", return_value=None):
             truth, unpredicted_s = searched(make)
         same = "the same answer"
         if result.batch_size != truth.batch_size:
