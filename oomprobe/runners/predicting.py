@@ -390,8 +390,9 @@ class Predicting:
             if not (is_listed and takes_turns):
                 return request
             kept = list[Call]()
-            for _, turn in groupby(request.calls, attrgetter("step")):
-                kept += islice(turn, CALLS_A_TURN)
+            for name, turn in groupby(request.calls, attrgetter("step")):
+                full = self._stepped.get(name) or 1  # a turn ends with a full step
+                kept += islice(turn, full * max(2, CALLS_A_TURN // full))
             self._asked = request = replace(request, calls=tuple(kept))
         self._left = [*request.calls[FEW_CALLS:]]
         # `further` ends it once its calls repeat.

@@ -195,6 +195,7 @@ LOOPS = {
     "two optimizers": (adversarial, "64MiB"),
     "evaluates at times": (evaluating_at_times, "64MiB"),
     "counts its micro-batches": (counting, "64MiB"),
+    "counts them and evaluates": (lambda: with_evaluation(*counting()), "64MiB"),
     "a smaller last batch": (with_a_smaller_last_batch, "256MiB"),
     "tokens of images": (tokens_of_images, "200MiB"),
     "attention": (attention, "96MiB"),
