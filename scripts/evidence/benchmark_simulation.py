@@ -8,6 +8,7 @@ with the stride in the 3 x 3 convolution. Each search of a real loop is given in
 predictions. The loops need transformers.
 """
 
+import re
 import statistics
 import sys
 import tempfile
@@ -188,7 +189,6 @@ def trainer():
 
 def generating():
     """Return the search of a generation of 128 tokens with a cache, as docs/inference.md has it."""
-    import generation
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
@@ -199,8 +199,12 @@ def generating():
     }
     model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 
+    page, names = (ROOT / "docs" / "inference.md").read_text(), {"torch": torch}
+    loop = r"^@torch.inference_mode\(\)\ndef generate\(.*?\n\n"
+    exec(re.search(loop, page, re.MULTILINE | re.DOTALL)[0], names)
+
     def step(model, batch_size):
-        generation.generate(model, batch_size, new_tokens=128)
+        names["generate"](model, batch_size, new_tokens=128)
 
     return lambda: oomprobe.find_max_batch(model, step, device="sim:24GiB", progress="off")
 
