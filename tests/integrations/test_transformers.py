@@ -48,6 +48,7 @@ def test_the_global_batch_is_kept(tmp_path, split, options, written):
     could_be_larger = written and "global_batch" not in options and batch_size < result.batch_size
     larger = f"To train with {result.batch_size} instead, pass global_batch={result.batch_size}"
     assert (larger in note) == bool(could_be_larger)
+    assert ("with 4 micro-batches a step" in note) == (accumulated > 4)
 
 
 def test_a_time_limit_includes_the_split(tmp_path, monkeypatch, caplog):
