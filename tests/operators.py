@@ -358,14 +358,15 @@ def packed(make):
     return nn.utils.rnn.pad_packed_sequence(rows._replace(data=rows.data * 2))[0]
 
 
-def aligned(make):
+def aligned(make, read=lambda lengths: lengths):
     classes = make(50, 8, 1000).log_softmax(-1)
-    lengths = torch.full((8,), 50), torch.tensor([20, 3, 7, 20, 1, 9, 9, 12])
+    lengths = read(torch.full((8,), 50)), read(torch.tensor([20, 3, 7, 20, 1, 9, 9, 12]))
     return F.ctc_loss(classes, make.indices(8, 20), *lengths, blank=999, reduction="none")
 
 
 add(
     ctc=aligned,
+    ctc_of_lists=lambda make: aligned(make, torch.Tensor.tolist),
     packed_sequences=packed,
     packed_sequences_of_one_length=lambda make: nn.utils.rnn.pack_padded_sequence(
         make(40, 4, 1000), torch.full((4,), 40)

@@ -210,7 +210,9 @@ def lengthen_turns(
     of_step, rest = defaultdict[str, list[RecordedCall]](list), [*calls]
     for name, call in zip(names, calls, strict=True):
         of_step[name].append(call)
-    turns, longer = ([(name, len([*turn])) for name, turn in groupby(x)] for x in (names, asked))
+    turns, longer = (
+        [(name, len([*turn])) for name, turn in groupby(order)] for order in (names, asked)
+    )
     if len(longer) > len(turns):
         return None
     result = list[RecordedCall]()

@@ -197,17 +197,26 @@ def _pack_padded_sequence(padded: _Tensor, lengths: _Tensor, batch_first: bool) 
 
 
 @entry(_COMPOSITES, "aten::_ctc_loss.Tensor")
-def _ctc_loss(chances: _Tensor, _: _Tensor, __: _Tensor, lengths: _Tensor, *___: Any) -> Any:
+def _ctc_loss(chances: _Tensor, classes: _Tensor, *lengths: Any) -> Any:
+    """LossCTC.cpp: read the lengths from the host."""
+    ends, counts, *others = lengths
+    return _aten._ctc_loss.default(chances, classes, ends.tolist(), counts.tolist(), *others)
+
+
+@entry(_COMPOSITES, "aten::_ctc_loss")
+def _ctc_loss_of_lists(
+    chances: _Tensor, _: _Tensor, __: list[int], counts: list[int], *___: Any
+) -> Any:
     """cuda/LossCTC.cu: each sequence's lengths and offset, then the sums of its paths."""
     steps, batch, _classes = chances.shape
-    states = 2 * max(lengths.tolist()) + 1  # a blank around each class
+    states = 2 * max(counts) + 1  # a blank around each class
     _numbers = [chances.new_empty(batch, dtype=torch.int64) for _ in range(3)]
     sums = _aten.new_empty.default(chances, [batch, steps, states])
     loss = _aten.new_empty.default(chances, [batch])
     return loss, sums
 
 
-@entry(_COMPOSITES, "aten::_ctc_loss_backward.Tensor")
+@entry(_COMPOSITES, "aten::_ctc_loss_backward", "aten::_ctc_loss_backward.Tensor")
 def _ctc_loss_backward(_: _Tensor, chances: _Tensor, *others: Any) -> Any:
     """cuda/LossCTC.cu: the same, for paths from the end."""
     sums = others[4]
