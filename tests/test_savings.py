@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import io
 import json
 import os
 
@@ -513,3 +514,23 @@ def test_the_fewest_blocks_are_those_of_an_exhaustive_search(build, sample, name
         running = [name for name in names if peaks.get(name) is not None]
         assert running
         assert [name for name in table.rows if name in names] == running[:1], end
+
+
+def test_what_a_row_has_shown_need_not_run_for_the_next():
+    """From which size calls differ in size alone, and that calls repeat: a plan that fails runs once."""
+    model, made = encoder(), io.BytesIO()  # a file, which no trial takes back
+    train = training_step(adamw(model), lambda batch_size: torch.randn(32, batch_size, WIDTH))
+
+    def step(model, batch_size):
+        made.write(b".")
+        train(model, batch_size)
+
+    table = found(model, step, "checkpoint", 150, device="sim:128MiB", multiple_of=1)
+    ran = {
+        name: [trial.batch_size for trial in result.trials if not trial.replayed]
+        for name, result in table.rows.items()
+        if result is not None
+    }
+    assert ran["as is"] == [1, 2, 4, 80, 150]
+    assert ran["checkpoint"] == [2, 4, 160, 150]
+    assert made.tell() == 35

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import product, takewhile
 
 import torch
 
@@ -40,12 +40,13 @@ from oomprobe.records.savings import (
     Saving,
     label,
 )
-from oomprobe.records.trials import Phase, RunnerInfo, Verdict
+from oomprobe.records.trials import Phase, RunnerInfo, Trial, Verdict
 from oomprobe.results.savings import from_the_cheapest, last_run, runs
 from oomprobe.results.table import ProbeTable
 from oomprobe.rules.program import Program
 from oomprobe.rules.search import NEAREST
 from oomprobe.runners.savings import NO_BLOCKS
+from oomprobe.state.surroundings import garbage_frozen
 
 Open = Callable[[Order], AbstractContextManager[Session]]
 
@@ -87,11 +88,20 @@ def search_savings(
     chosen = savings.chosen(wanted)
     if batch_size is not None:
         check_size("batch_size", batch_size)
-    with Rows(Axis(savings.AXIS), target) as rows:
+    with Rows(Axis(savings.AXIS), target) as rows, garbage_frozen():  # once for all rows
         search = _Search(rows, order, opened, batch_size)
         search.run(())
         search.run_all(chosen)
     return rows.table()
+
+
+def first_alike(trials: Sequence[Trial]) -> int | None:
+    """Return the smaller of the two sizes that larger ones were replayed from; None if none were.
+
+    Still smaller ones may run other kernels, so they tell nothing of the larger ones.
+    """
+    ran = [*takewhile(lambda trial: not trial.replayed, trials)]
+    return ran[-2].batch_size if 1 < len(ran) < len(trials) else None
 
 
 class _Search:
@@ -105,6 +115,7 @@ class _Search:
         self._recomputed: dict[str, float] = {}
         self._failed: dict[str, Verdict] = {}
         self._blocks = 0  # that the model repeats
+        self._start: int | None = None  # where rows after the first begin to grow
         # What each row's search has learned of the step, and nothing that holds its model.
         self._programs: dict[str, Program] = {}
 
@@ -215,6 +226,8 @@ class _Search:
                 if follows is None:
                     largest = session.find()
                 self._learn(saving, session)
+                if not saving and session.device.is_simulated:
+                    self._start = first_alike(session.trials)
                 finish(session, largest, broken_down_at=self._compared(session))
                 self._facts = session.runner.facts  # a command's device is known once it has run
             rows.results[name] = result_of(session, largest, rows.target)
@@ -269,6 +282,7 @@ class _Search:
     def _started(self, saving: Saving) -> Iterator[Session]:
         """Open a session with savings, for as long as the table may take."""
         options = self._clock.left_of(self._order.options)
+        options = replace(options, start_batch=options.start_batch or self._start)
         axis = replace(self._order.axis, savings=saving)
         order = replace(self._order, axis=axis, options=options)
         with self._expandable(saving), self._opened(order) as session:

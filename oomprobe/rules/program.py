@@ -322,7 +322,7 @@ class Program:
         self.needed = min(self._most, max(self.needed, needed))
         if len(self._names) == 1:  # of several steps, calls do not follow each other
             self.period = look.period_of(outcome.records, ordinary, times=2) or self.period
-            if trial.steps >= self._patience.look_calls:
+            if len(outcome.records) >= self._patience.look_calls:
                 self._settling_period = look.period_of(outcome.records, ordinary)
         self.varies = needed > ordinary
         if self.varies:

@@ -370,12 +370,10 @@ class Predicting:
         return self._learn(request, outcome)
 
     def _answer(self, request: Request, trial: Trial) -> Outcome:
-        records: tuple[CallRecord, ...] = ()
-        if request.looks or request.confirms:  # each call is like the last
-            records = tuple(
-                CallRecord(step=call.step, stepped=self._stepped.get(call.step), blocks=1)
-                for call in request.calls
-            )
+        records = tuple(  # each call is like the last
+            CallRecord(step=call.step, stepped=self._stepped.get(call.step), blocks=1)
+            for call in request.calls
+        )
         measured = self.measure() if self._runs_nothing and trial.passed else None
         return Outcome(trial=trial, records=records, measured=measured)
 
@@ -430,7 +428,8 @@ class Predicting:
         calls = self._card.calls
         assert self._asked is not None
         least = LEAST_CALLS
-        if self._asked.confirms and self._replays.predictor.lines is None:
+        is_known = self._asked.settles is not None  # a look, or another row, has shown it
+        if self._asked.confirms and self._replays.predictor.lines is None and not is_known:
             least = UNPREDICTED_CALLS
         if len(calls) < least or self._may_count(records):
             return False

@@ -324,17 +324,10 @@ class References:
             reference.let_go_again()
 
 
-def _own_references() -> int:
+def own_references(reference: Reference) -> int:
     """Count the references to an object that `let_go` itself makes, which differ between versions of Python."""
-    counts: list[int] = []
-
-    class Counting(Reference):
-        def let_go(self, save: Callable[[Any], Any]) -> None:
-            value = self._value
-            counts.append(sys.getrefcount(value))
-
-    Counting([]).let_go(lambda part: part)
-    return counts[0]
+    value = reference._value
+    return sys.getrefcount(value)
 
 
-_OWN_REFERENCES = _own_references()
+_OWN_REFERENCES = own_references(Reference([]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections import Counter, defaultdict
@@ -68,8 +69,13 @@ class Frame:
         return self.file.endswith(".py") or self.file.startswith(("<", "/tmp/ipykernel_"))
 
     def is_users(self) -> bool:
-        is_library = _LIBRARIES.search(self.file) and self.file != _DEMO
-        return self.is_python() and not is_library
+        return self.is_python() and not is_of_library(self.file)
+
+
+@functools.cache
+def is_of_library(file: str) -> bool:
+    """Return whether a file belongs to a library or to Python itself."""
+    return file != _DEMO and _LIBRARIES.search(file) is not None
 
 
 class Stacks:
@@ -84,6 +90,7 @@ class Stacks:
     def __init__(self, stacks: Iterable[Frames], without: str = UNKNOWN) -> None:
         self._without = without
         self._read: dict[int, tuple[Frame, ...]] = {}
+        self._kinds: dict[int, str] = {}
         for frames in stacks:
             self._of(frames)
         files = {
@@ -119,13 +126,10 @@ class Stacks:
 
     def kind_of(self, frames: Frames) -> str:
         """Return what a block was requested for."""
-        stack = "\n".join(f"{frame.name} {frame.file}" for frame in self._of(frames))
-        if not stack:
-            return self._without
-        for kind, pattern in _KINDS.items():
-            if pattern.search(stack):
-                return kind
-        return _OUTSIDE
+        if id(frames) not in self._kinds:
+            stack = self._of(frames)
+            self._kinds[id(frames)] = kind_of_stack(stack) if stack else self._without
+        return self._kinds[id(frames)]
 
     def equal_modules(self, live: Iterable[Live]) -> tuple[Modules, ...]:
         """Return the calls of modules from one line that hold memory several times by the same stacks, most memory first."""
@@ -146,6 +150,12 @@ class Stacks:
             if count > 1:
                 modules.append(Modules(where, count, sum(map(sum, by_stack.values()))))
         return tuple(sorted(modules, key=lambda calls: -calls.held_bytes))
+
+
+def kind_of_stack(stack: Iterable[Frame]) -> str:
+    """Return what a block was requested for with a stack."""
+    text = "\n".join(f"{frame.name} {frame.file}" for frame in stack)
+    return next((kind for kind, pattern in _KINDS.items() if pattern.search(text)), _OUTSIDE)
 
 
 def total_by(name_of: Callable[[Frames], str], live: Iterable[Live]) -> Mapping[str, int]:
