@@ -31,18 +31,25 @@ class Files:
 
     def patches(self) -> Iterator[Patch]:
         """Yield replacements for attributes, each with its owner and name."""
-        data_ptr = torch.UntypedStorage.data_ptr
+        data_ptr, data_ptr_of_tensor = torch.UntypedStorage.data_ptr, torch.Tensor.data_ptr
 
         def address(storage: torch.UntypedStorage) -> int:
-            """Answer with a number of its own: libraries tell by it which tensors share memory."""
+            """Answer with a number of its own: programs tell by it which tensors share memory."""
             storage = self._card_mode.fakes.on_its_card(storage)
             return data_ptr(storage) if storage.device.type != "meta" else storage._cdata
+
+        def address_in(tensor: torch.Tensor) -> int:
+            if self._card_mode.fakes.has_values(tensor):
+                return data_ptr_of_tensor(tensor)
+            offset_bytes = tensor.storage_offset() * tensor.element_size()
+            return tensor.untyped_storage().data_ptr() + offset_bytes
 
         yield torch, "save", self.save
         yield torch, "load", self.load
         name = "_rebuild_meta_tensor_no_storage"
         yield torch._utils, name, self._rebuild(getattr(torch._utils, name))
         yield torch.UntypedStorage, "data_ptr", address
+        yield torch.Tensor, "data_ptr", address_in
         for owner in (torch.Tensor, torch.nn.Parameter):
             yield owner, "__reduce_ex__", self._reduce(owner.__reduce_ex__)
 
