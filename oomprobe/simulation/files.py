@@ -41,7 +41,7 @@ class Files:
         def address_in(tensor: torch.Tensor) -> int:
             if self._card_mode.fakes.has_values(tensor):
                 return data_ptr_of_tensor(tensor)
-            offset_bytes = tensor.storage_offset() * tensor.element_size()
+            offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
             return tensor.untyped_storage().data_ptr() + offset_bytes
 
         yield torch, "save", self.save
