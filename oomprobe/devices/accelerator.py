@@ -176,13 +176,15 @@ class AcceleratorDevice(Device):
 
     def _fraction(self) -> float:
         """Return the current fraction; cudaMallocAsync reports 2^33 until one is set, but accepts at most 1."""
-        return min(1.0, float(self._torch.get_per_process_memory_fraction(self.torch_device)))
+        with self._torch.device(self.torch_device):  # torch 2.6 would leave it the current one
+            fraction = self._torch.get_per_process_memory_fraction(self.torch_device)
+        return min(1.0, float(fraction))
 
     def _set_fraction(self, fraction: float) -> None:
         # Torch rounds down to whole bytes: without the next float up, each cap would lower the user's limit by a byte.
-        self._torch.set_per_process_memory_fraction(
-            math.nextafter(fraction, 1.0), self.torch_device
-        )
+        fraction = math.nextafter(fraction, 1.0)
+        with self._torch.device(self.torch_device):
+            self._torch.set_per_process_memory_fraction(fraction, self.torch_device)
 
     @contextmanager
     def session(self) -> Iterator[None]:
