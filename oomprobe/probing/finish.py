@@ -157,7 +157,7 @@ def break_down(session: Session, batch_size: int) -> None:
 
 
 def explain_failure(session: Session, largest: Found) -> None:
-    """Run the size that failed next once more to find why memory ran out.
+    """Find why the size that failed next ran out of memory; run it once more if no trial told.
 
     That is not recorded as a trial. Of an answer that was replayed, nothing has run.
     """
@@ -167,13 +167,16 @@ def explain_failure(session: Session, largest: Found) -> None:
     failed = last_of(session.trials, largest.deciding, passed=False)
     if failed.verdict is not Verdict.OOM or answer.replayed:
         return
-    request = session.requested(failed.batch_size, failed.phase, failed.cap_bytes)
-    request = replace(request, must_run=True, fresh=False, as_built=False, explains=True)
-    with suppress(OomProbeError):  # the answer stands without it
-        outcome = session.runner.run(session.with_evidence(request))
-        session.in_steps_s += outcome.in_steps_s
-        if outcome.why:
-            session.why = from_plain(Explanation, outcome.why)
+    why = session.explained.get(failed.batch_size, {})
+    if not why:
+        request = session.requested(failed.batch_size, failed.phase, failed.cap_bytes)
+        request = replace(request, must_run=True, fresh=False, as_built=False, explains=True)
+        with suppress(OomProbeError):  # the answer stands without it
+            outcome = session.runner.run(session.with_evidence(request))
+            session.in_steps_s += outcome.in_steps_s
+            why = outcome.why
+    if why:
+        session.why = from_plain(Explanation, why)
 
 
 def refuse_leaking(session: Session, answer: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from oomprobe.errors import (
     DeviceLostError,
@@ -88,17 +90,15 @@ class Session:
         self.deaths = Deaths(runner, clock, trials)
         self.as_built = AsBuilt(runner, options.memory_fraction)
         self.neighbours = Neighbours(runner, clock.patience)
-        # Whether the restored state was equal bit for bit; set when the session closes.
-        self.state_verified = False
+        self.state_verified = False  # whether restored state was equal; set when the session closes
         self.stretches: list[Trial] = []  # of an epoch, whose calls have many shapes
         self.epoch: EpochRecord | None = None  # how an epoch trains at the answer, if one was given
         self.breakdown: Breakdown | None = None  # what held the memory at the answer, if requested
         self.why: Explanation | None = None  # the size that failed next ran out of memory, if known
+        self.explained: dict[int, Mapping[str, Any]] = {}  # why a size ran out, as `Outcome.why`
         self.outcome: Outcome | None = None  # of the last trial
-        # Whether the step splits its batch itself, so that memory does not limit it.
-        self.splits = False
-        # To run and confirm a size twice as large as the last that passed.
-        self.has_time_to_grow = True
+        self.splits = False  # whether the step splits its batch itself: memory does not limit it
+        self.has_time_to_grow = True  # to run and confirm twice the last size that passed
         self.reporter = reporter
         self.held_by_step = ""  # a sentence that names what grows from call to call
         self.gradients_hold_graphs = False  # as in `Outcome`
@@ -110,8 +110,7 @@ class Session:
         self._known: Reply | None = None  # what the look of another row found
         # How near to `start_batch` the limit is expected then, and whether its calls repeated.
         self._near, self._is_steady = search.NEAR, False
-        # Before predicted trials were dropped, by batch size and cap.
-        self._ran: dict[tuple[int, int | None], Trial] = {}
+        self._ran: dict[tuple[int, int | None], Trial] = {}  # before predicted ones were dropped
 
     @property
     def device(self) -> DeviceInfo:
@@ -222,6 +221,7 @@ class Session:
             cap_bytes=cap_bytes,
             fresh=phase in SECOND_OPINIONS,
             must_run=confirms,
+            explains=phase is Phase.RECHECK and self.runner.facts.explains,  # it may decide
             watches_inputs=confirms or is_first,
         )
 
@@ -343,6 +343,8 @@ class Session:
         calls = self.calls[trial.batch_size] = Calls.of(outcome.records)
         if calls.examples:
             self.examples[trial.batch_size] = calls.examples
+        if outcome.why:
+            self.explained[trial.batch_size] = outcome.why
         self.notes.extend(self.program.learn(request, outcome))
         self.reporter.finished(trial)
         if outcome.measured is not None and not self.budget.is_final:

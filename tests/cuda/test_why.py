@@ -1,6 +1,7 @@
 """`result.why()` on torch's own allocator: the figures of a snapshot that is made by hand of the same failure."""
 
 import contextlib
+import os
 import re
 from dataclasses import asdict, replace
 from functools import partial
@@ -60,6 +61,24 @@ def test_the_figures_are_those_of_a_snapshot_made_by_hand(name, expandable, tmp_
     assert why.available_bytes == why.cap_bytes == result.budget_bytes
     replayed, same = re.match(r"Replayed ([\d,]+) requests: after ([\d,]+) ", why.notes[0]).groups()
     assert replayed == same
+
+
+@pytest.mark.parametrize("name", ["mlp", "conv"])
+def test_the_size_that_failed_next_has_run_once(name, tmp_path):
+    def searched():
+        (model, step), made = MODELS[name](), os.open(tmp_path / "made", os.O_CREAT | os.O_WRONLY)
+
+        def counted(model, batch_size):
+            os.write(made, f"{batch_size}\n".encode())  # which no trial takes back
+            step(model, batch_size)
+
+        return oomprobe.find_max_batch(model, counted, progress="off", resolution=0.05)
+
+    result = forked(searched, memory=MEMORY, limit_s=120)
+    made = (tmp_path / "made").read_text().split()
+    [failed] = {size for size in map(int, made) if size > result.batch_size}
+    assert made.count(str(failed)) == 1
+    assert result.why().source == f"batch {failed}"
 
 
 def test_what_backward_holds_has_no_stack_of_python():
