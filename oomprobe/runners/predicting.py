@@ -206,13 +206,12 @@ class PredictingOnCard:
     def run(self, request: Request) -> Outcome:
         """Answer a request from what has run, or run it and learn from it."""
         self._start_row(request.row)
-        is_recorded = request.records or any(call.is_recorded for call in request.calls)
-        if request.accumulation_steps > 1 or is_recorded:  # torch records for one at a time
+        records = request.records or any(call.is_recorded for call in request.calls)
+        if request.accumulation_steps > 1 or records:  # torch records for one at a time
             return self._runner.run(request)
         # What building left in the cache is in no tape.
         expected = None if request.as_built else self._predict(request)
-        # Unrecorded, as that would slow them down, or since it is recorded to be explained.
-        if request.confirms or request.looks or request.explains:
+        if request.confirms or request.looks:  # unrecorded, as that would slow them down
             outcome = self._judge(self._runner.run(request), expected)
             made, starts_alike = self._recorded_calls, outcome.starts_alike
             if request.looks and needed(outcome.records, made, starts_alike=starts_alike) > made:
@@ -220,7 +219,8 @@ class PredictingOnCard:
             return outcome
         if expected is not None and self._may_answer(request, expected):
             return Outcome(trial=expected)
-        outcome = self._runner.run(replace(self._lengthen(request), records=True))
+        is_recorded = not request.explains  # which records it in another way
+        outcome = self._runner.run(replace(self._lengthen(request), records=is_recorded))
         if outcome.trial.passed:
             self._learn(request, outcome)
         return self._judge(replace(outcome, taped=()), expected)
