@@ -7,7 +7,8 @@ many calls, which may end once these repeat.
 
 By default a trial makes a first full step and `Options.steps` (1) more, a look makes
 `Patience.look_calls` (50) calls, and a confirmation at least `SEEN_STEPS` (3) full steps after the
-first and up to 50 calls, unless they repeat before. A step that counts on and on never does.
+first and up to 50 calls, unless they repeat before. A step that counts on and on never does. A
+simulated card may replay calls that would repeat, and runs fewer (`oomprobe.runners.predicting`).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Program:
 
     Attributes:
         first: Calls of the first full step.
-        needed: Calls that meet the one that needs the most memory, as a look or a failed confirmation found; 0 if each is like the last.
+        needed: Calls that meet the one that needs the most memory, as a look or a failed confirmation found; 0 before that.
         confirmed: Calls of the last confirmation.
         looked: The trial of the look.
         learned: Which optimizers step, as `Outcome.learned`.
@@ -177,7 +178,7 @@ class Program:
             return self._to_learn(phase, size)
         total, settles = max(calls, at_most), None
         if total > calls and self._settling_period:
-            # Its list ends a period before it may end, if need be after one call: `further` adds the calls that would repeat others.
+            # `further` adds the calls that would repeat others: of 4 calls with a period of 1, 3 are listed.
             settles = Settling(period=self._settling_period, most_calls=total)
             total = max(1, calls - self._settling_period)
         listed = self._in_turns(size, total, extra_from=extra_from)

@@ -2,7 +2,8 @@
 
 A search has four phases. *grow* doubles the size with all the memory until one fails, then looks at a small size for what
 happens only at some calls (the look, which counts as growing). *bisect* closes the bracket under the cap, and tries a size slightly above the bracket in case
-the failure there was isolated. *recheck* repeats the failure that decided. *confirm* runs the answer for longer and moves
+the failure there was isolated. *recheck* repeats the failure that decided, or runs a size that was
+only expected to fail. *confirm* runs the answer for longer and moves
 down if that fails. Whatever the replies, a size is only returned after it ran under the cap and passed.
 """
 
@@ -284,7 +285,7 @@ class _Search:
             self.varies, self.least_tolerance, self.guess = True, reply.tolerance, reply.guess
             self.full_good, self.passed = size, {size}
             self.within_cap = size if reply.within_cap else None
-            if self.expected:  # small sizes, by longer trials, tell which others follow
+            if self.expected:  # grow anew: from shorter trials than needed nothing follows
                 self.start, self.full_bad = self.sizes.first, None
                 self.grow()
 

@@ -51,7 +51,7 @@ MORE_CALLS = 2  # that a trial makes to show whether its calls repeat
 CALLS_A_TURN = 6  # that run of a turn of one of several steps: they are not replayed
 # --- of a real one (`PredictingOnCard`) ---
 REACH = 8  # times the largest size that ran: how far a prediction is trusted
-FURTHEST = 64  # times it: while sizes grow, such a size runs too, to know the time of a call
+REACH_TIMED = 64  # times it: while sizes grow, such a size runs too, to know the time of a call
 ADDED_CALLS = 2  # to a trial that may teach something: its calls must be seen to repeat
 HOPEFUL_SIZES = 6  # that run with more calls although no two of them have shown how sizes grow
 MOST_CALLS = 24  # of a trial, that are recorded to predict others
@@ -190,7 +190,7 @@ class PredictingOnCard:
         self._runner, self._axis = runner, axis
         self._replays: list[Replays] = []  # by rank, once a trial was recorded
         self._mistakes, self._reason = 0, ""  # why nothing was recorded
-        self._recorded_calls = 0  # of the last trial
+        self._recorded_calls = 0  # of each step, in the last trial
 
     @property
     def facts(self) -> RunnerInfo:
@@ -244,17 +244,17 @@ class PredictingOnCard:
     def _may_answer(self, request: Request, expected: Trial) -> bool:
         """Return whether a replay will do.
 
-        The first size of which `REACH` times as much fails a replay runs, as does one that is
-        `FURTHEST` times what has run. So the largest that ran is no less than an eighth of the
-        limit when sizes near it are replayed. Where other rows of a table tell what a row asks
-        for, mostly no other runs while sizes grow.
+        While sizes grow, the first runs of which `REACH` times as much fails a replay: 8, if 64
+        fails. So the largest that ran is no less than an eighth of the limit when sizes near it are
+        replayed. A size that is `REACH_TIMED` times what has run does too. Where other rows of a
+        table tell what a row asks for, mostly no other size runs while sizes grow.
         """
         if request.must_run or request.phase is Phase.RECHECK:
             return False
         if request.phase is not Phase.GROW or not expected.passed:
             return True
         largest = self._replays[0].largest
-        if request.batch_size > FURTHEST * largest:
+        if request.batch_size > REACH_TIMED * largest:
             return False
         has_run_near = not self._reaches(request, largest)
         return has_run_near or self._reaches(request, request.batch_size)
@@ -271,7 +271,8 @@ class PredictingOnCard:
             learns = replace(learns, full_steps=learns.full_steps + ADDED_CALLS)
             return replace(request, calls=calls, learns=learns)
         more = replace(request.calls[-1], is_extra=True)
-        added = max(ADDED_CALLS, len(request.calls) // 2)  # a full step more, if that takes several
+        # A full step more, if that takes several calls; of several steps, more of the last one.
+        added = max(ADDED_CALLS, len(request.calls) // 2)
         if len(request.calls) > REPLAYED_CALLS:
             added = len(request.calls)  # to meet once more the call that made it so long
         return replace(request, calls=(*request.calls, *(more,) * added))
@@ -283,7 +284,8 @@ class PredictingOnCard:
         return expected is not None and expected.passed
 
     def _learn(self, request: Request, outcome: Outcome) -> None:
-        self._reason, self._recorded_calls = outcome.unrecorded, len(outcome.records)
+        self._reason = outcome.unrecorded
+        self._recorded_calls = len(outcome.records) // len(self._runner.facts.step_names)
         if not self._replays:
             for taped in outcome.taped:
                 self._replays.append(Replays(taped, _cap_of, taped.processors))
@@ -412,7 +414,7 @@ class Predicting:
             more = program.further(asked, records, time.monotonic())
             return [call for call in more if not call.is_extra]
         if self._repeats(records):
-            self._again[len(records) - 1] = program.most_calls(asked) - len(records)
+            self._again[len(records) - 1] = max(0, program.most_calls(asked) - len(records))
             return []
         if not self._left:
             self._left = [*program.further(asked, records, time.monotonic())]
