@@ -438,7 +438,7 @@ def _until_stepped(
     if request.deadline_s is not None:
         left_s = min(left_s, (request.deadline_s - now_s) / 2)
     made = max(map(len, look.by_step(records).values()))
-    extra = learns.most_calls - made
+    extra = max(0, learns.most_calls - made)  # 0 while sizes grow
     if longest_s:
         extra = min(extra, math.floor(left_s / longest_s))
     each_turn = -(-extra // (len(learns.turns) // len({*learns.turns})))
