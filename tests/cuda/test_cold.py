@@ -124,7 +124,8 @@ def test_every_trial_starts_cold(way):
         assert reserved() <= before
         allocated, in_segments = zip(*held, strict=True)
         ran = sum(not trial.replayed for trial in result.trials)
-        assert len(held) == ran + (result.why() is not None)  # which runs after them
+        # Where no trial has told why the size above fails, it runs after them.
+        assert ran <= len(held) <= ran + (result.why() is not None)
         # torch keeps 1024 bytes for random numbers in CUDA graphs, in a segment of 2 MiB.
         assert max(allocated) - min(allocated) <= 1024
         assert max(in_segments) - min(in_segments) <= 2 * MIB
