@@ -16,6 +16,7 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, NoReturn
 
@@ -24,11 +25,11 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
 from oomprobe.ground.words import WIDTH, did_you_mean, visible
-from oomprobe.records import savings
-from oomprobe.records.axis import CARDS, Axis
+from oomprobe.probing.order import Order, Subject
+from oomprobe.records.axis import CARDS
 from oomprobe.records.epoch import Epoch, read_numbers, tokens_of
 from oomprobe.records.files import is_writable, write_file
-from oomprobe.records.options import Options, only_of_searches
+from oomprobe.records.options import Options
 from oomprobe.results.blocks import Block, as_text, block_lines
 from oomprobe.results.plot import NO_FORMAT, new_figure
 from oomprobe.results.result import ProbeResult
@@ -49,41 +50,20 @@ NO_TARGET = (
 A_SCRIPT = ": to probe a script, type oomprobe run -- python {script} --batch-size {{batch}}"
 NO_DASHES = " If it is part of a command, put two dashes before the command: oomprobe run [options] -- python train.py --batch-size {batch}"
 WITH_COMMAS = "write --over as the argument of the step and its values: --over length=512,1024,2048, not {text} (tuples: only from Python)"
-TWO_AXES = (
-    "--over is given {count} times, and a table has one axis: make a table for each value of the other, or let the values of one "
-    "argument stand for both"
-)
 TWO_TARGETS = "a target ({target}) and a command were given: leave one out. Options of oomprobe stand before the two dashes"
-OVER_CARDS = "--over and several devices make a table each: leave one out, and let build() return a step for one value of the other"
-TWO_TABLES = "--savings makes a table of its own: leave out --over, and name one device"
 WITH_FILES = (
     "write --epoch as arguments of the step and files: --epoch length=lengths.txt, not {text}"
 )
 OF_EPOCHS = ("epoch", "draw", "tokens", "packed", "orders", "calls")
 ONE_EPOCH = "--draw, --packed, --orders and --calls are about an epoch: add --epoch NAME=FILE, or --tokens FILE, and not both"
 OF_ANOTHER = "--draw is for --epoch, and --packed for --tokens"
-TABLE_OF_CHECKS = "--require checks one size, and --over makes a table: leave one out"
-TABLE_OF_PLANS = "--global-batch and --world-size plan for one answer, and --over has many: in Python, table.rows[value].plan(...) does it"
 RANKS_TWICE = "--nproc-per-node says how many ranks there are, so --world-size cannot be given too: leave it out"
-NO_MULTIPLE = "--require {size} is not a multiple of {multiple_of}: change one of them"
-NO_SEARCH = "--require runs one size and no search, so it would ignore {options}: leave that out"
-ONLY_FOR_COMMANDS = (
-    "--passes-after and --keep-writes are for commands: a target's steps are counted, and what it "
-    "writes stays"
-)
 CONTAMINATED = (
     "no number printed: other processes kept changing the device's memory; see the notes above"
 )
-NOT_FOR_COMMANDS = (
-    "{options} cannot be given for a command: it runs as it is, in processes of its own. For {options}, write a target: "
-    "oomprobe run path/to/train.py:build"
-)
-ONE_CARD = (
-    "a command is simulated on one card: name one, such as --device sim:RTX-4090. For a table of "
-    "cards, write a target: oomprobe run path/to/train.py:build --device sim:all"
-)
 
 
+SPELLED = {"isolate": "--in-process", "batch_size": "--require"}  # flags with names of their own
 OF_A_SIZE = ": --require N checks one size, and --start-batch N begins the search there"
 OF_A_GPU = ": --device sim:RTX-4090 simulates a GPU, and --device cuda:1 is one that is here"
 OF_RANKS = ": --nproc-per-node N runs a target on N GPUs; before a command, type torchrun"
@@ -132,11 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because Python flushes stdout again at exit
         return 0
     except BaseException as error:
-        return explain(
-            error,
-            required=getattr(arguments, "require", None) is not None,
-            target=getattr(arguments, "target", None) or "",
-        )
+        return explain(error, arguments)
 
 
 def _refuse_words(unknown: Sequence[str], command: str, own: argparse.ArgumentParser) -> NoReturn:
@@ -155,8 +131,7 @@ def _refuse_words(unknown: Sequence[str], command: str, own: argparse.ArgumentPa
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_run(arguments)
-    options = given_options(arguments)
+    options = check_run(arguments)
     keeping: contextlib.AbstractContextManager[IO[str] | None] = contextlib.nullcontext(sys.stdout)
     machine_reads = arguments.quiet or arguments.json == STDOUT
     if machine_reads:
@@ -268,18 +243,22 @@ def _probe(arguments: argparse.Namespace, options: dict[str, Any]) -> ProbeResul
         what, check, search = arguments.command, probe.check_command, probe.probe_command
     if arguments.quiet and options["progress"] == "auto":
         options["progress"] = "off"
-    if arguments.require is not None and "require" not in options:  # which is of a table
-        options.pop("multiple_of", None)
-        return check(what, arguments.require, **options)
+    if "batch_size" in options:
+        return check(what, **options)
     global_batch, world_size = options.get("global_batch"), arguments.world_size or 1
     if global_batch is not None:
         options["global_batch"] = -(-global_batch // world_size)
     probed: ProbeResult | ProbeTable = search(what, **options)
     is_planned = global_batch is not None or world_size > 1
-    if not is_planned or isinstance(probed, ProbeTable) or "nproc_per_node" in options:
+    if not is_planned or "nproc_per_node" in options:
         return probed
     plan = {"global_batch": global_batch, "world_size": world_size}
-    return dataclasses.replace(probed, options={**probed.options, **plan})
+    if isinstance(probed, ProbeResult):
+        return dataclasses.replace(probed, options={**probed.options, **plan})
+    rows = dict(probed.rows)
+    for value, result in probed.fitting():
+        rows[value] = dataclasses.replace(result, options={**result.options, **plan})
+    return dataclasses.replace(probed, rows=rows)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -487,7 +466,7 @@ def parser() -> argparse.ArgumentParser:
     add(search, "--require", type=_parse_size, metavar="N", default=None)
     add(search, "--world-size", type=_parse_size, metavar="N", default=None)
     add(search, "--over", type=_parse_axis, action="append", metavar="NAME=V,V,...")
-    add(search, "--savings", type=_parse_savings, metavar="all|NAME,NAME")
+    add(search, "--savings", metavar="all|NAME,NAME")
     add(search, "--epoch", type=_parse_files, metavar="NAME=FILE,...")
     add(search, "--draw", choices=("longest", "sum"))
     add(search, "--tokens", type=Path, metavar="FILE")
@@ -546,14 +525,6 @@ def _parse_files(text: str) -> dict[str, Path]:
     return files
 
 
-def _parse_savings(text: str) -> str:
-    try:
-        savings.chosen(text)
-    except InvalidArgumentError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
 def _parse_tolerance(text: str) -> float:
     from oomprobe.results.compare import stated_tolerance
 
@@ -576,20 +547,24 @@ def _parse_file(text: str) -> Path:
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `probe_target` or `probe_command` that were given, by their names there.
+    """Return the arguments that were given for a function of `oomprobe.probe`, by their names there.
 
-    Several devices are the values of a table of cards.
+    Several devices are the values of a table of cards. With a `batch_size`, the function is a check.
     """
     own = {"act", "parser", "command", "owns_process", "target", "world_size", "require"}
     own |= {"json", "html", "plot", "quiet", "verbose"}
     given = {name: value for name, value in vars(arguments).items() if name not in own}
-    if "over" in given:
-        given["over"] = dict(given["over"])
-    elif cards := _cards(arguments):
-        given |= {"over": {CARDS: cards}, "require": arguments.require}
+    over: dict[str, list[object]] = {}
+    for name, values in given.pop("over", ()):
+        over.setdefault(name, []).extend(values)
+    if cards := _cards(arguments):
+        over[CARDS] = cards
         del given["device"]
-    if "savings" in given:
-        given["require"] = arguments.require
+    if over:
+        given["over"] = over
+    if arguments.require is not None:
+        is_of_table = over or "savings" in given
+        given["require" if is_of_table else "batch_size"] = arguments.require
     drawn = {name: given.pop(name) for name in OF_EPOCHS if name in given}
     if drawn:
         given["epoch"] = _epoch(**drawn)
@@ -626,78 +601,27 @@ def _cards(arguments: argparse.Namespace) -> list[object]:
     return names if len(names) > 1 else []
 
 
-def check_run(arguments: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError for options that would only fail, or be ignored, after minutes of probing."""
-    given = given_options(arguments)
-    numbers = {
-        option.name: given[option.name]
-        for option in dataclasses.fields(Options)
-        if option.name in given
-    }
-    Options(**numbers)  # raises
-    for refusal_of in (_about_target, _about_table, _about_check):
-        if refusal := refusal_of(arguments, given):
-            raise InvalidArgumentError(refusal)
-    if arguments.command is None:
-        name_of(arguments.target)  # raises
-    if hasattr(arguments, "over"):
-        Axis.of(given["over"])  # raises
+def check_run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options, unless they would only fail, or be ignored, after minutes of probing; torch is not imported.
+
+    Raises:
+        InvalidArgumentError: they would.
+    """
+    subject, target = Subject.TARGET, arguments.target
+    if arguments.command is not None:
+        subject = Subject.COMMAND
+        if target is not None:
+            raise InvalidArgumentError(TWO_TARGETS.format(target=target))
+    elif target is None:
+        raise InvalidArgumentError(NO_TARGET)
+    else:
+        name_of(target)  # raises
+    options = given_options(arguments)
+    Order.of({}, of=subject, **options)  # raises
+    if arguments.world_size and "nproc_per_node" in options:
+        raise InvalidArgumentError(RANKS_TWICE)
     check_pictures(arguments)
-
-
-def _about_target(arguments: argparse.Namespace, given: dict[str, Any]) -> str | None:
-    """Return why it is not clear what to probe, or which options that cannot take; None if all is well."""
-    if arguments.command is None:
-        if arguments.target is None:
-            return NO_TARGET
-        is_for_commands = {"passes_after_s", "keep_writes"} & given.keys()
-        return ONLY_FOR_COMMANDS if is_for_commands else None
-    if arguments.target is not None:
-        return TWO_TARGETS.format(target=arguments.target)
-    of_targets = ("breakdown", "epoch", "isolate", "nproc_per_node", "over", "tokens")
-    options = _flags([name for name in of_targets if hasattr(arguments, name)])
-    if options:
-        return NOT_FOR_COMMANDS.format(options=options)
-    if "savings" in given:
-        savings.check_settings(given["savings"])  # raises
-    if "over" in given:
-        return ONE_CARD
-    if "device" in given:
-        from oomprobe.devices import simulated_for_command  # imports torch
-
-        simulated_for_command(given["device"])  # raises
-    return None
-
-
-def _about_table(arguments: argparse.Namespace, given: dict[str, Any]) -> str | None:
-    """Return why a table cannot be made, or what only a table can take; None if all is well."""
-    axes = len(getattr(arguments, "over", []))
-    if {"over", "savings"} <= given.keys():
-        return TWO_TABLES
-    if not axes:
-        return None
-    if axes > 1:
-        return TWO_AXES.format(count=axes)
-    if _cards(arguments):
-        return OVER_CARDS
-    if arguments.require:
-        return TABLE_OF_CHECKS
-    return TABLE_OF_PLANS if "global_batch" in given or arguments.world_size else None
-
-
-def _about_check(arguments: argparse.Namespace, given: dict[str, Any]) -> str | None:
-    """Return why a size cannot be checked, or a plan be made; None if all is well."""
-    if arguments.world_size and "nproc_per_node" in given:
-        return RANKS_TWICE
-    required, multiple_of = arguments.require, given.get("multiple_of", 1)
-    if required is None:
-        return None
-    if required % multiple_of:
-        return NO_MULTIPLE.format(size=required, multiple_of=multiple_of)
-    ignored = only_of_searches(given.keys() - {"multiple_of"})
-    if not ignored or "require" in given:  # which is of a table
-        return None
-    return NO_SEARCH.format(options=_flags(ignored))
+    return options
 
 
 def check_pictures(arguments: argparse.Namespace) -> None:
@@ -709,15 +633,19 @@ def check_pictures(arguments: argparse.Namespace) -> None:
 
 
 def _flag(name: str) -> str:
-    return "--in-process" if name == "isolate" else f"--{name.removesuffix('_s').replace('_', '-')}"
+    return SPELLED.get(name, f"--{name.removesuffix('_s').replace('_', '-')}")
 
 
-def _flags(names: Sequence[str]) -> str:
-    return ", ".join(map(_flag, names))
+def _flag_here(arguments: argparse.Namespace, name: str) -> str:
+    """Return the flag of an option; the name itself if it is one of another function, which the target calls."""
+    flag = _flag(name)
+    if flag == "--epoch" and hasattr(arguments, "tokens"):
+        return "--tokens"  # which make an epoch too
+    return flag if flag in arguments.parser.format_help() else name
 
 
-def explain(error: BaseException, *, required: bool, target: str = "") -> int:
-    """Print why a command ended, which probed a `target`, and return its exit code."""
+def explain(error: BaseException, arguments: argparse.Namespace) -> int:
+    """Print why a command ended, and return its exit code."""
     notes = getattr(error, "__notes__", ())
     if isinstance(error, KeyboardInterrupt):
         tell("interrupted", *notes)
@@ -729,7 +657,7 @@ def explain(error: BaseException, *, required: bool, target: str = "") -> int:
         # Whatever its exit code, a target that exits has given no answer.
         frames = traceback.extract_tb(error.__traceback__)
         place = f" in {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-        file = target.rpartition(":")[0]
+        file = (getattr(arguments, "target", None) or "").rpartition(":")[0]
         script = file if file.endswith(".py") else "train.py"
         tell(*notes, LEFT.format(code=error.code, place=place, script=script))
         return errors.StepFailedError.exit_status
@@ -745,8 +673,12 @@ def explain(error: BaseException, *, required: bool, target: str = "") -> int:
         tell(trials_table(error.trials))
     if isinstance(error, errors.StepFailedError) and error.__cause__ is not None:
         tell(errors.traceback_of(error.__cause__))
-    tell(f"oomprobe: {error}")
-    if required and isinstance(error, errors.NothingFitsError):
+    text = str(error)
+    if isinstance(error, InvalidArgumentError):
+        text = error.spelled(partial(_flag_here, arguments))
+    tell(f"oomprobe: {text}")
+    is_required = getattr(arguments, "require", None) is not None
+    if is_required and isinstance(error, errors.NothingFitsError):
         return errors.REQUIRED_FAILS
     return error.exit_status
 

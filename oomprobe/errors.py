@@ -20,6 +20,7 @@ import re
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
@@ -49,6 +50,9 @@ class OomProbeError(Exception):
 class InvalidArgumentError(OomProbeError, ValueError):
     """An argument is invalid. Nothing was run.
 
+    In a text that is about `options`, ``{}`` stands for the name of each in turn, ``{options}`` for all names, and
+    ``{name}`` for one of the further `values`.
+
     Examples:
         >>> import oomprobe
         >>> oomprobe.check_target("oomprobe.demo:wide_mlp", 8, memory_fraction=90)
@@ -57,6 +61,20 @@ class InvalidArgumentError(OomProbeError, ValueError):
     """
 
     exit_status = 2
+
+    def __init__(self, text: str = "", *, options: Sequence[str] = (), **values: object) -> None:
+        super().__init__(text)
+        self.options, self.values = tuple(options), values
+
+    def __str__(self) -> str:
+        return self.spelled(str)
+
+    def spelled(self, spell: Callable[[str], str]) -> str:
+        """Return the text with the options' names as `spell` writes them: as Python does with `str`, or as flags."""
+        if not self.options:
+            return super().__str__()
+        names = [*map(spell, self.options)]
+        return str(self.args[0]).format(*names, options=", ".join(names), **self.values)
 
 
 class UnknownOptionError(InvalidArgumentError, TypeError):
@@ -377,7 +395,8 @@ def check_size(name: str, value: object) -> None:
     how = ""
     if hasattr(value, "__index__") and not isinstance(value, int):
         how = f" of type {type(value).__module__}.{type(value).__name__}: pass int({value})"
-    raise InvalidArgumentError(f"{name} must be an integer of at least 1, not {value!r}{how}")
+    text = "{} must be an integer of at least 1, not {value}{how}"
+    raise InvalidArgumentError(text, options=(name,), value=repr(value), how=how)
 
 
 def text_of(error: BaseException) -> str:

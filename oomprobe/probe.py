@@ -13,33 +13,26 @@ from typing import Any, Literal, Never, Unpack, overload
 import torch
 
 from oomprobe.devices import Device
-from oomprobe.errors import FramesHidden, InvalidArgumentError
+from oomprobe.errors import FramesHidden, check_size
 from oomprobe.probing.cards import search_cards
 from oomprobe.probing.epochs import check_epoch
 from oomprobe.probing.finish import finish
 from oomprobe.probing.opening import open_command, open_model, open_target
-from oomprobe.probing.order import CheckOptions, Order, SearchOptions, refuse_unknown
+from oomprobe.probing.order import CheckOptions, Order, SearchOptions, Subject, refuse_unknown
 from oomprobe.probing.savings import search_savings
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
-from oomprobe.records.axis import CARDS, NO_AXIS, Axis
+from oomprobe.records.axis import CARDS, NO_AXIS
 from oomprobe.records.epoch import Epoch, tokens_of
 from oomprobe.records.options import RESOLUTION, Options, Steps
-from oomprobe.records.savings import ALL, check_settings
+from oomprobe.records.savings import ALL
 from oomprobe.results.log import logged
 from oomprobe.results.progress import Progress
 from oomprobe.results.result import ProbeResult
 from oomprobe.results.table import ProbeTable
 from oomprobe.rules.search import Found
 from oomprobe.runners.targets import name_of
-
-TWO_TABLES = "over and savings make a table each: leave one out, and make a table of savings for each value of the other"
-NO_SHAPES = (
-    "a command draws its own batches, whose shapes nobody sees: for an epoch, write a target whose "
-    "step takes them, and probe that"
-)
-COMMAND_RESOLUTION = 1 / 64  # each trial is a whole run of the command
 
 
 def find_max_batch(
@@ -220,11 +213,8 @@ def find_max_batches(
         if isinstance(devices := given.get("device"), list | tuple) or devices == "sim:all":
             over = {**(over or {}), CARDS: [devices] if isinstance(devices, str) else devices}
             del given["device"]
-        if over is not None and [*over] == [CARDS]:
-            opened = partial(open_model, model=model, step_fn=step_fn)
-            return logged(search_cards(over[CARDS], Order.of(given), opened, required=require))
-        order = Order.of(given, axis=_axis(over, require))
-        return _table(order.axis, open_model(order, model, step_fn))
+        order = Order.of(given, over={} if over is None else over, require=require)
+        return _table(order, partial(open_model, model=model, step_fn=step_fn))
 
 
 def find_max_tokens(
@@ -326,8 +316,10 @@ def find_savings(
         'as is'
     """
     with FramesHidden():
-        opened = partial(open_model, model=model, step_fn=step_fn)
-        return logged(search_savings(savings, Order.of(options), opened, batch_size))
+        if batch_size is not None:
+            check_size("batch_size", batch_size)
+        order = Order.of(options, savings=savings, require=batch_size)
+        return _table(order, partial(open_model, model=model, step_fn=step_fn))
 
 
 def check(
@@ -337,8 +329,8 @@ def check(
 
     Half of a size that fits runs too, to show that the step uses its batch size.
 
-    `options` are those of `find_max_batch` that concern no search: `device`, `memory_fraction`, `confirm_steps`, `preserve`,
-    `time_limit_s`, `host_memory`, `breakdown` and `progress`.
+    `options` are those of `find_max_batch` that concern no search: `device`, `memory_fraction`, `multiple_of` (of the size, and of
+    half of it), `confirm_steps`, `preserve`, `time_limit_s`, `host_memory`, `breakdown`, `progress` and `epoch`.
 
     Raises:
         NothingFitsError: the size does not fit.
@@ -442,27 +434,21 @@ def probe_target(
         'memory'
     """
     with FramesHidden():
+        order = Order.of(
+            options,
+            of=Subject.TARGET,
+            over=over,
+            savings=savings,
+            require=require,
+            isolate=isolate,
+            nproc_per_node=nproc_per_node,
+        )
         name = name_of(target)
-        open_order = partial(open_target, name=name, isolate=isolate, nproc_per_node=nproc_per_node)
-        if over is not None and [*over] == [CARDS]:
-            ranks = nproc_per_node if isinstance(nproc_per_node, int) else 1
-            table = search_cards(
-                over[CARDS],
-                Order.of(options),
-                open_order,
-                required=require,
-                ranks=ranks,
-                target=name,
-            )
-            return logged(table)
-        if savings is not None:
-            if over is not None:
-                raise InvalidArgumentError(TWO_TABLES)
-            return logged(search_savings(savings, Order.of(options), open_order, require, name))
-        if over is None and require is None:
-            return _answer(open_order(Order.of(options)), target=name)
-        order = Order.of(options, axis=_axis(over, require))
-        return _table(order.axis, open_order(order), target=name)
+        opened = partial(open_target, name=name, isolate=isolate, nproc_per_node=nproc_per_node)
+        if over is None and savings is None:
+            return _answer(opened(order), target=name)
+        ranks = nproc_per_node if isinstance(nproc_per_node, int) else 1
+        return _table(order, opened, target=name, ranks=ranks)
 
 
 def check_target(
@@ -480,12 +466,10 @@ def check_target(
         966367641
     """
     with FramesHidden():
-        order, name = Order.of(options, batch_size=batch_size), name_of(target)
-        return _answer(
-            open_target(order, name, isolate=isolate, nproc_per_node=nproc_per_node),
-            batch_size,
-            name,
-        )
+        here: dict[str, Any] = {"isolate": isolate, "nproc_per_node": nproc_per_node}
+        order = Order.of(options, of=Subject.TARGET, batch_size=batch_size, **here)
+        name = name_of(target)
+        return _answer(open_target(order, name, **here), batch_size, name)
 
 
 @overload
@@ -557,15 +541,20 @@ def probe_command(
         oomprobe.errors.InvalidArgumentError: the command does not use the batch size: ...
     """
     with FramesHidden():
-        _refuse_for_commands(options)
-        order = Order.of(options, resolution=COMMAND_RESOLUTION)
+        order = Order.of(
+            options,
+            of=Subject.COMMAND,
+            savings=savings,
+            require=require,
+            passes_after_s=passes_after_s,
+            keep_writes=keep_writes,
+        )
         opened = partial(
             open_command, command=command, passes_after_s=passes_after_s, keep_writes=keep_writes
         )
         if savings is None:
             return _answer(opened(order))
-        check_settings(savings)
-        return logged(search_savings(savings, order, opened, require))
+        return _table(order, opened)
 
 
 def check_command(
@@ -583,28 +572,9 @@ def check_command(
         8
     """
     with FramesHidden():
-        _refuse_for_commands(options)
-        order = Order.of(options, batch_size=batch_size)
-        opened = open_command(order, command, passes_after_s, keep_writes=keep_writes)
-        return _answer(opened, batch_size)
-
-
-def _refuse_for_commands(options: Mapping[str, object]) -> None:
-    """Raise InvalidArgumentError for options that would need the command's processes to be ours."""
-    if options.get("epoch") is not None:
-        raise InvalidArgumentError(NO_SHAPES)
-    if refused := [name for name in ("preserve", "isolate", "savings") if name in options]:
-        raise InvalidArgumentError(
-            f"{', '.join(refused)} cannot be given for a command, whose state is its own"
-        )
-
-
-def _axis(over: object, require: int | None) -> Axis:
-    if require is not None:
-        raise InvalidArgumentError(
-            f"require={require} is for a table of cards: give a list of them, over={{'device': ['sim:24GiB']}}"
-        )
-    return Axis.of(over)
+        own: dict[str, Any] = {"passes_after_s": passes_after_s, "keep_writes": keep_writes}
+        order = Order.of(options, of=Subject.COMMAND, batch_size=batch_size, **own)
+        return _answer(open_command(order, command, **own), batch_size)
 
 
 def _answer(
@@ -626,11 +596,17 @@ def _answer(
 
 
 def _table(
-    axis: Axis,
-    opened: AbstractContextManager[Session],
+    order: Order,
+    opened: Callable[[Order], AbstractContextManager[Session]],
     *,
     target: str | None = None,
+    ranks: int = 1,
 ) -> ProbeTable:
-    with Rows(axis, target) as rows, opened as session:
+    """Search for each row of a table of cards, of savings or of values."""
+    if order.axis.name == CARDS:
+        return logged(search_cards(order, opened, ranks=ranks, target=target))
+    if order.savings is not None:
+        return logged(search_savings(order, opened, target))
+    with Rows(order.axis, target) as rows, opened(order) as session:
         rows.search(session)
     return logged(rows.table())

@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-import oomprobe
 from oomprobe import Epoch, EpochRecord, InvalidArgumentError
 from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.probing.epochs import EpochSearch, hardest_of
-from oomprobe.records.axis import Axis
+from oomprobe.records.axis import NO_AXIS, Axis
 from oomprobe.records.epoch import (
     NO_EPOCH,
     Curve,
@@ -499,15 +498,7 @@ def test_an_epoch_that_was_not_replayed_says_nothing_of_deaths():
     assert facts.epoch(EpochRecord(batch_size=18, reason="why")) == facts.epoch(None) == []
 
 
-@pytest.mark.parametrize(
-    ("probe", "said"),
-    [
-        (lambda epoch: oomprobe.find_savings(None, None, device="sim:1GiB", epoch=epoch), "cards and of savings"),
-        (lambda epoch: oomprobe.probe_command(["x", "{batch}"], epoch=epoch), "write a target"),
-        (lambda epoch: oomprobe.find_max_batches(None, None, device=["sim:1GiB"], epoch=epoch), "cards and of savings"),
-        (lambda epoch: oomprobe.find_max_batch(None, None, epoch=3), "must be an Epoch"),
-    ],
-)  # fmt: skip
-def test_probes_without_shapes_refuse_an_epoch(probe, said):
-    with pytest.raises(InvalidArgumentError, match=said):
-        probe(Epoch({"length": LENGTHS}))
+def test_an_epoch_is_an_epoch_of_the_step_or_of_named_ones():
+    for wrong in (3, {}, {"train": 3}):
+        with pytest.raises(InvalidArgumentError, match="must be an Epoch"):
+            NO_AXIS.drawing(wrong)

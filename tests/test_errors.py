@@ -1,6 +1,8 @@
 """The errors: their classes, exit codes and texts."""
 
+import pickle
 import traceback
+from argparse import Namespace as typed
 from pathlib import Path
 
 import pytest
@@ -31,9 +33,21 @@ def test_errors_are_builtins_and_have_one_exit_code(capsys, kind, required):
     error = kind("what happened")
     assert isinstance(error, base)
     assert error.trials == ()
-    assert explain(error, required=required) == code
+    assert explain(error, typed(require=8 if required else None)) == code
     assert code in errors.EXIT_STATUSES
     assert capsys.readouterr() == ("", "oomprobe: what happened\n")
+
+
+def test_a_text_about_options_is_spelled_as_they_are_typed():
+    text = "{} and {}, so {options}, of {size}"
+    error = errors.InvalidArgumentError(text, options=("over", "isolate"), size="{8}")
+    assert str(error) == "over and isolate, so over, isolate, of {8}"
+    assert error.spelled(str.upper) == "OVER and ISOLATE, so OVER, ISOLATE, of {8}"
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.options) == (str(error), error.options)
+    plain = errors.InvalidArgumentError("of {batch}")
+    assert str(plain) == plain.spelled(str.upper) == str(pickle.loads(pickle.dumps(plain)))
+    assert plain.args == ("of {batch}",)
 
 
 def test_the_docstring_draws_the_real_tree():
@@ -51,13 +65,13 @@ def test_the_docstring_draws_the_real_tree():
     [(KeyboardInterrupt(), 130, "interrupted"), (SystemExit(EXIT_TERMINATED), 143, "terminated")],
 )
 def test_signals_have_their_own_codes(capsys, error, code, said):
-    assert explain(error, required=False) == code
+    assert explain(error, typed()) == code
     assert code in errors.EXIT_STATUSES
     assert said in capsys.readouterr().err
 
 
 def test_an_internal_error_is_70_with_its_traceback(capsys):
-    assert explain(ZeroDivisionError("a bug of oomprobe"), required=True) == 70
+    assert explain(ZeroDivisionError("a bug of oomprobe"), typed(require=8)) == 70
     assert 70 in errors.EXIT_STATUSES
     err = capsys.readouterr().err
     assert err.index("ZeroDivisionError: a bug of oomprobe") < err.index(
@@ -118,7 +132,7 @@ def test_a_failed_step_says_what_to_do(own, options, said):
 def test_a_failed_step_is_3_whatever_its_error(capsys, own):
     failed = step_failed(own, batch_size=4)
     failed.__cause__ = own
-    assert explain(failed, required=True) == 3
+    assert explain(failed, typed(require=8)) == 3
     assert f"{type(own).__name__}: {own}" in capsys.readouterr().err
 
 

@@ -32,6 +32,7 @@ NOT_NUMBERS = [
     np.float32(0.9),
     torch.tensor(0.9),
 ]
+VALID = {"memory_fraction": 0.5, "resolution": 0.5, "breakdown": True, "host_memory": "64GiB"}
 RANGES = {
     **dict.fromkeys(SIZES, "an integer of at least 1"),
     **dict.fromkeys(TIMES, "a positive number of seconds"),
@@ -133,7 +134,6 @@ def test_options_are_stated_once():
         ({"mutliple_of": 8}, None, TypeError, "there is no option 'mutliple_of'; did you mean multiple_of?"),
         ({"max_bach": 8}, 8, InvalidArgumentError, "there is no option 'max_bach'; did you mean max_batch?"),
         ({"qqq": 8}, None, InvalidArgumentError, "there is no option 'qqq'$"),
-        ({"max_batch": 8, "steps": 3}, 8, InvalidArgumentError, "would ignore max_batch, steps"),
         ({}, 0, InvalidArgumentError, "batch_size must be an integer of at least 1"),
     ],
 )  # fmt: skip
@@ -288,8 +288,6 @@ def test_a_group_may_be_made_by_the_step():
     [
         ({"nproc_per_node": "gpu", "device": "sim:1GiB"}, {}, "nproc_per_node must be an integer of at least 1, not 'gpu'"),
         ({"nproc_per_node": 2, "device": "cpu"}, {}, "'cpu'"),
-        ({"nproc_per_node": 2, "preserve": [1]}, {}, "preserve takes live objects"),
-        ({"preserve": [1]}, {}, "preserve takes live objects"),
         ({}, {"platform": "darwin"}, "trials can be isolated on Linux only, and this is darwin"),
         ({}, {"mark": MARK}, "calls probe_target while it is imported"),
     ],
@@ -311,3 +309,108 @@ def test_a_command_is_refused_where_it_cannot_be_ended(monkeypatch):
         InvalidArgumentError, match=r"Linux only, and this is win32: let a function"
     ):
         oomprobe.check_command(["python", "train.py", "{batch}"], 1)
+
+
+# --- options that mean nothing for what is asked, or exclude each other ---
+
+VALUES, CARDS = {"length": [8, 16]}, ["sim:1GiB", "sim:2GiB"]
+AN_EPOCH = oomprobe.Epoch({"length": [1, 2, 3]})
+OF_A_COMMAND = "cannot be given for a command: it runs as it is"
+ON_ONE_CARD = "a command is simulated on one card: name one as device, such as"
+ALONE = "can be given for a command alone: steps of a model or a target are counted"
+NO_ROWS = "require=8 is for a table of cards or of savings: to run one size, call check"
+LIVE = "preserve takes live objects of this process"
+REFUSED = {
+    "find_max_batches": [
+        ({"over": VALUES, "device": CARDS}, "over, device make a table each: leave one out"),
+        ({"over": VALUES, "savings": "all"}, "over, savings make a table each"),
+        ({"over": VALUES, "require": 8}, "require=8 asks about one size, and over for the largest"),
+        ({"over": VALUES, "keep_writes": True}, f"keep_writes {ALONE}"),
+        ({"device": CARDS, "require": 0}, "require must be an integer of at least 1, not 0"),
+        ({"device": CARDS, "require": 20, "multiple_of": 8}, "batch 20 is not a multiple of multiple_of=8: change one"),
+        ({"device": CARDS, "epoch": AN_EPOCH}, "a table of cards or of savings takes no epoch"),
+        ({}, "over must map an argument of the step to its values"),
+    ],
+    "find_savings": [
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, not 0"),
+        ({"batch_size": 20, "multiple_of": 8}, "batch 20 is not a multiple of multiple_of=8"),
+        ({"epoch": AN_EPOCH}, "a table of cards or of savings takes no epoch"),
+        ({"over": VALUES}, "over, savings make a table each"),
+        ({"savings": "al"}, "there is no saving 'al'"),
+    ],
+    "find_max_tokens": [({"over": VALUES}, "there is no option 'over'")],
+    "check": [
+        ({"batch_size": 8, "preserve": [], "savings": "all"}, "would ignore savings: leave that out"),
+        ({"batch_size": 20, "multiple_of": 8}, "batch 20 is not a multiple of multiple_of=8"),
+        ({"batch_size": 8, "multiple_of": 0}, "multiple_of must be an integer of at least 1, not 0"),
+    ],
+    "probe_target": [
+        ({"over": {"device": CARDS}, "savings": "all"}, "device, savings make a table each"),
+        ({"require": 8}, NO_ROWS),
+        ({"passes_after_s": 3, "keep_writes": True}, f"passes_after_s, keep_writes {ALONE}"),
+        ({"nproc_per_node": 2, "isolate": False}, "ranks are processes of their own: leave out isolate"),
+        ({"nproc_per_node": 2, "preserve": [1]}, LIVE),
+        ({"preserve": [1]}, LIVE),
+    ],
+    "check_target": [
+        ({"batch_size": 8, "max_batch": 8, "over": VALUES}, "a check of batch 8 makes no search and no table, so it would ignore max_batch, over"),
+        ({"batch_size": 8, "preserve": [1]}, LIVE),
+    ],
+    "probe_command": [
+        ({"require": 8}, NO_ROWS),
+        ({"breakdown": True, "nproc_per_node": 2}, f"breakdown, nproc_per_node {OF_A_COMMAND}"),
+        ({"epoch": AN_EPOCH}, f"epoch {OF_A_COMMAND}"),
+        ({"over": VALUES}, f"over {OF_A_COMMAND}"),
+        ({"preserve": [1], "isolate": False}, f"isolate, preserve {OF_A_COMMAND}"),
+        ({"device": CARDS}, ON_ONE_CARD),
+        ({"device": "sim:all"}, ON_ONE_CARD),
+        ({"over": {"device": CARDS}}, ON_ONE_CARD),
+        ({"device": "cuda"}, "device 'cuda' cannot be given for a command: it runs on the devices that it chooses"),
+        ({"device": "sim:1GiB", "keep_writes": True}, "keep_writes would replace your files by files without data"),
+        ({"savings": "all"}, "a command can be given expandable_segments alone"),
+        ({"savings": "expandable_segments,checkpoint"}, "a command can be given expandable_segments alone"),
+    ],
+    "check_command": [({"batch_size": 8, "steps": 3}, "so it would ignore steps: leave that out")],
+}  # fmt: skip
+OF = {"target": ["no_such_file.py:build"], "command": [["no-such-program", "{batch}"]]}
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "said"),
+    [(name, *refusal) for name, refusals in REFUSED.items() for refusal in refusals],
+)
+def test_options_are_refused_before_anything_is_opened(function, options, said):
+    """A target that is not there would be looked for, and a model that is none be noticed."""
+    given = {"lengths": [1]} if function == "find_max_tokens" else {}
+    subject = OF.get(function.partition("_")[2], [None, print])
+    assert said in refused(
+        functools.partial(getattr(oomprobe, function), *subject, **given, **options)
+    )
+
+
+@pytest.mark.parametrize("option", dataclasses.fields(Options), ids=lambda option: option.name)
+def test_a_check_refuses_each_option_of_searches(option):
+    check = functools.partial(
+        oomprobe.check_target, *OF["target"], 8, **{option.name: VALID.get(option.name, 4)}
+    )
+    is_ignored = "so it would ignore" in refused(check)
+    assert is_ignored is not option.metadata["in_checks"]
+
+
+@pytest.mark.parametrize(
+    ("of", "options"),
+    [
+        ("target", {"isolate": True, "nproc_per_node": 2, "device": "sim:1GiB"}),
+        ("target", {"isolate": False, "preserve": [1]}),
+        ("target", {"isolate": False, "nproc_per_node": 2, "device": "sim:1GiB", "preserve": [1]}),
+        ("target", {"device": oomprobe.SimulatedDevice("1GiB"), "preserve": [1]}),
+        ("target", {"over": {"device": CARDS}, "require": 8, "multiple_of": 8, "preserve": [1]}),
+        ("target", {"savings": "all", "require": 8, "preserve": ()}),
+        ("command", {"breakdown": False, "keep_writes": True, "epoch": None}),
+        ("command", {"device": "sim:1GiB", "savings": "expandable_segments", "require": 8}),
+    ],
+)
+def test_options_that_go_together_are_accepted(of, options):
+    """The next thing to go wrong is that there is no such target, and no such program."""
+    probe = functools.partial(getattr(oomprobe, f"probe_{of}"), *OF[of], **options)
+    assert "no_such_file.py'" in refused(probe) or "no-such-program" in refused(probe)

@@ -148,6 +148,13 @@ def test_check_confirms_one_size_beside_half_of_it():
     assert check(device, taking(device), 100, memory_fraction=1.0).batch_size == 100
 
 
+@pytest.mark.parametrize(("size", "ran"), [(72, [32, 72]), (8, [8])])
+def test_half_of_a_size_that_is_checked_is_a_multiple_too(size, ran):
+    device = LedgerDevice(100 * MIB)
+    result = check(device, taking(device), size, multiple_of=8)
+    assert [trial.batch_size for trial in result.trials] == ran
+
+
 def test_a_progress_callable_gets_each_trial():
     device, seen = LedgerDevice(10 * MIB), []
     assert probe(device, taking(device), progress=seen.append).trials == tuple(seen)

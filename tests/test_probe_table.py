@@ -272,6 +272,12 @@ def test_what_is_printed_and_saved(capsys, tmp_path, more):
     assert cli.main(["compare", str(saved), str(saved)]) == (2 if is_table else 0)
 
 
+def test_each_row_has_the_plan_of_a_global_batch_that_ranks_share(capsys):
+    ranks = ["--global-batch", "8", "--world-size", "2", "--max-batch", "4"]
+    assert run("linear", "--over", "length=8,16", *ranks, "--verbose") == 0
+    assert capsys.readouterr().out.count("8 = 4 x 1 x 2, exact; micro-batch 4: ran") == 2
+
+
 def test_where_nothing_fits_the_exit_status_is_1(capsys):
     assert run("too_large", "--over", "length=1,2") == 1
     out = capsys.readouterr().out

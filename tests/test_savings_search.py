@@ -64,7 +64,8 @@ class Limited(ARunner):
 
 def search(wanted="all", required=None, limits=LIMITS, acts=True, blocks=0, **options):
     """Return the table, and the session of each row in the order in which they started."""
-    sessions, order = {}, Order(options=Options(**options))
+    order = Order(options=Options(**options), savings=wanted, required=required)
+    sessions = {}
 
     @contextmanager
     def opened(order):
@@ -80,7 +81,7 @@ def search(wanted="all", required=None, limits=LIMITS, acts=True, blocks=0, **op
         sessions[name] = Session(runner, order.options, Reporter(), Clock(order.options), [])
         yield sessions[name]
 
-    return search_savings(wanted, order, opened, required), sessions
+    return search_savings(order, opened), sessions
 
 
 @pytest.mark.parametrize(

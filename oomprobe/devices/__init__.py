@@ -5,12 +5,9 @@ from oomprobe.devices.choose import (
     choose_device,
     current_accelerator,
     is_host,
-    is_simulated,
     list_devices,
     may_have_gpu,
-    names_simulated,
     opened_if_simulated,
-    simulated_for_command,
 )
 
 __all__ = [
@@ -22,10 +19,7 @@ __all__ = [
     "describe",
     "device_error",
     "is_host",
-    "is_simulated",
     "list_devices",
     "may_have_gpu",
-    "names_simulated",
     "opened_if_simulated",
-    "simulated_for_command",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -15,16 +15,12 @@ from oomprobe.devices.host import HostDevice
 from oomprobe.devices.mps import MpsDevice
 from oomprobe.errors import InvalidArgumentError, NoDeviceError
 from oomprobe.ground.units import format_bytes, parse_bytes
-from oomprobe.records.options import refuse_lazy
+from oomprobe.records.options import names_simulated, refuse_lazy
 
 DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # of NVIDIA, of AMD, and of both under WSL
 ON_THE_CPU = (
     "the model is on the CPU, and this machine has a device of the kind {kind}: call model.to({kind!r}) before you make its optimizer; "
     "or pass device='cpu' to probe host memory, or device='sim:24GiB' to simulate a card"
-)
-FOR_COMMANDS = (
-    "device={device!r} cannot be given for a command: it runs on the devices that it chooses (CUDA_VISIBLE_DEVICES narrows them), or on a "
-    "simulated card, such as 'sim:24GiB' or 'sim:RTX-4090'"
 )
 
 
@@ -52,18 +48,6 @@ def choose_device(device: object, model: torch.nn.Module) -> Device:
     return chosen
 
 
-def names_simulated(device: object) -> TypeGuard[str]:
-    """Return whether the device is ``"sim:..."``."""
-    return isinstance(device, str) and device.partition(":")[0] == "sim"
-
-
-def is_simulated(device: object) -> bool:
-    """Return whether this is a simulated card, or names one."""
-    if isinstance(device, Device):
-        return device.is_simulated
-    return names_simulated(device)
-
-
 def opened_if_simulated(device: Any, world_size: int = 1) -> Any:
     """Return the simulated card that ``"sim:..."`` names; return any other device unchanged."""
     if not names_simulated(device):
@@ -71,23 +55,6 @@ def opened_if_simulated(device: Any, world_size: int = 1) -> Any:
     from oomprobe.devices.simulated import SimulatedDevice  # takes a second to import
 
     return SimulatedDevice(device.partition(":")[2], world_size=world_size)
-
-
-def simulated_for_command(device: object) -> str | None:
-    """Return the simulated card on which the processes of a command are to run; None for the devices that it chooses itself.
-
-    Raises:
-        InvalidArgumentError: the device is not ``"sim:..."``.
-        NoDeviceError: the catalogue has no such card.
-    """
-    if device is None:
-        return None
-    if not names_simulated(device):
-        raise InvalidArgumentError(FOR_COMMANDS.format(device=device))
-    from oomprobe.simulation.catalogue import card_of
-
-    card_of(device)  # raises
-    return device
 
 
 def is_host(device: object) -> bool:

@@ -14,7 +14,6 @@ from typing import Any, Unpack
 
 import torch
 
-from oomprobe.devices import is_simulated
 from oomprobe.errors import (
     Caller,
     InvalidArgumentError,
@@ -30,7 +29,7 @@ from oomprobe.probe import check
 from oomprobe.probing.order import SearchOptions
 from oomprobe.probing.summary import LAST_BATCH
 from oomprobe.records.notes import remark
-from oomprobe.records.options import Step
+from oomprobe.records.options import Step, is_simulated
 from oomprobe.records.plan import PlanEntry, plan
 from oomprobe.results.log import log_notes
 from oomprobe.results.result import ProbeResult

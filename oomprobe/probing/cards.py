@@ -12,18 +12,15 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from oomprobe.devices import describe, names_simulated, opened_if_simulated
-from oomprobe.errors import (
-    InvalidArgumentError,
-    NothingFitsError,
-    check_size,
-)
+from oomprobe.devices import describe, opened_if_simulated
+from oomprobe.errors import InvalidArgumentError, NothingFitsError
 from oomprobe.probing.finish import finish
 from oomprobe.probing.order import Order
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
-from oomprobe.records.axis import CARDS, Axis
+from oomprobe.records.axis import CARDS, NO_AXIS, Axis
+from oomprobe.records.options import names_simulated
 from oomprobe.records.patience import Clock
 from oomprobe.records.trials import Measured, Outcome, Request, RunnerInfo
 from oomprobe.results.progress import reporter
@@ -48,40 +45,32 @@ def cards_of(devices: Iterable[object], ranks: int = 1) -> dict[str, SimulatedDe
     """Return the simulated cards that are named, by their names; ``"sim:all"`` names the whole catalogue.
 
     Raises:
-        InvalidArgumentError: one is no simulated card, is named twice, or there is none.
+        InvalidArgumentError: one is no simulated card, or is named twice.
         NoDeviceError: the catalogue has no such card.
     """
     names = each_name(devices)
     for name in names:
         if not names_simulated(name):
             raise InvalidArgumentError(NOT_CARDS.format(device=name))
-    if not names or len(set(names)) < len(names):
-        raise InvalidArgumentError(f"name at least one card, and each only once, not {names}")
+    if len(set(names)) < len(names):
+        raise InvalidArgumentError(f"name each card only once, not {names}")
     return {str(name): opened_if_simulated(name, ranks) for name in names}
 
 
 def search_cards(
-    devices: Iterable[object],
-    order: Order,
-    opened: Open,
-    *,
-    required: int | None = None,
-    ranks: int = 1,
-    target: str | None = None,
+    order: Order, opened: Open, *, ranks: int = 1, target: str | None = None
 ) -> ProbeTable:
-    """Find the largest size on each card, and run it on the smallest one on which it is at least `required`.
+    """Find the largest size on each card, and run it on the smallest one on which it is at least the required one.
 
     `opened` opens a session for an order, whose device is a card, or one of several `ranks` with such a card.
     """
-    order.refuse_epoch()
-    if required is not None:
-        check_size("require", required)
-    cards = cards_of(devices, ranks)
+    cards = cards_of(order.axis.values, ranks)
+    order = replace(order, axis=NO_AXIS)
     kinds = defaultdict[tuple[int, int], list[str]](list)
     for name in sorted(cards, key=lambda name: -cards[name].available_bytes()):
         kinds[cards[name].card.compute_capability].append(name)
     with Rows(Axis(CARDS, tuple(cards)), target) as rows:
-        search, rows.required = _Search(rows, order, opened, cards), required
+        search, rows.required = _Search(rows, order, opened, cards), order.required
         for name, *smaller in kinds.values():
             search.run(name, smaller)
         search.run_smallest()

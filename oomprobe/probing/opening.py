@@ -20,10 +20,8 @@ from oomprobe.devices import (
     choose_device,
     device_error,
     is_host,
-    is_simulated,
     may_have_gpu,
     opened_if_simulated,
-    simulated_for_command,
 )
 from oomprobe.errors import (
     DeviceLostError,
@@ -39,7 +37,14 @@ from oomprobe.ground.units import format_bytes, format_seconds
 from oomprobe.probing.order import Order
 from oomprobe.probing.session import Session
 from oomprobe.records.notes import Note, NoteKind, remark
-from oomprobe.records.options import Step, StepFn, Steps, check_model, named_steps
+from oomprobe.records.options import (
+    Step,
+    StepFn,
+    Steps,
+    check_model,
+    is_simulated,
+    named_steps,
+)
 from oomprobe.records.patience import Clock
 from oomprobe.records.trials import Runner, Trial
 from oomprobe.results.log import warn
@@ -51,6 +56,7 @@ from oomprobe.runners.predicting import open_local, open_predicting, predict_on_
 from oomprobe.runners.ranks_here import check_process_group, ranks_to_start, refuse_in_a_rank
 from oomprobe.runners.signals import Interrupts
 from oomprobe.runners.targets import build
+from oomprobe.simulation.catalogue import card_of
 from oomprobe.state import Snapshot, Tracker, preserved, state_tensors
 from oomprobe.state.surroundings import garbage_frozen
 from oomprobe.state.tracker import parameters_of
@@ -62,14 +68,6 @@ ON_HOST_MEMORY = (
 NO_GPU = (
     "no GPU is in sight on this machine, so the command may train on the CPU, for hours: add --device sim:RTX-4090 (in Python "
     'device="sim:RTX-4090") to run it on a simulated card. If it starts ranks on machines that have GPUs, all is well'
-)
-NO_DATA_TO_KEEP = (
-    "keep_writes would replace your files by files without data, since nothing on a simulated card has "
-    "values: leave it out"
-)
-NO_BREAKDOWN = (
-    "breakdown records the allocations of a step in its own process, which a command does not allow: write a target, "
-    "and probe that"
 )
 BUILDING = "; building {ranks} ranks took {seconds}, and a search usually builds 7 or 8 groups"
 NOT_RESTORED = "not restored: {names}"
@@ -105,11 +103,11 @@ def open_target(
     if nproc_per_node is not None and is_simulated(order.device):
         return _on_simulated_ranks(order, name, nproc_per_node)
     if nproc_per_node is not None:
-        _refuse_isolation(order.preserve)
-        return _isolated(order, name, ranks_to_start(nproc_per_node, order.device, isolate=isolate))
+        _refuse_isolation()
+        return _isolated(order, name, ranks_to_start(nproc_per_node, order.device))
     order = replace(order, device=opened_if_simulated(order.device))
     if isolate and not is_simulated(order.device):
-        _refuse_isolation(order.preserve)
+        _refuse_isolation()
         refuse_in_a_rank()
         return _isolated(order, name)
     return open_model(order, *_built(name, order.device))
@@ -143,7 +141,7 @@ def _on_simulated_ranks(order: Order, target: str, nproc_per_node: int | str) ->
         yield session
 
 
-def _refuse_isolation(preserve: Any) -> None:
+def _refuse_isolation() -> None:
     if MARK in os.environ:  # set in workers
         raise InvalidArgumentError(
             "a target's file calls probe_target while it is imported, so each process that builds the target would start "
@@ -153,11 +151,6 @@ def _refuse_isolation(preserve: Any) -> None:
         raise InvalidArgumentError(
             f"trials can be isolated on Linux only, and this is {sys.platform}: pass isolate=False (--in-process) to run "
             "them in this process"
-        )
-    if preserve not in (None, (), []):
-        raise InvalidArgumentError(
-            "preserve takes live objects of this process, but isolated trials run in other processes: leave it out, or pass "
-            "isolate=False"
         )
 
 
@@ -281,12 +274,10 @@ def open_command(
     from oomprobe.runners.command.runner import CommandRunner, checked
 
     words = checked(command)
-    if order.options.breakdown:
-        raise InvalidArgumentError(NO_BREAKDOWN)
+    card = order.device
+    if card is not None:
+        card_of(card)  # raises
     with _framed(order) as frame:
-        card = simulated_for_command(order.device)
-        if keep_writes and card is not None:
-            raise InvalidArgumentError(NO_DATA_TO_KEEP)
         runner = CommandRunner(
             words,
             order.options,

@@ -19,7 +19,6 @@ from oomprobe.errors import (
     OomProbeError,
     StepFailedError,
     UnreliableError,
-    check_size,
 )
 from oomprobe.ground.allocator_settings import allocator_settings, to_expand
 from oomprobe.probing.finish import finish
@@ -65,31 +64,19 @@ FEWEST = "batch {size} ran with {name}, and failed with one block fewer"
 TOO_LARGE = "nor does batch {size} run with {names}"
 
 
-def search_savings(
-    wanted: str | Sequence[str],
-    order: Order,
-    opened: Open,
-    batch_size: int | None,
-    target: str | None = None,
-) -> ProbeTable:
+def search_savings(order: Order, opened: Open, target: str | None = None) -> ProbeTable:
     """Find the largest size as the step is and with each saving, and compare them at one size.
 
     Args:
-        wanted: The names of the savings; "all" for all, and then also the best two of them together.
-        order: What is asked of each search.
+        order: What is asked: the names of the savings, or "all" for all, and then also the best two of them together; and the
+            size that is to run, at which all are compared, or None for the answer without savings.
         opened: Opens a session for an order.
-        batch_size: The size that is to run, at which all are compared; None for the answer without savings.
         target: What is probed, if it has a name.
-
-    Raises:
-        InvalidArgumentError: there is no such saving, or no such size.
     """
-    order.refuse_epoch()
-    chosen = savings.chosen(wanted)
-    if batch_size is not None:
-        check_size("batch_size", batch_size)
+    assert order.savings is not None
+    chosen = savings.chosen(order.savings)
     with Rows(Axis(savings.AXIS), target) as rows, garbage_frozen():  # once for all rows
-        search = _Search(rows, order, opened, batch_size)
+        search = _Search(rows, order, opened)
         search.run(())
         search.run_all(chosen)
     return rows.table()
@@ -107,8 +94,9 @@ def first_alike(trials: Sequence[Trial]) -> int | None:
 class _Search:
     """Searches with savings, and enters what it finds into the rows of a table."""
 
-    def __init__(self, rows: Rows, order: Order, opened: Open, required: int | None) -> None:
-        self._rows, self._order, self._opened, self._required = rows, order, opened, required
+    def __init__(self, rows: Rows, order: Order, opened: Open) -> None:
+        self._rows, self._order, self._opened = rows, order, opened
+        self._required = order.required
         self._clock = Clock(order.options, patience=order.patience)
         self._facts: RunnerInfo | None = None
         self._typed, self._not_run = dict[str, str](), dict[str, str]()

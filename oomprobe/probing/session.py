@@ -259,7 +259,7 @@ class Session:
 
     def confirm_only(self, size: int) -> Found:
         """Run one size under the cap. Rerun it if it failed for no certain reason, or if the cap shrank below its peak once kernels were loaded."""
-        self.comparable = replace(self.comparable, first=1)
+        self.comparable = replace(self.comparable, first=self.comparable.step)
         self.budget.take(self.runner.measure(), is_final=False)
         first_budget_bytes = self.budget.total_bytes
         trial = first = self.run(self.requested(size, Phase.CONFIRM, self.budget.search_cap()))

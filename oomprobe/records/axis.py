@@ -20,6 +20,10 @@ NO_BUCKETS = (
     'over={{"length": [512, 1024]}}, epoch=Epoch({{"length": lengths}})'
 )
 EXAMPLE = 'over={"length": [512, 1024, 2048]}'
+TWO_AXES = (
+    "{} has {count} axes, {axes}, and a table has one: let the values of one argument stand for both, such as (640, 480) in "
+    "Python, or make a table for each value of the other"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +50,15 @@ class Axis:
             InvalidArgumentError: it states no axis or several, no values, or a value twice.
         """
         if not isinstance(over, Mapping) or not over:
-            raise InvalidArgumentError(
-                f"over must map an argument of the step to its values, {EXAMPLE}, not {over!r}"
-            )
+            text = "{} must map an argument of the step to its values, {example}, not {over}"
+            raise InvalidArgumentError(text, options=("over",), example=EXAMPLE, over=repr(over))
         if len(over) > 1:
-            raise InvalidArgumentError(
-                f"over has {len(over)} axes, {', '.join(map(str, over))}, and a table has one: let the values of one argument "
-                'stand for both, over={"size": [(640, 480), (1280, 960)]}, or make a table for each value of the other'
-            )
+            axes = ", ".join(map(str, over))
+            raise InvalidArgumentError(TWO_AXES, options=("over",), count=len(over), axes=axes)
         ((name, values),) = over.items()
         if not isinstance(name, str) or not name.isidentifier() or name in ("model", "batch_size"):
-            raise InvalidArgumentError(
-                f"{name!r} in over is not an extra argument of the step: {EXAMPLE}"
-            )
+            text = "{name} in {} is not an extra argument of the step: {example}"
+            raise InvalidArgumentError(text, options=("over",), name=repr(name), example=EXAMPLE)
         if isinstance(values, str) or not isinstance(values, Iterable):
             raise InvalidArgumentError(
                 f"the values of {name} must be a list, not {values!r}: {EXAMPLE}"

@@ -424,13 +424,12 @@ def token_options(epoch: Any, given: Mapping[str, Any]) -> dict[str, int]:
         InvalidArgumentError: larger numbers are not allowed, or an option means nothing for tokens.
     """
     if given.get("global_batch") is not None:
-        raise InvalidArgumentError("global_batch counts samples, and here batches hold tokens")
+        text = "{} counts samples, and here batches hold tokens: leave it out"
+        raise InvalidArgumentError(text, options=("global_batch",))
     longest, most = math.ceil(max(epoch.drawing.lengths)), given.get("max_batch")
     if most is not None and longest > most:
-        raise InvalidArgumentError(
-            f"an example has {longest} tokens, more than max_batch={most}: raise it, or leave that "
-            "example out"
-        )
+        text = f"an example has {longest} tokens, more than {{}}={most}: raise it, or leave that example out"
+        raise InvalidArgumentError(text, options=("max_batch",))
     return {"min_batch": max(longest, given.get("min_batch", 1))}
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from oomprobe.errors import Caller, InvalidArgumentError, check_size
 from oomprobe.ground.units import parse_bytes
@@ -75,7 +75,8 @@ class _Number:
 
     def __call__(self, name: str, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float) or not self.holds(value):
-            raise InvalidArgumentError(f"{name} must be {self.wanted}, not {value!r}")
+            text = f"{{}} must be {self.wanted}, not {{value}}"
+            raise InvalidArgumentError(text, options=(name,), value=repr(value))
 
 
 check_seconds = _Number("a number of seconds, at least 0", lambda x: x >= 0)
@@ -89,13 +90,15 @@ _RESOLUTION = _Number("at least 0 and under 1", lambda x: 0 <= x < 1)
 def check_flag(name: str, value: object) -> None:
     """Raise InvalidArgumentError unless `value` is a bool, which another process reads as one."""
     if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{name} must be True or False, not {value!r}")
+        text = "{} must be True or False, not {value}"
+        raise InvalidArgumentError(text, options=(name,), value=repr(value))
 
 
 def check_memory(name: str, value: object) -> None:
     """Raise InvalidArgumentError unless `value` is a text such as "64GiB"."""
     if not isinstance(value, str):
-        raise InvalidArgumentError(f"{name} must be a text such as '64GiB', not {value!r}")
+        text = "{} must be a text such as '64GiB', not {value}"
+        raise InvalidArgumentError(text, options=(name,), value=repr(value))
     parse_bytes(value)  # raises
 
 
@@ -133,7 +136,9 @@ class Options:
     max_batch: int | None = _option(
         None, "search", "N", "largest size to try (no limit)", check_size
     )
-    multiple_of: int = _option(1, "search", "N", "try only multiples of this ({})", check_size)
+    multiple_of: int = _option(
+        1, "search", "N", "try only multiples of this ({})", check_size, in_checks=True
+    )
     start_batch: int | None = _option(
         None, "search", "N", "size to begin at, then doubled or halved (--min-batch)", check_size
     )
@@ -183,32 +188,16 @@ class Options:
             if value is not None or option.default is not None:
                 judge(option.name, value)
         low, high, start = self.min_batch, self.max_batch, self.start_batch
-        limits = f"between min_batch={low} and max_batch={high}"
+        limits = ("min_batch", "max_batch")
         if high is not None and low > high:
-            raise InvalidArgumentError(
-                f"min_batch={low} is larger than max_batch={high}: swap them"
-            )
+            text = f"{{}}={low} is larger than {{}}={high}: swap them"
+            raise InvalidArgumentError(text, options=limits)
         if start is not None and not low <= start <= (high or math.inf):
-            raise InvalidArgumentError(f"start_batch={start} is not {limits}")
+            text = f"{{}}={start} is not between {{}}={low} and {{}}={high}"
+            raise InvalidArgumentError(text, options=("start_batch", *limits))
         if self.sizes.last is not None and self.sizes.first > self.sizes.last:
-            raise InvalidArgumentError(
-                f"no multiple of {self.multiple_of} lies {limits}: lower multiple_of or raise max_batch"
-            )
-
-    @classmethod
-    def to_check(cls, batch_size: int, **given: Any) -> Options:
-        """Return options that allow only `batch_size`.
-
-        Raises:
-            InvalidArgumentError: one of those given is about a search.
-        """
-        check_size("batch_size", batch_size)
-        ignored = only_of_searches(given)
-        if ignored:
-            raise InvalidArgumentError(
-                f"a check runs one size and no search, so it would ignore {', '.join(ignored)}"
-            )
-        return cls(**given, min_batch=batch_size, max_batch=batch_size)
+            text = f"no multiple of {self.multiple_of} lies between {{}}={low} and {{}}={high}: lower {{}} or raise {{}}"
+            raise InvalidArgumentError(text, options=(*limits, "multiple_of", "max_batch"))
 
     def within(self, max_batch: int) -> Options:
         """Return the options with sizes up to `max_batch`, that of the data."""
@@ -236,10 +225,14 @@ class Options:
         return Sizes.between_limits(self.min_batch, self.max_batch, self.multiple_of)
 
 
-def only_of_searches(names: Container[str]) -> list[str]:
-    """Return the options of these names that a check of one size does not take."""
-    ignored = [option.name for option in fields(Options) if not option.metadata["in_checks"]]
-    return [name for name in ignored if name in names]
+def names_simulated(device: object) -> TypeGuard[str]:
+    """Return whether the device is ``"sim:..."``."""
+    return isinstance(device, str) and device.partition(":")[0] == "sim"
+
+
+def is_simulated(device: object) -> bool:
+    """Return whether this is a simulated card, or names one."""
+    return names_simulated(device) or bool(getattr(device, "is_simulated", False))
 
 
 def named_steps(step_fn: object, axis: Axis = NO_AXIS) -> dict[str, Step]:

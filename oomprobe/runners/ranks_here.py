@@ -90,16 +90,12 @@ def refuse_in_a_rank() -> None:
         )
 
 
-def ranks_to_start(nproc_per_node: int | str, device: object, *, isolate: bool) -> int:
+def ranks_to_start(nproc_per_node: int | str, device: object) -> int:
     """Return the number of ranks, after checking that each has an accelerator; this process opens none."""
     refuse_in_a_rank()
     if (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
         raise InvalidArgumentError(
             f"this is one of {tasks} tasks that srun has started. {SEVERAL_MACHINES}"
-        )
-    if not isolate:
-        raise InvalidArgumentError(
-            "ranks are processes of their own: leave out isolate=False (--in-process)"
         )
     if device is not None and (not isinstance(device, str) or not _KINDS.fullmatch(device)):
         raise InvalidArgumentError(NO_RANKS_THERE.format(device=device))

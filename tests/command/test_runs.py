@@ -75,12 +75,6 @@ def test_what_a_command_is_given(tmp_path, monkeypatch):
         ("true {batch}", {}, "must be a list of strings"),
         (
             ["true", "{batch}"],
-            {"device": "cuda"},
-            "device='cuda' cannot be given .* such as 'sim:24GiB'",
-        ),
-        (["true", "{batch}"], {"breakdown": True}, "breakdown records the allocations"),
-        (
-            ["true", "{batch}"],
             {"start_batch": 8, "max_batch": 4},
             "start_batch=8 is not between min_batch=1 and max_",
         ),
