@@ -25,7 +25,7 @@ from oomprobe.errors import InvalidArgumentError
 from oomprobe.ground.units import format_bytes
 from oomprobe.ground.version import __version__
 from oomprobe.ground.words import WIDTH, did_you_mean, visible
-from oomprobe.probing.order import Order, Subject
+from oomprobe.probing.order import Order
 from oomprobe.records.axis import CARDS
 from oomprobe.records.epoch import Epoch, read_numbers, tokens_of
 from oomprobe.records.files import is_writable, write_file
@@ -607,17 +607,15 @@ def check_run(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         InvalidArgumentError: they would.
     """
-    subject, target = Subject.TARGET, arguments.target
-    if arguments.command is not None:
-        subject = Subject.COMMAND
-        if target is not None:
-            raise InvalidArgumentError(TWO_TARGETS.format(target=target))
-    elif target is None:
-        raise InvalidArgumentError(NO_TARGET)
-    else:
+    target, is_of_command = arguments.target, arguments.command is not None
+    if is_of_command and target is not None:
+        raise InvalidArgumentError(TWO_TARGETS.format(target=target))
+    if not is_of_command:
+        if target is None:
+            raise InvalidArgumentError(NO_TARGET)
         name_of(target)  # raises
     options = given_options(arguments)
-    Order.of({}, of=subject, **options)  # raises
+    Order.of({}, of="command" if is_of_command else "target", **options)  # raises
     if arguments.world_size and "nproc_per_node" in options:
         raise InvalidArgumentError(RANKS_TWICE)
     check_pictures(arguments)

@@ -70,7 +70,13 @@ class InvalidArgumentError(OomProbeError, ValueError):
         return self.spelled(str)
 
     def spelled(self, spell: Callable[[str], str]) -> str:
-        """Return the text with the options' names as `spell` writes them: as Python does with `str`, or as flags."""
+        """Return the text with the options' names as `spell` writes them: as Python does with `str`, or as flags.
+
+        Examples:
+            >>> error = InvalidArgumentError("{} must be above 0", options=("steps",))
+            >>> error.spelled("--{}".format)
+            '--steps must be above 0'
+        """
         if not self.options:
             return super().__str__()
         names = [*map(spell, self.options)]

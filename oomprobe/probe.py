@@ -18,7 +18,7 @@ from oomprobe.probing.cards import search_cards
 from oomprobe.probing.epochs import check_epoch
 from oomprobe.probing.finish import finish
 from oomprobe.probing.opening import open_command, open_model, open_target
-from oomprobe.probing.order import CheckOptions, Order, SearchOptions, Subject, refuse_unknown
+from oomprobe.probing.order import CheckOptions, Order, SearchOptions, refuse_unknown
 from oomprobe.probing.savings import search_savings
 from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
@@ -436,7 +436,7 @@ def probe_target(
     with FramesHidden():
         order = Order.of(
             options,
-            of=Subject.TARGET,
+            of="target",
             over=over,
             savings=savings,
             require=require,
@@ -467,7 +467,7 @@ def check_target(
     """
     with FramesHidden():
         here: dict[str, Any] = {"isolate": isolate, "nproc_per_node": nproc_per_node}
-        order = Order.of(options, of=Subject.TARGET, batch_size=batch_size, **here)
+        order = Order.of(options, of="target", batch_size=batch_size, **here)
         name = name_of(target)
         return _answer(open_target(order, name, **here), batch_size, name)
 
@@ -543,7 +543,7 @@ def probe_command(
     with FramesHidden():
         order = Order.of(
             options,
-            of=Subject.COMMAND,
+            of="command",
             savings=savings,
             require=require,
             passes_after_s=passes_after_s,
@@ -573,7 +573,7 @@ def check_command(
     """
     with FramesHidden():
         own: dict[str, Any] = {"passes_after_s": passes_after_s, "keep_writes": keep_writes}
-        order = Order.of(options, of=Subject.COMMAND, batch_size=batch_size, **own)
+        order = Order.of(options, of="command", batch_size=batch_size, **own)
         return _answer(open_command(order, command, **own), batch_size)
 
 

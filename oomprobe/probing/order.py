@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from oomprobe.errors import InvalidArgumentError, UnknownOptionError, check_size
 from oomprobe.ground.words import did_you_mean
@@ -47,14 +46,7 @@ class SearchOptions(CheckOptions, total=False):
     trial_time_limit_s: float | None
 
 
-class Subject(StrEnum):
-    """What a probe is of."""
-
-    MODEL = "model"
-    TARGET = "target"
-    COMMAND = "command"
-
-
+Subject = Literal["model", "target", "command"]  # what a probe is of
 COMMAND_RESOLUTION = 1 / 64  # each trial is a whole run of the command
 UNASKED = {"isolate": True, "breakdown": False, "keep_writes": False}  # the defaults of flags
 TABLES = ("over", "savings", "require")
@@ -117,11 +109,11 @@ def refuse(asked: Mapping[str, Any], of: Subject, batch_size: int | None) -> Non
     }
     over = asked.get("over")
     axes = {*over} if isinstance(over, Mapping) else set()
-    if of is Subject.COMMAND:
+    if of == "command":
         _refuse_for_command(asked, given, axes)
     else:
         _refuse_any(ONLY_FOR_COMMANDS, ("passes_after_s", "keep_writes"), given)
-    if of is Subject.TARGET and CARDS not in axes and not is_simulated(asked.get("device")):
+    if of == "target" and CARDS not in axes and not is_simulated(asked.get("device")):
         _refuse_for_processes(asked, given)
     if batch_size is None:
         size = asked.get("require")
@@ -222,7 +214,7 @@ class Order:
         cls,
         given: Mapping[str, Any],
         *,
-        of: Subject = Subject.MODEL,
+        of: Subject = "model",
         batch_size: int | None = None,
         **own: Any,
     ) -> Order:
@@ -249,7 +241,7 @@ class Order:
         numbers = {name: asked[name] for name in names if name in asked}
         if batch_size is not None:
             numbers |= {"min_batch": batch_size, "max_batch": batch_size}
-        elif of is Subject.COMMAND:
+        elif of == "command":
             numbers.setdefault("resolution", COMMAND_RESOLUTION)
         if axis.counts_tokens:
             numbers |= token_options(axis.epochs[""], numbers)
