@@ -280,6 +280,10 @@ WRONG = [
         "of their own: leave out --in-process",
     ),
     (
+        ["run", "x:y", "--nproc-per-node", "2", "--device", "cuda:0"],
+        "oomprobe: --device 'cuda:0' cannot be given for several ranks",
+    ),
+    (
         ["run", "x:y", "--passes-after", "3", "--keep-writes"],
         "--passes-after, --keep-writes can be",
     ),
@@ -330,7 +334,6 @@ def test_an_option_is_named_as_it_was_typed(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["t:b", "--nproc-per-node", "2", "--device", "cuda:0"], 2, "which have a card each"),
         (
             ["t:b", "--nproc-per-node", "gpu"],
             4,

@@ -287,7 +287,6 @@ def test_a_group_may_be_made_by_the_step():
     ("options", "around", "said"),
     [
         ({"nproc_per_node": "gpu", "device": "sim:1GiB"}, {}, "nproc_per_node must be an integer of at least 1, not 'gpu'"),
-        ({"nproc_per_node": 2, "device": "cpu"}, {}, "'cpu'"),
         ({}, {"platform": "darwin"}, "trials can be isolated on Linux only, and this is darwin"),
         ({}, {"mark": MARK}, "calls probe_target while it is imported"),
     ],
@@ -349,7 +348,9 @@ REFUSED = {
         ({"require": 8}, NO_ROWS),
         ({"passes_after_s": 3, "keep_writes": True}, f"passes_after_s, keep_writes {ALONE}"),
         ({"nproc_per_node": 2, "isolate": False}, "ranks are processes of their own: leave out isolate"),
-        ({"nproc_per_node": 2, "preserve": [1]}, LIVE),
+        ({"nproc_per_node": 2, "device": "cpu"}, "device 'cpu' cannot be given for several ranks"),
+        ({"nproc_per_node": 2, "device": torch.device("cuda", 0)}, "cannot be given for several ranks"),
+        ({"nproc_per_node": 2, "device": "cuda:8GiB", "preserve": [1]}, LIVE),
         ({"preserve": [1]}, LIVE),
     ],
     "check_target": [

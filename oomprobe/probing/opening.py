@@ -104,7 +104,7 @@ def open_target(
         return _on_simulated_ranks(order, name, nproc_per_node)
     if nproc_per_node is not None:
         _refuse_isolation()
-        return _isolated(order, name, ranks_to_start(nproc_per_node, order.device))
+        return _isolated(order, name, ranks_to_start(nproc_per_node))
     order = replace(order, device=opened_if_simulated(order.device))
     if isolate and not is_simulated(order.device):
         _refuse_isolation()

@@ -5,6 +5,7 @@ Importing this module does not import torch: the command line refuses at once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict
@@ -88,6 +89,11 @@ NO_ROWS = (
 )
 NO_EPOCH = "a table of cards or of savings takes no {}: probe the row that you choose with it"
 OWN_PROCESSES = "ranks are processes of their own: leave out {}"
+ITS_OWN_CARD = (
+    "{} {device} cannot be given for several ranks, which have a card each: leave it out, or state a kind or a budget for each, "
+    "such as 'cuda', 'cuda:8GiB' or 'sim:24GiB'. CUDA_VISIBLE_DEVICES chooses the cards"
+)
+OF_EACH_RANK = re.compile(r"(cuda|xpu)(:[\d.]+ ?[A-Za-z]+)?")
 NO_LIVE_OBJECTS = (
     "{} takes live objects of this process, but isolated trials run in other processes: leave it "
     "out, or pass isolate=False"
@@ -154,11 +160,13 @@ def _refuse_for_command(asked: Mapping[str, Any], given: set[str], axes: set[str
 
 def _refuse_for_processes(asked: Mapping[str, Any], given: set[str]) -> None:
     """Refuse what cannot reach the processes in which a target's trials run."""
-    if "isolate" not in given:
-        if asked.get("preserve") not in (None, (), []):
-            raise InvalidArgumentError(NO_LIVE_OBJECTS, options=("preserve",))
-    elif "nproc_per_node" in given:
-        raise InvalidArgumentError(OWN_PROCESSES, options=("isolate",))
+    if "nproc_per_node" in given:
+        _refuse_any(OWN_PROCESSES, ["isolate"], given)
+        device = asked.get("device")
+        if not (isinstance(device, str) and OF_EACH_RANK.fullmatch(device)):
+            _refuse_any(ITS_OWN_CARD, ["device"], given, device=repr(device))
+    if "isolate" not in given and asked.get("preserve") not in (None, (), []):
+        raise InvalidArgumentError(NO_LIVE_OBJECTS, options=("preserve",))
 
 
 def _refuse_for_table(asked: Mapping[str, Any], given: set[str], axes: set[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NoReturn
@@ -33,10 +32,6 @@ SEVERAL_MACHINES = (
     "--nproc-per-node 8). DDP needs the same memory per rank on every machine, and FSDP over more ranks needs less, so that answer "
     "is safe, less what NCCL takes between machines"
 )
-NO_RANKS_THERE = (
-    "device={device!r} cannot be given for several ranks, which have a card each: leave it out, or state a kind or a budget for "
-    "each, such as 'cuda', 'cuda:8GiB' or 'sim:24GiB'. CUDA_VISIBLE_DEVICES chooses the cards"
-)
 ON_HOST = (
     "the model of rank {rank} is on the {kind}, but several ranks need an accelerator each: build it on "
     "torch.device('cuda', int(os.environ['LOCAL_RANK']))"
@@ -45,7 +40,6 @@ SHARED_CARD = (
     "ranks {ranks} have built their models on one card, {device}: call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first "
     "in build()"
 )
-_KINDS = re.compile(r"(cuda|xpu)(:[\d.]+ ?[A-Za-z]+)?")
 
 
 def refuse_ranks(what: str, ranks: int, pair: str = "") -> None:
@@ -90,15 +84,13 @@ def refuse_in_a_rank() -> None:
         )
 
 
-def ranks_to_start(nproc_per_node: int | str, device: object) -> int:
+def ranks_to_start(nproc_per_node: int | str) -> int:
     """Return the number of ranks, after checking that each has an accelerator; this process opens none."""
     refuse_in_a_rank()
     if (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
         raise InvalidArgumentError(
             f"this is one of {tasks} tasks that srun has started. {SEVERAL_MACHINES}"
         )
-    if device is not None and (not isinstance(device, str) or not _KINDS.fullmatch(device)):
-        raise InvalidArgumentError(NO_RANKS_THERE.format(device=device))
     kind = torch.accelerator.current_accelerator()  # that torch was built for, present or not
     cards = (
         0
