@@ -216,41 +216,17 @@ WRONG = [
     ([], "  oomprobe run --help"),
     (["devcies"], "there is no command 'devcies'; did you mean devices?"),
     (["train.py:build"], "did you mean oomprobe run train.py:build?"),
-    (
-        ["run", "--memory-fractoin", "0.8", "x:y"],
-        "run: error: there is no option --memory-fractoin; did you mean --memory-fraction?",
-    ),
-    (
-        ["show", "a.json", "--hmtl=a.html"],
-        "RESULT.json\noomprobe show: error: there is no option --hmtl; did you mean --html?",
-    ),
-    (
-        ["run", "x:y", "--tolerance", "2%"],
-        "there is no option --tolerance here; oomprobe run --help says",
-    ),
-    (
-        ["run", "train.py", "--batch-size", "{batch}"],
-        "what is --batch-size {batch}? If it is part of a command",
-    ),
+    (["run", "--memory-fractoin", "0.8", "x:y"], "run: error: there is no option --memory-fractoin; did you mean --memory-fraction?"),
+    (["show", "a.json", "--hmtl=a.html"], "RESULT.json\noomprobe show: error: there is no option --hmtl; did you mean --html?"),
+    (["run", "x:y", "--tolerance", "2%"], "there is no option --tolerance here; oomprobe run --help says"),
+    (["run", "train.py", "--batch-size", "{batch}"], "what is --batch-size {batch}? If it is part of a command"),
     (["run", "x:y", "--plot", "a.pgn"], "the plot a.pgn: let the name end in .png, .svg or .pdf"),
     (["run", "train.py"], "'train.py' is not a target"),
-    (
-        ["run", "x:y", "--json", "/nonexistent/x.json"],
-        "argument --json: '/nonexistent/x.json' cannot be written",
-    ),
-    (
-        ["run", "x:y", "--world-size", "0"],
-        "argument --world-size: must be an integer of at least 1, not 0",
-    ),
+    (["run", "x:y", "--json", "/nonexistent/x.json"], "argument --json: '/nonexistent/x.json' cannot be written"),
+    (["run", "x:y", "--world-size", "0"], "argument --world-size: must be an integer of at least 1, not 0"),
     (["run", "x:y", "--global-batch", "x"], "argument --global-batch: invalid int value: 'x'"),
-    (
-        ["run", "x:y", "--nproc-per-node", "2", "--world-size", "4"],
-        "so --world-size cannot be given too",
-    ),
-    (
-        ["compare", "a.json", "b.json", "--tolerance", "2"],
-        "a tolerance is a share of the memory, such as 2% or 0.02",
-    ),
+    (["run", "x:y", "--nproc-per-node", "2", "--world-size", "4"], "so --world-size cannot be given too"),
+    (["compare", "a.json", "b.json", "--tolerance", "2"], "a tolerance is a share of the memory, such as 2% or 0.02"),
     (["run", "x:y", "--over", "length"], "write --over as the argument of the step and its values"),
     (["run", "x:y", "--over", "size=(1,2)"], "tuples: only from Python"),
     (["run", "x:y", "--orders", "3"], "add --epoch NAME=FILE, or --tokens FILE"),
@@ -264,40 +240,19 @@ WRONG = [
     (["run", "x:y", "--require", "8", "--start-batch", "4"], "it would ignore --start-batch: "),
     (["run", "x:y", "--require", "20", "--multiple-of", "8"], "a multiple of --multiple-of=8"),
     (["run", "x:y", "--over", "a=1", "--over", "b=2"], "--over has 2 axes, a, b, and a table has"),
-    (
-        ["run", "x:y", "--over", "a=1", "--over", "a=1,2"],
-        "a must have at least one value, and each",
-    ),
-    (
-        ["run", "x:y", "--over", "a=1", "--require", "4"],
-        "--require=4 asks about one size, and --over",
-    ),
+    (["run", "x:y", "--over", "a=1", "--over", "a=1,2"], "a must have at least one value, and each"),
+    (["run", "x:y", "--over", "a=1", "--require", "4"], "--require=4 asks about one size, and --over"),
     (["run", "x:y", "--over", "a=1", "--device", "sim:T4,sim:L4"], "--over, --device make a table"),
     (["run", "x:y", "--over", "a=1", "--savings", "all"], "--over, --savings make a table each"),
     (["run", "x:y", "--savings", "al"], "there is no saving 'al'"),
-    (
-        ["run", "x:y", "--nproc-per-node", "2", "--in-process"],
-        "of their own: leave out --in-process",
-    ),
-    (
-        ["run", "x:y", "--nproc-per-node", "2", "--device", "cuda:0"],
-        "oomprobe: --device 'cuda:0' cannot be given for several ranks",
-    ),
-    (
-        ["run", "x:y", "--passes-after", "3", "--keep-writes"],
-        "--passes-after, --keep-writes can be",
-    ),
+    (["run", "x:y", "--nproc-per-node", "2", "--in-process"], "of their own: leave out --in-process"),
+    (["run", "x:y", "--nproc-per-node", "2", "--device", "cuda:0"], "oomprobe: --device 'cuda:0' cannot be given for several ranks"),
+    (["run", "x:y", "--passes-after", "3", "--keep-writes"], "--passes-after, --keep-writes can be"),
     (["run", "--in-process", *COMMAND], "--in-process cannot be given for a command"),
-    (
-        ["run", "--device", "sim:T4,sim:L4", *COMMAND],
-        "name one as --device, such as 'sim:RTX-4090'",
-    ),
-    (
-        ["run", "--device", "cuda", *COMMAND],
-        "oomprobe: --device 'cuda' cannot be given for a command",
-    ),
+    (["run", "--device", "sim:T4,sim:L4", *COMMAND], "name one as --device, such as 'sim:RTX-4090'"),
+    (["run", "--device", "cuda", *COMMAND], "oomprobe: --device 'cuda' cannot be given for a command"),
     (["run", "--savings", "all", *COMMAND], "can be given expandable_segments alone"),
-]
+]  # fmt: skip
 IN_A_NEW_PROCESS = f"""
 import sys
 from oomprobe.cli import main
