@@ -386,6 +386,7 @@ class Program:
         if is_last:
             for number in scratch:
                 self._give(number)
+            scratch.clear()  # a kernel without numbers has the index of the next one
 
 
 def replay_call(allocator: CachingAllocator, call: RecordedCall, live: LiveBlocks) -> LiveBlocks:

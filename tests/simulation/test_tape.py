@@ -6,6 +6,9 @@ from oomprobe.allocator.caching import CachingAllocator
 from oomprobe.tape.calls import (
     ALLOCATED,
     FREED,
+    KERNEL,
+    RESULT,
+    Kernel,
     RecordedCall,
     Tape,
     lengthen_turns,
@@ -177,6 +180,18 @@ def test_other_calls_with_the_predicted_peak_keep_the_lines():
     assert predict(predictor, 100, 2) == cold(100)[:2]
     assert not learn(predictor, 8, further(8, 80 * MIB))
     assert predictor.lines is None
+
+
+def test_kernels_without_numbers_give_back_their_own_scratch():
+    """They have the index of what follows: torch 2.15 takes a workspace so, for each product of matrices."""
+    borrowed = Kernel(lambda nbytes: [nbytes, RESULT], (MIB,), 0)
+    events = [(KERNEL, 0, (borrowed, part)) for part in (0, 1, 0, 1)]
+    call = RecordedCall((*events, (ALLOCATED, 0, 0), (FREED, 0, 0)), (512,))
+    allocator, live = CachingAllocator(10 * MIB), {}
+    for _ in range(3):
+        live = replay_call(allocator, call, live)
+    assert (live, allocator.allocated_bytes) == ({}, 0)
+    assert allocator.served == 9
 
 
 def test_the_peak_counts_what_earlier_calls_left():
