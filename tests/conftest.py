@@ -15,6 +15,8 @@ from processes import environment
 from torch.optim import optimizer as torch_optimizer
 from warm import ADDRESS, Warm
 
+from oomprobe import probe as probe  # else each forked child imports it and the next, in 0.3 s
+from oomprobe.devices import simulated as simulated
 from oomprobe.ground import torch_versions
 from oomprobe.runners.hooks import preload_dynamo
 

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from zoo import training_step
 
-WIDTH, HEADS, LENGTH, VOCABULARY = 256, 4, 128, 2000
+WIDTH, HEADS, LENGTH, VOCABULARY = 256, 4, 2048, 2000
 MESHES = {"hsdp": (2, 2), "tensor_parallel": (2, 2)}
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -58,24 +58,16 @@ def test_only_public_names_are_used(path):
 # --- scripts ---
 
 
+IN_SECONDS = commands("plain_loop.py", "varying_lengths.py", "ddp.py", simulated=True)
+ON_REQUEST = commands("length_table.py", "savings.py", simulated=True)
+
+
 @pytest.mark.parametrize(
     "words",
-    [
-        words
-        for words in commands(
-            "plain_loop.py",
-            "varying_lengths.py",
-            "length_table.py",
-            "savings.py",
-            "ddp.py",
-            simulated=True,
-        )
-        if "--savings" not in words
-    ],
-    ids=lambda words: " ".join(words),
+    [*IN_SECONDS, *(pytest.param(words, marks=pytest.mark.slow) for words in ON_REQUEST)],
+    ids=" ".join,
 )
 def test_on_a_simulated_card(words):
-    """All but the savings on the command line, which take half a minute and are those of the script."""
     status, out, err = start(typed, words).result(limit_s=180)
     assert status == 0, err
     assert out.startswith("verdict: ")

@@ -24,6 +24,7 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ON_REQUEST = {"recipes", "savings", "tables"}  # each runs for longer than all other pages together
 BY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
@@ -36,7 +37,12 @@ def blocks(page, *languages):
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page.stem in ON_REQUEST), id=page.stem)
+        for page in PAGES
+        if blocks(page, "python")
+    ],
 )
 def test_its_code_runs_and_prints_what_it_shows(page, tmp_path):
     script = tmp_path / "page.py"

@@ -92,7 +92,8 @@ def varying(seed=0):
 
 def test_steps_that_vary_are_confirmed_over_fifty():
     found = forked(
-        lambda: oomprobe.find_max_batch(*varying(), progress="off").to_dict(), limit_s=120
+        lambda: oomprobe.find_max_batch(*varying(), resolution=0.1, progress="off").to_dict(),
+        limit_s=120,
     )
     answer = found["batch_size"]
     assert max(trial["steps"] for trial in found["trials"] if trial["batch_size"] == answer) == 50

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import oomprobe
 
-from .ranks import cards, on_ranks
+from .ranks import BRIEF, cards, forking, on_ranks
 from .tabled import Attention, build_attention, language_model
 
 TARGET = f"{Path(__file__).with_name('tabled.py')}:build"
@@ -93,7 +93,7 @@ def sides(drawn, batch_size):
         yield {"side": drawn.randrange(96, 384, 32)}
 
 
-SHORT = {"calls": 40, "orders": 8}
+SHORT = {"calls": 25, "orders": 4}
 LOOPS = {
     "padded lengths": (lambda: language_model(Attention), {"values": {"length": LENGTHS}}),
     "graphs that add up": (
@@ -150,10 +150,10 @@ def test_an_isolated_target_is_recorded_in_its_process():
     epoch = oomprobe.Epoch({"length": LENGTHS}, **SHORT)
 
     def probe():
-        options = {"epoch": epoch, "progress": "off"}
+        options = {"epoch": epoch, "patience": BRIEF, "progress": "off"}
         return oomprobe.probe_target(TARGET, **options).to_dict()
 
-    found = forked(probe, memory="1GiB", limit_s=240)
+    found = forked(forking, probe, memory="1GiB", limit_s=240)
     assert (found["epoch"]["deaths"], found["epoch"]["reason"]) == (0, "")
     assert found["environment"]["isolated"]
     batches = [*epoch.batches(0, found["batch_size"])]
@@ -200,7 +200,7 @@ def test_ranks_draw_their_own_batches_and_end_with_the_first_that_dies(tmp_path)
     epoch = oomprobe.Epoch({"length": LENGTHS}, **SHORT)
 
     def probe():
-        options = {"epoch": epoch, "nproc_per_node": 2, "progress": "off"}
+        options = {"epoch": epoch, "nproc_per_node": 2, "patience": BRIEF, "progress": "off"}
         return oomprobe.probe_target(f"{TARGET}_attention", **options)
 
     result = on_ranks(tmp_path, probe, limit_s=240)

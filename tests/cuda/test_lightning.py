@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import oomprobe
 
-from .ranks import on_ranks
+from .ranks import BRIEF, on_ranks
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -61,14 +61,16 @@ def test_a_fit_on_two_ranks_is_a_target(tmp_path):
         return oomprobe.probe_target(
             build,
             nproc_per_node=2,
-            start_batch=64,
-            resolution=0.6,
+            start_batch=16,
+            resolution=0.9,
+            confirm_steps=2,
+            patience=BRIEF,
             memory_fraction=0.6,
             progress="off",
         )
 
     # On small cards, as each sample is copied.
-    result = on_ranks(tmp_path, probe, limit_s=120, memory="512MiB,512MiB", FOLDER=tmp_path)
+    result = on_ranks(tmp_path, probe, limit_s=120, memory="256MiB,256MiB", FOLDER=tmp_path)
     assert (result.limited_by, result.world_size) == ("memory", 2)
     assert set((tmp_path / "prepared").read_text().split()) == {"0"}  # rank 0 alone, as in training
     assert {trial.samples_per_s for trial in result.trials} == {None}

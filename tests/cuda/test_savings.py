@@ -16,6 +16,8 @@ from oomprobe.ground.allocator_settings import to_expand
 from oomprobe.ground.torch_versions import VERSION
 from oomprobe.records.patience import Patience
 
+from .ranks import forking
+
 CARD = "8.0,108,2048"  # an A100's
 SAVINGS = (
     "expandable_segments", "bf16_autocast", "fp16_autocast", "checkpoint", "fused_optimizer", "no_foreach",
@@ -84,7 +86,9 @@ def test_each_saving_takes_what_it_takes_by_hand(loop, savings):
 )
 def test_on_a_card_the_same_is_run(loop, isolate, savings):
     bed = {"memory": "40GiB", "card": CARD, "limit_s": 300, "CUDASTUB_ASSERT": 0}
-    found = forked(lambda: in_a_table(loop, None, savings, isolate=isolate), **bed)
+    # A setting of the allocator takes a new interpreter.
+    start = () if "expandable_segments" in savings else (forking,)
+    found = forked(*start, lambda: in_a_table(loop, None, savings, isolate=isolate), **bed)
     for saving in ("as is", *savings):
         allocated, reserved = by_hand(loop, saving)
         assert found[saving][0] == allocated, saving
@@ -102,7 +106,8 @@ def trials_by_row(savings, required=None):
 
 
 def test_calls_with_some_blocks_checkpointed_repeat_like_those_with_all():
-    (confirmed,) = forked(trials_by_row, "checkpoint", 170, limit_s=150)["checkpoint last 1 of 2"]
+    rows = forked(forking, lambda: trials_by_row("checkpoint", 170), limit_s=150)
+    (confirmed,) = rows["checkpoint last 1 of 2"]
     assert confirmed.settled_after <= 16
 
 

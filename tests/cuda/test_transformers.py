@@ -20,7 +20,7 @@ pytestmark = [
         "ignore:`torch.distributed.all_gather_into_tensor` is deprecated:FutureWarning"
     ),
 ]
-CARD = {"memory": "1GiB", "limit_s": 180}
+CARD = {"memory": "512MiB", "limit_s": 180}
 
 
 def trainer(folder, batch_size=4, **arguments):
@@ -30,7 +30,7 @@ def trainer(folder, batch_size=4, **arguments):
         vocab_size=2048,
         n_positions=128,
         n_embd=256,
-        n_layer=4,
+        n_layer=2,
         n_head=4,
         bos_token_id=1,
         eos_token_id=2,
@@ -110,7 +110,13 @@ def build():
 
 def test_a_trainer_on_two_ranks_is_a_target(tmp_path):
     def probe():
-        options = {"start_batch": 32, "resolution": 0.3, "patience": BRIEF, "progress": "off"}
+        options = {
+            "start_batch": 32,
+            "resolution": 0.9,
+            "confirm_steps": 2,
+            "patience": BRIEF,
+            "progress": "off",
+        }
         return oomprobe.probe_target(build, nproc_per_node=2, **options)
 
     result = on_ranks(tmp_path, probe, limit_s=120, memory="512MiB,512MiB", FOLDER=tmp_path)
