@@ -20,6 +20,9 @@ CASES += [
     ("mlp", "24GiB", {}),
     ("gpt", "1GiB", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
 ]
+ON_REQUEST = {
+    "mlp fused", "mlp fp16 scaled", "deep mlp", "many small tensors", "conv", "gpt bf16 deep", "gpt checkpointed",
+}  # fmt: skip
 
 
 def state_of(model):
@@ -46,8 +49,14 @@ def probed(name):
 
 @pytest.mark.parametrize(
     ("name", "memory", "settings"),
-    CASES,
-    ids=["-".join([*map(str, case[:2]), *case[2].values()]) for case in CASES],
+    [
+        pytest.param(
+            *case,
+            marks=[pytest.mark.slow] * (case[0] in ON_REQUEST or case[1] == "24GiB"),
+            id="-".join([*map(str, case[:2]), *case[2].values()]),
+        )
+        for case in CASES
+    ],
 )
 def test_an_answer_is_the_cold_frontier_and_survives(name, memory, settings):
     bed = {"memory": memory, "limit_s": 120, **settings}

@@ -41,6 +41,7 @@ def test_the_plain_loop_trains_with_the_answer_or_refuses_the_size_that_is_asked
     assert "NothingFitsError: batch 64 does not fit on Stub GPU" in err
 
 
+@pytest.mark.slow
 def test_a_table_trains_in_its_buckets():
     [command] = commands("length_table.py")
     status, out, err = forked(
@@ -64,7 +65,7 @@ def test_a_table_trains_in_its_buckets():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("transformers_trainer.py", r"'train_runtime': "),
+        pytest.param("transformers_trainer.py", r"'train_runtime': ", marks=pytest.mark.slow),
         ("lightning_module.py", r"Epoch 0: 100%\|\W*\| (\d+)/\1 "),
         ("inference.py", r"scored 2000 continuations"),
     ],
@@ -85,7 +86,15 @@ def test_ranks_and_fsdp_shards_what_ddp_keeps(tmp_path):
     peaks = []
     for name in ("ddp.py", "fsdp2.py"):
         probe, _ = commands(name)
-        words = [*probe, "--require", "4", "--json", str(tmp_path / "probe.json")]
+        words = [
+            *probe,
+            "--require",
+            "4",
+            "--confirm-steps",
+            "3",
+            "--json",
+            str(tmp_path / "probe.json"),
+        ]
         status, out, err = forked(forking, lambda words=words: typed(words), **on_cards)
         assert status == 0, err
         assert re.match(r"verdict: batch 4 per rank fits in .* on 2 x Stub GPU", out)

@@ -100,7 +100,7 @@ def record(
 def test_a_recording_is_replayed_with_its_settings(settings, fraction, tmp_path):
     if VERSION < (2, 13) and "large" in settings:
         pytest.skip("this torch has no such setting")
-    path, lengths = tmp_path / "snapshot.pickle", random.Random(3).sample(range(500, 9000), 24)
+    path, lengths = tmp_path / "snapshot.pickle", random.Random(3).sample(range(500, 9000), 16)
     run = partial(record, str(path), lengths, fraction=fraction)
     forked(run, memory="500MiB", context="0", PYTORCH_CUDA_ALLOC_CONF=settings)
     text = str(oomprobe.explain(path))
@@ -219,13 +219,12 @@ def test_a_program(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seed", "memory", "fraction"),
-    [(1, "800MiB", None), (7, "700MiB", None), (1, "8GiB", 800 / 8192)],
+    ("memory", "fraction"), [("800MiB", None), ("8GiB", 800 / 8192)], ids=["card", "cap"]
 )
-def test_orders_of_the_calls_end_as_trainings_do(seed, memory, fraction, tmp_path, monkeypatch):
+def test_orders_of_the_calls_end_as_trainings_do(memory, fraction, tmp_path, monkeypatch):
     """The same batches in those orders, each in a process of its own: does it serve what was refused?"""
-    monkeypatch.setattr(orders, "ORDERS", 12)
-    path, drawn = tmp_path / "snapshot.pickle", random.Random(seed)
+    monkeypatch.setattr(orders, "ORDERS", 6)
+    path, drawn = tmp_path / "snapshot.pickle", random.Random(1)
     lengths = [round(drawn.lognormvariate(9, 0.5)) for _ in range(24)]
     options = {"memory": memory, "context": "0"}
     seen = forked(partial(record, path, lengths, fraction=fraction), **options)
@@ -235,18 +234,18 @@ def test_orders_of_the_calls_end_as_trainings_do(seed, memory, fraction, tmp_pat
         fraction = explanation.available_bytes / (8 * GIB)
     first, *movable = lengths[: seen["calls"] - 1]
     last = lengths[seen["calls"] - 1 : seen["calls"] + 1]
-    assert (reordered.calls, reordered.orders) == (len(movable), 12)
+    assert (reordered.calls, reordered.orders) == (len(movable), 6)
     counts = []
     for variables in ({}, EXPANDABLE):
         counts.append(0)
-        for number in range(12):
+        for number in range(6):
             order = [first, *random.Random(number).sample(movable, len(movable)), *last]
             trained = forked(partial(record, "", order, fraction=fraction), **options, **variables)
             is_last = trained["calls"] == len(order) - 1
             counts[-1] += not trained["refused"] or (is_last and trained["served"] > seen["served"])
     assert [reordered.run, reordered.run_expandable] == counts
-    assert 0 < reordered.run < 12
-    said = f"as recorded: {reordered.run} of 12 orders of {len(movable)} calls run"
+    assert 0 < reordered.run < 6
+    said = f"as recorded: {reordered.run} of 6 orders of {len(movable)} calls run"
     assert said in str(explanation)
 
 
@@ -264,24 +263,24 @@ def test_calls_that_cannot_change_places_are_not_replayed(more, tmp_path):
 
 @pytest.mark.parametrize(
     ("more", "expandable"),
-    [({"late": 4}, EXPANDABLE), ({"entries": 1500}, {}), ({"late": 4, "streams": True}, {})],
+    [({"late": 4}, EXPANDABLE), ({"entries": 900}, {}), ({"late": 4, "streams": True}, {})],
     ids=["begins late, expandable", "the first events are lost", "begins late, two streams"],
 )
 def test_a_start_that_was_not_recorded(more, expandable, tmp_path):
     """The segments at the end tell what was live: the replay holds what torch's allocator held throughout."""
     path = tmp_path / "snapshot.pickle"
-    forked(partial(record, path, RAGGED[:10], **more), memory="8GiB", **expandable)
+    forked(partial(record, path, RAGGED[:6], **more), memory="8GiB", **expandable)
     explanation = oomprobe.explain(path)
     requests, same = (
         int(number) for number in re.findall(r"[\d]+", explanation.notes[0].replace(",", ""))
     )
-    assert requests > 300
+    assert requests > 150
     if not expandable:
         assert same == requests
     assert "were live when recording began" in explanation.notes[1]
     whole = tmp_path / "whole.pickle"
     forked(
-        partial(record, whole, RAGGED[:10], streams=more.get("streams", False)),
+        partial(record, whole, RAGGED[:6], streams=more.get("streams", False)),
         memory="8GiB",
         **expandable,
     )

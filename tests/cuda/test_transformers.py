@@ -105,7 +105,7 @@ def build():
     from oomprobe.integrations.transformers import model_and_step
 
     arguments = {"eval_strategy": "steps", "eval_steps": 3} if "EVALUATES" in os.environ else {}
-    return model_and_step(trainer(os.environ["FOLDER"], gradient_accumulation_steps=4, **arguments))
+    return model_and_step(trainer(os.environ["FOLDER"], gradient_accumulation_steps=2, **arguments))
 
 
 def test_a_trainer_on_two_ranks_is_a_target(tmp_path):

@@ -13,6 +13,8 @@ from zoo import MODELS, target
 
 import oomprobe
 
+from .ranks import forking
+
 MEMORY = "1GiB"
 SAME = (
     "requested_bytes", "live_bytes", "reserved_bytes", "free_bytes", "least_bytes", "least_bytes_expandable",
@@ -41,8 +43,9 @@ def by_hand(name, size, cap_bytes, path):
     torch.cuda.memory._dump_snapshot(path)
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-@pytest.mark.parametrize("name", ["gpt", "conv", "mlp", "big state"])
+@pytest.mark.parametrize(
+    ("name", "expandable"), [("gpt", False), ("gpt", True), ("conv", False), ("big state", True)]
+)
 def test_the_figures_are_those_of_a_snapshot_made_by_hand(name, expandable, tmp_path):
     variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if expandable else {}
     result, is_recording = forked(probed, name, memory=MEMORY, limit_s=120, **variables)
@@ -100,7 +103,7 @@ def isolated(path):
 def test_a_worker_sends_the_explanation(tmp_path):
     """It is what this process would have said, but for the lines, whose paths are shown from another folder."""
     here = forked(probed, "mlp", memory=MEMORY, limit_s=120)[0]
-    result = forked(isolated, target(tmp_path), memory=MEMORY, limit_s=120)
+    result = forked(forking, lambda: isolated(target(tmp_path)), memory=MEMORY, limit_s=120)
     assert result.batch_size == here.batch_size
     lines = {"where": "", "held": {}, "modules": (), "timeline": None}
     assert replace(result.why(), **lines) == replace(here.why(), **lines)
