@@ -37,7 +37,7 @@ class Encoder(L.LightningModule):
     def __init__(self):
         super().__init__()
         layer = nn.TransformerEncoderLayer(512, 8, batch_first=True)
-        self.layers = nn.Sequential(nn.Embedding(1000, 512), nn.TransformerEncoder(layer, 3), nn.Linear(512, 1000))
+        self.layers = nn.Sequential(nn.Embedding(1000, 512), nn.TransformerEncoder(layer, 2), nn.Linear(512, 1000))
 
     def training_step(self, batch, batch_idx):
         return nn.functional.cross_entropy(self.layers(batch).flatten(0, 1), batch.flatten())

@@ -25,7 +25,7 @@ def collate(examples):
 
 lengths = torch.randint(16, 1025, (320,)).tolist()
 trainer = Trainer(
-    model=GPT2LMHeadModel(GPT2Config(n_embd=512, n_layer=4, n_head=8)),  # yours; this one has random weights
+    model=GPT2LMHeadModel(GPT2Config(n_embd=512, n_layer=2, n_head=8)),  # yours; this one has random weights
     args=TrainingArguments(
         per_device_train_batch_size=GLOBAL_BATCH,
         max_steps=10,

@@ -16,7 +16,7 @@ from oomprobe.cli import main
 from oomprobe.errors import NothingFitsError, SimulationError, UnreliableError
 from oomprobe.simulation import program
 
-from .test_sitecustomize import PYTHON, run
+from .test_sitecustomize import run
 
 pytestmark = pytest.mark.usefixtures("warm_python")
 TRAIN = """
@@ -432,7 +432,7 @@ FEW_RUNS = {
 def test_a_loop_of_another_kind_takes_few_runs_too(tmp_path, name):
     model = "model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)).cuda()\n"
     script = SCRIPT.partition("if __name__")[0] + model + textwrap.dedent(FEW_RUNS[name])
-    words = [PYTHON, *command(tmp_path, script=script)[1:]]
+    words = command(tmp_path, script=script)
     result = oomprobe.probe_command(words, device="sim:64MiB", start_batch=512, progress="off")
     runs = [trial for trial in result.trials if not trial.replayed]
     assert [trial.phase for trial in runs] == ["grow", "grow", "confirm", "confirm"]
@@ -568,10 +568,11 @@ EVALUATES = """
 def test_a_peak_that_no_replay_has_shown_ends_replaying_with_a_note(tmp_path):
     """The calls that it writes down repeat, and between later ones it takes more.
 
-    A trial goes on for as long as its start takes, so that a warm Python would not show later calls.
+    A trial goes on for as long as its start takes, so that this start takes half a second.
     """
-    script = SCRIPT.partition("if __name__")[0] + "if True:\n" + EVALUATES
-    words = [PYTHON, *command(tmp_path, script=script)[1:]]
+    starts = "import time; time.sleep(0.5)\n"
+    script = SCRIPT.partition("if __name__")[0] + starts + "if True:\n" + EVALUATES
+    words = command(tmp_path, script=script)
     result = oomprobe.probe_command(
         words, device="sim:1GiB", start_batch=512, max_batch=2048, progress="off"
     )

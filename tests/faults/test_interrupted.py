@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, SIGKILL and a closed terminal while a command runs: its output, and that no process is left."""
+"""Ctrl-C, SIGTERM and a closed terminal while a command runs: its output, and that no process is left."""
 
 import contextlib
 import fcntl
@@ -163,12 +163,3 @@ def test_sigterm(command, mark):
     assert b"trials so far" in err
     assert b"left the process" not in err
     until(lambda: not marked(mark), within_s=5)
-
-
-def test_sigkill_ends_the_workers_too(command, mark):
-    process = command(terminal=False)
-    asleep(process)
-    assert len(marked(mark)) == PROCESSES
-    process.kill()
-    process.wait()
-    until(lambda: not marked(mark), within_s=10)

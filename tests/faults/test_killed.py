@@ -67,7 +67,6 @@ def is_nothing_left(mark):
     ("kind", "sent"),
     [
         ("target", signal.SIGKILL),
-        ("target", signal.SIGTERM),
         ("command", signal.SIGKILL),
         ("command", signal.SIGHUP),
     ],

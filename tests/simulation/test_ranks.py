@@ -2,16 +2,16 @@
 
 import functools
 import os
-import subprocess
-import sys
 from math import prod
 from pathlib import Path
 
 import pytest
 import sharded
 import torch.distributed as dist
+from processes import start
 
 import oomprobe
+from oomprobe.ground import linux
 from oomprobe.ground.torch_versions import VERSION
 from oomprobe.records.patience import Patience
 
@@ -68,7 +68,7 @@ def test_a_card_of_80_gb_keeps_a_gibibyte_for_nccl():
     assert one.available_bytes - eight.available_bytes == 2**30
 
 
-def check(name, batch_size=2, **options):
+def check(name, batch_size=1, **options):
     """Check a size of a sharded target, on as many ranks as its mesh has; return the trial."""
     options = {
         "device": "sim:1GiB",
@@ -130,23 +130,15 @@ def test_a_step_that_fails_leaves_no_gathered_parameters_behind():
 
 
 def test_a_model_built_on_meta_takes_no_host_memory():
-    code = (
-        "import oomprobe, pathlib, sharded\n"
-        "from oomprobe.records.patience import Patience\n"
-        "few = Patience(look_calls=3)\n"
-        "options = {'nproc_per_node': 2, 'device': 'sim:80GiB', 'patience': few, 'progress': 'off', 'confirm_steps': 2}\n"
-        "result = oomprobe.check_target(sharded.__file__ + ':large_on_meta', 1, **options)\n"
-        "status = pathlib.Path('/proc/self/status').read_text()\n"
-        "print(result.trials[-1].peak_allocated_bytes, 1024 * int(status.partition('VmHWM:')[2].split()[0]))"
-    )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{Path(sharded.__file__).parent}:{Path(oomprobe.__file__).parents[1]}",
-    }
-    said = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    ).stdout
-    on_card, on_host = map(int, said.split())
+    def resident_bytes():
+        return linux.process_bytes("VmHWM")
+
+    def taken():
+        before = resident_bytes()
+        trial = check("large_on_meta", device="sim:80GiB")
+        return trial.peak_allocated_bytes, resident_bytes() - before
+
+    on_card, on_host = start(taken).result()
     assert on_card > 8 * 2**30
     assert on_host < 2**30
 

@@ -11,7 +11,7 @@ from zoo import numbered, training_step
 import oomprobe
 from oomprobe.records.patience import Patience
 
-CARDS = [f"sim:{name}" for name in ("RTX-3060-12GB", "A40", "T4", "RTX-2080Ti", "8GiB")]
+CARDS = [f"sim:{name}" for name in ("RTX-3060-12GB", "A40", "T4", "RTX-2080Ti")]
 QUIET = {
     "progress": "off",
     "patience": Patience(look_calls=8),

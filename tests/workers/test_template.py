@@ -120,7 +120,7 @@ def test_a_worker_that_hangs_says_where(target, why):
     patience = Patience(cpu_reading_s=0.2)
     source = workers(name, "cpu", Options(max_batch=4), NO_AXIS, patience)
     source.template.wait(time.monotonic() + 60)
-    deadline_s, stuck_s = (time.monotonic() + 3, None) if why == "timed out" else (None, 1.0)
+    deadline_s, stuck_s = (time.monotonic() + 1, None) if why == "timed out" else (None, 1.0)
     [status] = source.start().ask(source.tasks, deadline_s, stuck_s=stuck_s).values()
     assert (status.why, status.signal) == (why, signal.SIGTERM)
     assert status.where().startswith("train.py:")
