@@ -97,19 +97,19 @@ def join(mesh=None, names=None):
     return init_device_mesh("cuda", mesh, mesh_dim_names=names) if mesh else None
 
 
-def loss_of(model, batch_size):
-    tokens = torch.randint(VOCABULARY, (batch_size, LENGTH + 1), device="cuda")
+def loss_of(model, batch_size, length):
+    tokens = torch.randint(VOCABULARY, (batch_size, length + 1), device="cuda")
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
-def training(model, optimizer, *, max_norm=None, accumulates=1):
+def training(model, optimizer, *, max_norm=None, accumulates=1, length=LENGTH):
     def step(model, batch_size):
         optimizer.zero_grad()
         for number in range(accumulates):
             if accumulates > 1:
                 model.set_requires_gradient_sync(number == accumulates - 1)
-            loss_of(model, batch_size).backward()
+            loss_of(model, batch_size, length).backward()
         if max_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
@@ -129,7 +129,7 @@ def sharded(*, step=training, make=Transformer, prepare=lambda model: None, **op
 
 
 CLIPPED = partial(training, max_norm=1.0)
-plain = sharded
+in_short = partial(sharded, step=partial(training, length=128))
 no_reshard = partial(sharded, reshard_after_forward=False)
 bf16_clipped = partial(sharded, mp_policy=BF16, step=CLIPPED)
 uneven_width = partial(sharded, make=partial(Transformer, 252), mp_policy=BF16, step=CLIPPED)
