@@ -14,9 +14,10 @@ from processes import REPOSITORY, environment
 from torch import nn
 from typed import EXAMPLES, commands, typed
 
+import oomprobe
 from oomprobe import ProbeResult
 
-from .ranks import cards, forking
+from .ranks import BRIEF, cards, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the frameworks' own
 CARD = {"limit_s": 120, "CUDASTUB_ASSERT": 0}
@@ -82,23 +83,15 @@ def test_with_a_framework(name, said):
 
 
 def test_ranks_and_fsdp_shards_what_ddp_keeps(tmp_path):
-    on_cards = {**cards(tmp_path), "memory": "2GiB,2GiB", "limit_s": 60}
-    peaks = []
-    for name in ("ddp.py", "fsdp2.py"):
-        probe, _ = commands(name)
-        words = [
-            *probe,
-            "--require",
-            "4",
-            "--confirm-steps",
-            "3",
-            "--json",
-            str(tmp_path / "probe.json"),
-        ]
-        status, out, err = forked(forking, lambda words=words: typed(words), **on_cards)
-        assert status == 0, err
-        assert re.match(r"verdict: batch 4 per rank fits in .* on 2 x Stub GPU", out)
-        peaks.append(stored(tmp_path / "probe.json").trials[-1].peak_allocated_bytes)
+    def peak_bytes(name):
+        target = f"{EXAMPLES / name}:build"
+        checked = oomprobe.check_target(target, 1, nproc_per_node=2, patience=BRIEF, progress="off")
+        return checked.trials[-1].peak_allocated_bytes
+
+    peaks = [
+        on_ranks(tmp_path, lambda name=name: peak_bytes(name), memory="2GiB,2GiB")
+        for name in ("ddp.py", "fsdp2.py")
+    ]
     weights = 3 * sum(p.numel() for p in nn.TransformerEncoderLayer(512, 8).parameters())
     kept_bytes = 3 * 4 * weights  # the weights, and the two values that AdamW keeps for each
     assert peaks[0] - peaks[1] > kept_bytes / 2

@@ -168,7 +168,13 @@ PROGRAMS = {  # lengths, memory, other arguments, environment, cause
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in PROGRAMS if name != "two streams"),
+        pytest.param("two streams", marks=pytest.mark.slow),
+    ],
+)
 def test_a_program(name, tmp_path):
     lengths, memory, more, variables, cause = PROGRAMS[name]
     path = tmp_path / "snapshot.pickle"

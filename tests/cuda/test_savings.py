@@ -9,6 +9,7 @@ import zoo
 from bed import forked
 from ledger import Log
 from savings_by_hand import ATTENTION_SAVED, LAST_BLOCK, LOOPS
+from transformers import GPT2LMHeadModel as GPT2LMHeadModel  # else each child imports it, in 1 s
 from zoo import peaks
 
 import oomprobe

@@ -12,6 +12,7 @@ from oomprobe import DeviceLostError
 from .ranks import BRIEF, on_ranks
 
 transformers = pytest.importorskip("transformers")
+Trainer, Gpt2 = transformers.Trainer, transformers.GPT2LMHeadModel  # else each child imports them
 
 # Torch 2.10 warns of an argument that torch's own DataLoader passes.
 pytestmark = [
@@ -40,8 +41,8 @@ def trainer(folder, batch_size=4, **arguments):
         report_to=[], disable_tqdm=True, **arguments,
     )  # fmt: skip
     examples = [torch.arange(length) % 2048 for length in [*range(16, 128), 128]] * 40
-    return transformers.Trainer(
-        model=transformers.GPT2LMHeadModel(config),
+    return Trainer(
+        model=Gpt2(config),
         args=settings,
         train_dataset=[{"input_ids": ids, "labels": ids} for ids in examples],
         eval_dataset=[{"input_ids": ids, "labels": ids} for ids in examples[:32]],
