@@ -81,7 +81,7 @@ class Transformer(nn.Module):
     def __init__(self, width=WIDTH, *, recomputes=False):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(Block(width, recomputes=recomputes) for _ in range(3))
+        self.layers = nn.ModuleList(Block(width, recomputes=recomputes) for _ in range(2))
         self.norm, self.output = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens):

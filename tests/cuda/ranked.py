@@ -108,6 +108,6 @@ def build():
         if calls[0] % every == 0:
             optimizer.step()
         if KIND == "saves" and rank == 0:
-            time.sleep(0.3)
+            time.sleep(0.2)
 
     return model, step

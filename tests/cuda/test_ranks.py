@@ -210,7 +210,7 @@ def test_one_rank_may_take_longer(tmp_path):
         fault="saves",
     )
     assert result.batch_size == 1
-    assert result.trials[-1].step_s > 0.3
+    assert result.trials[-1].step_s > 0.2
 
 
 def test_data_that_end_on_one_rank_end_the_trial_early(tmp_path):
@@ -238,7 +238,7 @@ def test_no_rank_survives_the_search(tmp_path):
 
 @pytest.mark.parametrize("built_mib", [0, 300], ids=["for trials", "for building"])
 def test_memory_of_a_group_that_comes_back_late_is_waited_for(tmp_path, built_mib):
-    """Another process takes most of card 0 just when the first group has failed, and gives it back after two seconds."""
+    """Another process takes most of card 0 just when the first group has failed, and gives it back after a second."""
 
     def hold():
         def take():
@@ -247,7 +247,7 @@ def test_memory_of_a_group_that_comes_back_late_is_waited_for(tmp_path, built_mi
 
         until((tmp_path / "failed").exists, within_s=20, every_s=0.01)
         held = until(lambda: (one := take()) is not None and (one,), within_s=20, every_s=0)
-        time.sleep(2)
+        time.sleep(1)
         return held[0].numel()
 
     holder = start(hold, **cards(tmp_path))
@@ -313,7 +313,7 @@ def test_the_command_line_starts_everything(tmp_path):
             "--nproc-per-node",
             "2",
             "--require",
-            "8",
+            "1",
         ]
         return subprocess.run(
             [*words, "--json", tmp_path / "r.json"], capture_output=True, text=True, check=False
@@ -321,7 +321,7 @@ def test_the_command_line_starts_everything(tmp_path):
 
     done = forked(run, SAYS="hello", **cards(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert "verdict: batch 8 per rank fits in" in done.stdout
+    assert "verdict: batch 1 per rank fits in" in done.stdout
     assert "2 ranks, all alike" in done.stdout
     assert "probing 2 x Stub GPU; building 2 ranks took" in done.stderr
     said = re.findall(r"(?:\[rank \d\] )?hello from \d", done.stderr)
