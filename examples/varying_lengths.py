@@ -33,7 +33,7 @@ def step(model, batch_size, length):  # a batch whose longest sequence has this 
     train(torch.randint(1000, (batch_size, length)).to(device))
 
 
-epoch = oomprobe.Epoch({"length": lengths}, calls=50, orders=8)  # more of both on a GPU: 1000 and 40
+epoch = oomprobe.Epoch({"length": lengths}, calls=30, orders=4)  # more of both on a GPU: 1000 and 40
 result = oomprobe.find_max_batch(model, step, epoch=epoch, device=args.device)
 print(result)
 

@@ -484,7 +484,9 @@ def test_a_refusal_ends_the_probe_with_its_sentence(tmp_path, words, python, scr
 def test_a_command_that_does_not_use_its_size_is_no_answer(tmp_path, probe, rows):
     script = textwrap.dedent(TRAIN) + f"train(20, {rows})"
     words = [sys.executable, "-c", script, "{batch}"]
-    limit = {"batch_size": 256} if probe is oomprobe.check_command else {"max_batch": 256}
+    limit = {"start_batch": 128, "max_batch": 256}
+    if probe is oomprobe.check_command:
+        limit = {"batch_size": 256}
     with pytest.raises(UnreliableError, match="asked torch for exactly as many bytes"):
         probe(words, **limit, device="sim:1GiB", progress="off")
 
