@@ -40,13 +40,14 @@ def test_tests_marked_gpu(tmp_path):
     assert said["not_passed"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_python")
 def test_gpu_check(tmp_path):
     def check():
         card = {**gpu_check.find_card(), **gpu_check.surroundings()}
-        # One model of four, and one recording of two.
+        # Two models of four, and one recording of two.
         options = {
-            "parts": [gpu_check.PARTS[-1]],
+            "parts": [gpu_check.PARTS[1], gpu_check.PARTS[-1]],
             "recorded": {"gpt_bfloat16": 256},
         }
         with contextlib.redirect_stdout(io.StringIO()) as said:

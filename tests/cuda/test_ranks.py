@@ -394,9 +394,9 @@ def as_exact(peaks, name):
     [
         "uneven_width",
         "accumulating",
-        "hsdp",
         "tensor_parallel",
         pytest.param("on_meta", marks=pytest.mark.slow),
+        pytest.param("hsdp", marks=pytest.mark.slow),
     ],
 )
 def test_a_simulated_rank_takes_what_a_rank_that_shards_takes(tmp_path, name):
