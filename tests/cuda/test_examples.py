@@ -94,7 +94,8 @@ def test_ranks_and_fsdp_shards_what_ddp_keeps(tmp_path):
     ]
     weights = 3 * sum(p.numel() for p in nn.TransformerEncoderLayer(512, 8).parameters())
     kept_bytes = 3 * 4 * weights  # the weights, and the two values that AdamW keeps for each
-    assert peaks[0] - peaks[1] > kept_bytes / 2
+    # A half of these, of gradients and of buckets; without shards, DDP alone takes 2.2 times the weights more.
+    assert peaks[0] - peaks[1] > kept_bytes
 
 
 # --- in processes of their own ---
