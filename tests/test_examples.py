@@ -58,8 +58,8 @@ def test_only_public_names_are_used(path):
 # --- scripts ---
 
 
-IN_SECONDS = commands("plain_loop.py", "varying_lengths.py", "ddp.py", simulated=True)
-ON_REQUEST = commands("length_table.py", "savings.py", simulated=True)
+IN_SECONDS = commands("plain_loop.py", "ddp.py", simulated=True)
+ON_REQUEST = commands("varying_lengths.py", "length_table.py", "savings.py", simulated=True)
 
 
 @pytest.mark.parametrize(
