@@ -183,6 +183,7 @@ SAME = {"peak_allocated_bytes": GIB, "records": records(2, served=(5, 5))}
 
 def grow(runner, most, **options):
     session = runner.session(**options)
+    session.searches = True
     for number in range(most):
         reply = session.try_size(2**number, Phase.GROW, capped=False)
     return session, reply
@@ -223,8 +224,12 @@ def test_a_refusal_of_the_runner_ends_the_probe():
 
 def test_a_contradiction_drops_what_was_predicted():
     grow(Told(PASSED, {"contradicts_replay": True}), 2)
+    ends = {"replayed": True}, {"contradicts_replay": True}
     with pytest.raises(ContradictedError):
-        grow(Told({"replayed": True}, {"contradicts_replay": True}), 2)
+        grow(Told(*ends), 2)
+    session, _ = grow(Told(*ends), 1)
+    session.searches = False  # what ran stands
+    assert session.run(session.requested(2, Phase.CONFIRM, None)).passed
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from oomprobe.errors import OomProbeError, StepFailedError, TimeLimitError, UnreliableError
 from oomprobe.ground.units import format_bytes
 from oomprobe.probing.epochs import find_epoch
-from oomprobe.probing.session import ContradictedError, Session
+from oomprobe.probing.session import Session
 from oomprobe.probing.summary import nothing_fits
 from oomprobe.records.notes import remark, warning
 from oomprobe.records.options import MAX_CALLS
@@ -77,8 +77,7 @@ def _run_half(session: Session, now: Trial) -> Trial | None:
         return None
     request = session.requested(size, Phase.GROW, session.budget.search_cap())
     try:
-        with suppress(ContradictedError):  # it ran, whatever was predicted of it
-            session.run(replace(request, must_run=True, watches_inputs=True))
+        session.run(replace(request, must_run=True, watches_inputs=True))
     except (TimeLimitError, StepFailedError) as error:
         why = str(error).splitlines()[0]
         session.notes.add(remark(diagnosis.UNCOMPARED.format(size=size, why=why), size))

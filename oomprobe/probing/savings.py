@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product, takewhile
@@ -23,7 +23,7 @@ from oomprobe.errors import (
 from oomprobe.ground.allocator_settings import allocator_settings, to_expand
 from oomprobe.probing.finish import finish
 from oomprobe.probing.order import Order
-from oomprobe.probing.session import ContradictedError, Session
+from oomprobe.probing.session import Session
 from oomprobe.probing.summary import result_of
 from oomprobe.probing.tables import Rows
 from oomprobe.records import savings
@@ -213,9 +213,9 @@ class _Search:
                         return
                 if follows is None:
                     largest = session.find()
+                    if session.device.is_simulated:
+                        self._start = first_alike(session.trials)
                 self._learn(saving, session)
-                if not saving and session.device.is_simulated:
-                    self._start = first_alike(session.trials)
                 finish(session, largest, broken_down_at=self._compared(session))
                 self._facts = session.runner.facts  # a command's device is known once it has run
             rows.results[name] = result_of(session, largest, rows.target)
@@ -303,9 +303,7 @@ class _Search:
         trial = last_run(session.trials, size)
         if trial is None or not session.budget.holds(trial):  # sizes grow without the cap
             request = session.requested(size, Phase.BISECT, session.budget.search_cap())
-            with suppress(ContradictedError):  # it ran, whatever was predicted of it
-                session.run(replace(request, must_run=True))
-            trial = session.trials[-1]
+            trial = session.run(replace(request, must_run=True))
         if not trial.passed:
             return None
         return size

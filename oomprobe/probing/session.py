@@ -97,6 +97,7 @@ class Session:
         self.why: Explanation | None = None  # the size that failed next ran out of memory, if known
         self.explained: dict[int, Mapping[str, Any]] = {}  # why a size ran out, as `Outcome.why`
         self.outcome: Outcome | None = None  # of the last trial
+        self.searches = False  # whether a search goes on, which begins anew after a wrong replay
         self.splits = False  # whether the step splits its batch itself: memory does not limit it
         self.has_time_to_grow = True  # to run and confirm twice the last size that passed
         self.reporter = reporter
@@ -154,11 +155,13 @@ class Session:
             known=self._known,
             near=self._near,
         )
-        start = self.options.start_batch
+        start, self.searches = self.options.start_batch, True
         try:
             while True:
                 try:
-                    return find(start=start, look=look)
+                    answer = find(start=start, look=look)
+                    self.searches = False
+                    return answer
                 except ContradictedError:
                     start = self._drop_predictions()
                     if self.program.looked:
@@ -230,9 +233,8 @@ class Session:
         calls = self.program.for_look(size)
         if not calls or not self.has_time_to_grow:
             return Reply(passed=True)
-        trial = self.run(
-            replace(self.program.looking(size, calls), cap_bytes=self.budget.grow_cap())
-        )
+        looking = self.program.looking(size, calls)
+        trial = self.run(replace(looking, cap_bytes=self.budget.grow_cap()))
         varies = trial.passed and self.program.varies
         return Reply(
             passed=trial.passed,
@@ -313,17 +315,12 @@ class Session:
 
     def with_evidence(self, request: Request) -> Request:
         """Add the deadline and the evidence from earlier trials."""
+        ran = (trial.batch_size for trial in self.trials if trial.passed and not trial.replayed)
         return replace(
             request,
             must_run=request.must_run or self.host.is_taken,
             deadline_s=self.clock.deadline_s(),
-            passed=tuple(
-                {
-                    trial.batch_size: None
-                    for trial in self.trials
-                    if trial.passed and not trial.replayed
-                }
-            ),
+            passed=tuple(dict.fromkeys(ran)),
             learned=self.program.learned,
         )
 
@@ -359,7 +356,8 @@ class Session:
         self.deaths.stop_if_final(outcome.trial)
         if outcome.refusal is not None:
             raise UnreliableError(outcome.refusal)
-        if outcome.contradicts_replay and any(trial.replayed for trial in self.trials):
+        is_wrong = outcome.contradicts_replay and any(trial.replayed for trial in self.trials)
+        if is_wrong and self.searches:  # later, what ran stands, whatever was predicted of it
             raise ContradictedError
 
     # --- what trials say about the step ---
