@@ -33,6 +33,7 @@ from oomprobe.tape.record import TapedTrial
 from oomprobe.tape.shapes import ShapedTape, share_alike
 
 STRETCH = 50  # calls up to the hardest, that run
+LEAST_STRETCH = 20
 ROUNDS = 3  # of learning from a stretch that was predicted wrongly
 TOLERANCE = 0.01  # of reserved memory, between a stretch and its replay
 MATCHED = 0.9  # of its requests, at least
@@ -175,10 +176,15 @@ class EpochSearch:
     # --- the stretch that runs ---
 
     def _stretch(self, ends: Ends, size: int) -> list[Call]:
-        """Return the calls up to the first death, or up to the one in which the most is reserved."""
+        """Return the calls up to the first death, or up to the one in which the most is reserved.
+
+        The first call of a trial has shown what one shape asks for, so others come with it.
+        """
         order, last = hardest_of(ends)
         first = max(0, last - STRETCH) // self._period * self._period  # a trial begins a period
-        calls = islice(self.orders.order(order, size), first, max(last, first + self._period))
+        calls = islice(
+            self.orders.order(order, size), first, max(last, first + self._period, LEAST_STRETCH)
+        )
         if len(self._starts) > 1:
             return [*calls]
         return [call.on_rank(ends[order].rank) for call in calls]

@@ -148,6 +148,27 @@ def test_values_that_decide_sizes_are_not_replayed():
     assert "no epoch could be replayed" in str(result).splitlines()[0]
 
 
+def test_the_first_call_of_a_trial_may_make_other_requests_than_the_one_recorded():
+    """The calls that run after it teach what the others ask for."""
+    model = nn.Linear(64, 1000)
+
+    def step(model, batch_size, tokens):
+        cache = torch.zeros(batch_size, 8, 64, device="cuda")
+        for _ in range(int(tokens)):
+            cache = torch.cat([cache, torch.zeros(batch_size, 1, 64, device="cuda")], 1)
+        model(cache).logsumexp(-1).mean().backward()
+        model.zero_grad()
+
+    epoch = Epoch(draw=drawn_tokens, calls=30, orders=2)
+    result = oomprobe.find_max_batch(model, step, epoch=epoch, resolution=0.1, **QUIET)
+    assert (result.epoch.reason, result.epoch.deaths) == ("", 0)
+
+
+def drawn_tokens(drawn, batch_size):
+    while True:
+        yield {"tokens": 4 * drawn.randint(1, 4)}
+
+
 def test_a_size_whose_hardest_calls_die_alone_is_no_answer(monkeypatch):
     replayed, epoch = EpochSearch._replay, Epoch({"length": LENGTHS}, **SHORT)
 
