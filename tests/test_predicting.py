@@ -20,6 +20,7 @@ class Card(ARunner):
     """Each call of its step asks for a MiB per example."""
 
     capacity, unrecorded = 1000 * MIB, ""
+    served = ()  # in each call of each step
 
     def run(self, request):
         self.ran.append(request)
@@ -30,9 +31,18 @@ class Card(ARunner):
         verdict = Verdict.FITS if size * MIB <= self.capacity else Verdict.OOM
         return Outcome(
             trial=Trial.of(request, verdict, peak_reserved_bytes=size * MIB),
-            records=(CallRecord(step="step"),) * count,
+            records=self.records(count),
             taped=(taped,) * (request.records and not self.unrecorded),
             unrecorded=self.unrecorded,
+        )
+
+    def records(self, count):
+        if not self.served:
+            return (CallRecord(step="step"),) * count
+        return tuple(
+            CallRecord(step=step, served_bytes=MIB * served, stepped=1)
+            for step in self.facts.step_names
+            for served in self.served
         )
 
 
@@ -50,7 +60,7 @@ def asked(phase, size, calls=3):
 def run(runner, *sizes):
     """Return those of the sizes, each with its phase, that run."""
     outcomes = [runner.run(asked(*size)) for size in sizes]
-    assert [outcome.trial.passed for outcome in outcomes] == [size <= 1000 for _, size in sizes]
+    assert [outcome.trial.passed for outcome in outcomes] == [size[1] <= 1000 for size in sizes]
     return [outcome.trial.batch_size for outcome in outcomes if not outcome.trial.replayed]
 
 
@@ -112,3 +122,15 @@ def test_what_cannot_be_recorded_is_not_predicted(card):
     assert run(runner, (GROW, 1), (GROW, 2), (GROW, 4)) == [1, 2, 4]
     assert runner.facts.environment["predicted"] == "no history"
     assert predict_on_card(plain := ARunner()) is plain
+
+
+def test_recordings_shorter_than_one_of_several_steps_needs_predict_nothing(card):
+    """A trial's calls are those of all steps; a look counts those of each."""
+    card.facts = replace(card.facts, step_names=("train", "eval"))
+    runner = predict_on_card(card)
+    run(runner, (GROW, 1, 8), (GROW, 2, 8))
+    assert run(runner, (BISECT, 7, 8)) == []
+    card.served = [1] * 7 + [9] + [1] * 7  # the eighth call of each step asks for more
+    runner.run(replace(asked(GROW, 2, 15), looks=True))
+    card.served = ()
+    assert run(runner, (BISECT, 7, 8)) == [7]
