@@ -39,6 +39,7 @@ class Files:
             return data_ptr(storage) if storage.device.type != "meta" else storage._cdata
 
         def address_in(tensor: torch.Tensor) -> int:
+            """Answer for a tensor as for the storage in which it begins."""
             if self._card_mode.fakes.has_values(tensor):
                 return data_ptr_of_tensor(tensor)
             offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
